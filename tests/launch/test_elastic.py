@@ -356,3 +356,16 @@ def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:
     other.leave(4.0)
     assert not page.read().waits
     assert Watch(10.0)({}) is None
+
+
+def test_an_interruption_beside_a_loss_ends_the_job(job: Job) -> None:
+    body = """
+    if rank == 0:
+        with open(f"/proc/{os.getppid()}/stat") as stat:  # the launcher started the process that ranks are forked from
+            os.kill(int(stat.read().rsplit(")", 1)[1].split()[1]), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
+    """
+    outcome = job(BODY + textwrap.dedent(body), 2, elastic=Elastic())
+    assert outcome.exit_code == 130
+    assert "goes on" not in outcome.stderr

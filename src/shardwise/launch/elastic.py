@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.launch import bootstrap
 from shardwise.launch.course import Course, Elastic, culprit
-from shardwise.launch.job import Job, say
+from shardwise.launch.job import EXIT_INTERRUPTED, Job, say
 from shardwise.launch.member import Begin, Member
 from shardwise.launch.processes import Failure
 from shardwise.launch.watching import Watch
@@ -115,6 +115,8 @@ class Agent:
             told = {rank.number for rank in job.ranks if rank.failure is not None and rank.failure.error}
             asked = [rank.number for rank in (job.stopped if member is None else job.ranks) if rank.number not in told]
             absent = [number for number in asked if not pages[number].waits]
+            if job.interrupted:  # perhaps while the others of a lost rank were stopped
+                return EXIT_INTERRUPTED, None, [], begin.step
             return code, job.cause, absent, max(begin.step, *(seen.step for seen in pages.values()))
         finally:
             job.kill()

@@ -6,6 +6,7 @@ the others stop theirs, and says who begins the next generation with which ranks
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,7 @@ SURE_SECONDS = 3.0  # several words, of which one is said twice a second: who cl
 _BEAT_SECONDS = 0.5
 _AWAY_SECONDS = 2.0  # without a turn, after which nobody's silence counts: this machine was suspended
 _TELL_SECONDS = 30.0
+_CALL_LIMIT = 0.3
 _CALL_SECONDS = 2.0  # between calls to a machine that is missing
 
 
@@ -71,6 +73,7 @@ class Head:
     turned: float = field(default_factory=time.monotonic)
     beaten: float = 0.0
     called: float = 0.0
+    num_calls: int = 0
     tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # for whom it waits
 
     # ------------------------------------------------------------------------------------------------------- hearing
@@ -151,17 +154,16 @@ class Head:
             self.unsure |= may_live
 
     def _call_the_missing(self, now: float) -> None:
-        """A machine that was started anew asks the first one, which may be lost itself."""
-        if now < self.called + _CALL_SECONDS or not self.known:
+        """A machine that was started anew asks the first one, which may be lost itself. One is called at a time: it may
+        not answer."""
+        missing = sorted(self.known.keys() - self.machines.keys() - {self.node})
+        if now < self.called + _CALL_SECONDS / max(1, len(missing)) or not missing:
             return
         self.called = now
-        seat = self.known.get(self.node)
-        for node in self.known.keys() - self.machines.keys() - {self.node}:
-            try:
-                with socket.create_connection(self.known[node], timeout=0.3) as connection:
-                    Channel(connection).send(come=seat, number=self.number)
-            except OSError:
-                continue
+        node = missing[self.num_calls % len(missing)]
+        self.num_calls += 1
+        with contextlib.suppress(OSError), socket.create_connection(self.known[node], _CALL_LIMIT) as connection:
+            Channel(connection).send(come=self.known.get(self.node), number=self.number)
 
     # ------------------------------------------------------------------------------------------------------- deciding
 

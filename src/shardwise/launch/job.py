@@ -69,6 +69,7 @@ class Job:
     exit_code: int | None = None  # decided
     first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
     noticed: bool = False  # whether a line said so
+    interrupted: bool = False  # somebody did, whatever else happened
     stopped: list[Rank] = field(default_factory=list)  # asked where they are, then stopped
 
     def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
@@ -233,6 +234,7 @@ class Job:
     def _interrupt(self) -> None:
         """Pass a signal on to the ranks; a second one kills them."""
         signum = self.caught[0]
+        self.interrupted = True
         again = self.exit_code == EXIT_INTERRUPTED
         self.caught.clear()
         now = time.monotonic()

@@ -323,9 +323,7 @@ class Member:
 
     def _follow(self) -> int | None:
         """The head is lost: find the next one, or be it. The exit code where that must not be."""
-        silent = (
-            self._silence > SURE_SECONDS
-        )  # a connection that broke after some silence may not be the launcher's end
+        silent = self._silence > SURE_SECONDS  # who closes behind a silence may live
         self._hang_up()
         gave_way, self.station.gave_way = self.station.gave_way, False
         if gave_way and self.number >= 0:
