@@ -108,7 +108,7 @@ class Station(threading.Thread):
             if self.head is not None and not self.head.running and self.head.number < number:
                 for machine in self.head.machines.values():
                     machine.channel.close()
-                self.head, self.gave_way = None, True
+                self.gave_way, self.head = True, None  # in this order: the other thread looks at the head first
         stranger.close()
 
     def close(self) -> None:
@@ -265,9 +265,12 @@ class Member:
     def _meet(self) -> bool:
         """Whether a head was found that took this machine in."""
         station = self.station
-        places = [place for place in (station.called, station.seat, self.home) if place is not None]
         if station.head is not None:
-            places = [(self.name or self.home[0], station.port)]
+            return self._join((self.name or self.home[0], station.port))
+        gave_way, station.gave_way = station.gave_way, False
+        if gave_way and self.number >= 0:
+            self._come_again()
+        places = [place for place in (station.called, station.seat, self.home) if place is not None]
         return any(self._join(place) for place in dict.fromkeys(places))
 
     def _join(self, place: Address) -> bool:
@@ -325,10 +328,7 @@ class Member:
         """The head is lost: find the next one, or be it. The exit code where that must not be."""
         silent = self._silence > SURE_SECONDS  # who closes behind a silence may live
         self._hang_up()
-        gave_way, self.station.gave_way = self.station.gave_way, False
-        if gave_way and self.number >= 0:
-            self._come_again()
-        if self.number < 0 or self.leader == self.node:  # no generation yet: begin from the start
+        if self.station.gave_way or self.number < 0 or self.leader == self.node:  # begin from the start
             return None
         if self.station.called is not None and self._join(self.station.called):  # somebody was faster
             return None
