@@ -18,7 +18,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls, Inputs, Mode
 from shardwise.runtime.hooks import StandIn
-from shardwise.runtime.signatures import Signature, mode_text
+from shardwise.runtime.signatures import Circumstances, Signature, mode_text
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset({"_seed", "_failed", "_draws", "_latest", "_last_mode"})  # no parameters, no modules
@@ -76,11 +76,17 @@ class Split(StandIn):
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._signatures: dict[Any, Signature] = {}
         self._last_mode: tuple[object, ...] | None = None
-        self._circumstances: tuple[str, ...] = ()  # of this call
+        self._circumstances: Circumstances = ()  # of this call
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
-    def _compared(self) -> None:
-        """The ranks have compared what they call, if the last call failed here."""
+    def _is_new(self, mode: Mode) -> bool:
+        """Whether ranks must compare what they call, though they have programs for it: the last call failed here, or
+        was another one than this."""
+        return self._failed or (mode, torch.is_grad_enabled(), self._circumstances) != self._last_mode
+
+    def _compared(self, mode: Mode) -> None:
+        """The ranks have compared what they call, where they had to."""
+        self._last_mode = mode, torch.is_grad_enabled(), self._circumstances
         if self._failed:
             self._calls.trials.restart()
         self._failed = False
@@ -102,10 +108,11 @@ class Split(StandIn):
 
     def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
         """A call in words, for the other ranks."""
-        key = key, self._circumstances
+        key = key, torch.is_grad_enabled(), self._circumstances
         if key not in self._signatures:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            self._signatures[key] = Signature.of(named, ", ".join([mode_text(*mode), *self._circumstances]))
+            words = mode_text(*mode) + ("" if torch.is_grad_enabled() else ", gradients off")
+            self._signatures[key] = Signature.of(named, words, self._circumstances)
         return self._signatures[key]
 
     @staticmethod
