@@ -28,6 +28,7 @@ ARGUMENTS, SETTINGS = argparse.Namespace(scale=2.0), types.SimpleNamespace(scale
 CONTEXT = ContextVar("CONTEXT", default=2.0)
 KINDS = {"tanh"}
 ACTIVATION: Callable[[Tensor], Tensor] = torch.tanh
+REGISTRY: dict[str, Any] = {"double": lambda: 2.0}
 step = 0  # forward has an attribute of this name
 
 
@@ -85,7 +86,7 @@ CHANGES: dict[str, Change] = {
         "ARGUMENTS.scale (2.0 -> 3.0)",
     ),
     "a list": (lambda _, h: (h * FACTORS[1]).sum(), lambda: FACTORS.__setitem__(1, 3.0), "FACTORS[1] (2.0 -> 3.0)"),
-    "a longer list": (lambda _, h: (h * len(FACTORS)).sum(), lambda: FACTORS.append(1.0), "(2 items -> 3 items)"),
+    "a longer list": (lambda _, h: (h * len(FACTORS)).sum(), lambda: FACTORS.append(1.0), "FACTORS[2] (none -> 1.0)"),
     "a set": (lambda _, h: (h * len(KINDS)).sum(), lambda: KINDS.add("relu"), "KINDS (1 items -> 2 items)"),
     "a context": (
         lambda _, h: (h * CONTEXT.get()).sum(),
@@ -150,6 +151,10 @@ HARMLESS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Any]]] =
     "an equal number": (lambda _, h: (h * SCALE).sum(), lambda: put(SCALE=float(str(SCALE)))),
     "an equal dict": (lambda _, h: (h * CONFIG["scale"]).sum(), lambda: put(CONFIG=copy.deepcopy(CONFIG))),
     "an equal tensor": (lambda _, h: (h * STATE).sum(), lambda: put(STATE=STATE.clone())),
+    "a registry that grows": (
+        lambda _, h: (h * REGISTRY["double"]()).sum(),
+        lambda: REGISTRY.update(triple=lambda: 3.0, more={"factor": 4.0}),
+    ),
     "what forward does not read": (lambda _, h: h.sum(), lambda: put(SCALE=4.0)),
 }
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.graph.origins import is_module_of_models, is_of_models
+from shardwise.graph.origins import is_of_models
 
 Cached = functools._lru_cache_wrapper
 _MOST_OBJECTS = 100_000  # that are looked at in a cache
@@ -61,9 +61,6 @@ class Reached:
         value = getattr(value, "__wrapped__", value)
         if isinstance(value, FunctionType) and is_of_models(value.__code__.co_filename):
             self._pending.append(value)
-        elif not isinstance(value, type) and is_module_of_models(sys.modules.get(type(value).__module__)):
-            for kind in type(value).__mro__:
-                self.meet_class(kind, "forward", "__call__")
 
     def meet_class(self, kind: type, *first: str) -> None:
         """A class whose methods the code may call by their names, and calls ``first``."""
@@ -111,6 +108,20 @@ def reached(module: nn.Module, loss: Callable[..., Any] | None = None) -> Reache
                 found.meet(value)
     found.meet(loss)
     found.follow()
+    return found
+
+
+def names_in_methods(kind: type, names: Collection[str]) -> set[str]:
+    """Names, and those that the methods use which have such names, of a class of a user's."""
+    found, pending = set(names), [*names, "__call__"]
+    while pending:
+        name = pending.pop()
+        method = inspect.getattr_static(kind, name, None)
+        method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+        if isinstance(method, FunctionType) and is_of_models(method.__code__.co_filename):
+            new = set(_names(method.__code__)) - found
+            found |= new
+            pending += new
     return found
 
 
@@ -164,4 +175,4 @@ def _has_data(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
 
 
-__all__ = ["Reached", "emptied", "reached"]
+__all__ = ["Reached", "emptied", "names_in_methods", "reached"]

@@ -15,11 +15,11 @@ import sys
 import threading
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextvars import ContextVar
 from operator import call, is_
 from pathlib import Path
-from types import CellType, CodeType, MappingProxyType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.origins import is_module_of_models
-from shardwise.graph.reachable import Reached
+from shardwise.graph.reachable import Reached, names_in_methods
 from shardwise.graph.state import OF_TORCH
 from shardwise.graph.trees import constant_key, is_constant, is_plain_tensor
 
@@ -99,8 +99,10 @@ class Surroundings:
 
     def _take(self, found: _Reader) -> None:
         self._found = found
-        columns = zip(*found.places, strict=True) if found.places else ((), (), (), ())
-        self._gets, self._holders, self._keys, self._values = columns
+        self._gets = [place.get for place in found.places]
+        self._holders = [place.holder for place in found.places]
+        self._keys = [place.key for place in found.places]
+        self._values = [place.value for place in found.places]
 
 
 class _Reader:
@@ -112,12 +114,19 @@ class _Reader:
         self.places: list[Place] = []
         self.leaves: dict[str, object] = {}
         self.texts: dict[str, str] = {}
+        self.numbers: set[str] = set()  # where there is a number, a text or a tensor
         self._seen: set[int] = set()
 
     def changed(self, after: _Reader) -> str:
-        """``model.py: SCALE (2.0 -> 3.0)``, or "" where nothing differs."""
-        places = dict.fromkeys([*self.leaves, *after.leaves])
-        names = [where for where in places if self.leaves.get(where) != after.leaves.get(where)]
+        """``model.py: SCALE (2.0 -> 3.0)``, or "" where nothing differs. New functions, classes and containers in a
+        container are no difference: it may be a registry or a cache."""
+        apart: list[str] = []
+        for one, other in ((self, after), (after, self)):
+            alone = [where for where in one.leaves if where not in other.leaves]
+            whole = tuple(where for where in alone if where not in one.numbers)
+            apart += [where for where in alone if not where.startswith(whole)]
+        both = [where for where, key in self.leaves.items() if after.leaves.get(where, key) != key]
+        names = dict.fromkeys([*both, *apart])
         shown = [f"{where} ({self.texts.get(where, 'none')} -> {after.texts.get(where, 'none')})" for where in names]
         return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
@@ -144,14 +153,14 @@ class _Reader:
             for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self.read(f"a default of {function.__qualname__}", value)
         for kind in code.classes:
-            self._read_class(kind)
+            self._read_class(kind, self.names)
         for one in code.bound:
             name = type(one).__name__
             if isinstance(one, functools.partial):
                 self.read(f"positional arguments of a {name}", one.args)
                 self.read(f"arguments of a {name}", one.keywords)
             elif isinstance(one, nn.Module):  # maybe the model as it was before it was split
-                self._read_attributes(name, vars(one))
+                self._read_attributes(name, vars(one), self.names)
             else:
                 self.read(f"the {name}", one)
         if loss is not None:
@@ -172,8 +181,11 @@ class _Reader:
     def read(self, where: str, value: Any) -> None:
         """A value that the code comes to, and what it holds."""
         if isinstance(value, torch.Tensor):
+            self.numbers.add(where)
             self._read_tensor(where, value)
         elif is_constant(value):
+            if not isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+                self.numbers.add(where)
             self._leaf(where, constant_key(value), getattr(value, "__qualname__", repr(value))[:40])
         elif id(value) in self._seen:
             self._leaf(where, type(value), f"a {type(value).__name__}")
@@ -186,7 +198,7 @@ class _Reader:
         if isinstance(value, ModuleType):
             self._leaf(where, id(value), value.__name__)
             if is_module_of_models(value):
-                self._read_attributes(value.__name__, vars(value))
+                self._read_attributes(value.__name__, vars(value), self.names)
         elif isinstance(value, nn.Module):
             self._leaf(where, id(value), text)
             self._read_module(where, value)
@@ -194,14 +206,15 @@ class _Reader:
             self._leaf(where, id(value), text)
             self._at(_in_context, value, None, f"{where}, in its context")
         elif isinstance(value, (dict, list, tuple, deque, set)):
-            self._leaf(where, len(value), f"{len(value)} items")
+            self._leaf(where, type(value), f"{len(value)} items")
             self._read_items(where, value)
         elif _is_of_a_user(value):
             self._leaf(where, type(value), text)
-            self._read_attributes(where, getattr(value, "__dict__", {}))
+            names = names_in_methods(type(value), self.names)
+            self._read_attributes(where, getattr(value, "__dict__", {}), names)
             for kind in type(value).__mro__:
                 if is_module_of_models(sys.modules.get(kind.__module__)):
-                    self._read_class(kind)
+                    self._read_class(kind, names)
         else:
             self._leaf(where, id(value), text)
 
@@ -219,9 +232,8 @@ class _Reader:
             for i in range(len(value)):
                 self._at(_item, value, i, f"{where}[{i}]")
 
-    def _read_attributes(self, where: str, table: dict[str, Any]) -> None:
-        """Those that the code names."""
-        for name in sorted(self.names.intersection(table)):
+    def _read_attributes(self, where: str, table: dict[str, Any], names: Set[str]) -> None:
+        for name in sorted(names & table.keys()):
             self._at(dict.get, table, name, f"{where}.{name}")
 
     def _read_module(self, where: str, module: nn.Module) -> None:
@@ -237,13 +249,13 @@ class _Reader:
                 for name in table:
                     self._at(dict.get, table, name, f"{prefix}.{name}")
 
-    def _read_class(self, kind: type) -> None:
+    def _read_class(self, kind: type, names: Set[str]) -> None:
         if id(kind) in self._seen:
             return
         self._seen.add(id(kind))
         table = vars(kind)
         self._if(_has_length, table, len(table))
-        for name in sorted(self.names.intersection(table)):
+        for name in sorted(names & table.keys()):
             self._at(MappingProxyType.get, table, name, f"{kind.__qualname__}.{name}")
 
     def _read_tensor(self, where: str, tensor: torch.Tensor) -> None:

@@ -280,9 +280,9 @@ class Calls:
     def _captured(self, call: Call) -> Capture:
         """The call, captured by rank 0."""
         args, kwargs = call.arguments
-        model = self.model.train(call.training)
-        for path in call.in_other_mode:
-            model.get_submodule(path).training = not call.training
+        model = self.model
+        for path, part in model.named_modules():
+            part.training = call.training != (path in call.in_other_mode)
         loss = None if call.predicts else self.settings.loss
         captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
         self._surroundings = Surroundings.of_code(reached(model, self.settings.loss))
