@@ -66,7 +66,9 @@ def trained(stages: int | None) -> dict[str, Any]:
     net, batches = Detector().double().train(), torch.randn(4, 8, 6, dtype=torch.float64)
     alone = copy.deepcopy(net)
     options: dict[str, Any] = (
-        {"stages": stages, "micro_batch": 8} if stages else {"mesh": sw.Mesh(dp=2), "mode": "data_parallel"}
+        {"stages": stages, "micro_batch": 8, "schedule": "GPipe"}
+        if stages
+        else {"mesh": sw.Mesh(dp=2), "mode": "data_parallel"}
     )
     par = sw.parallelize(net, sw.plan(net, batches[0], 2, **options))
     optimizers = [torch.optim.SGD(model.parameters() if stages else groups(model), lr=0.1) for model in (alone, par)]
