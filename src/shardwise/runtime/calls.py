@@ -20,6 +20,7 @@ from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
 from shardwise.graph.reachable import reached
+from shardwise.graph.segments import announce_kept
 from shardwise.graph.surroundings import Surroundings
 from shardwise.graph.trees import check_leaves, flatten_call, flatten_with_path, is_constant, is_plain_tensor, leaf_name
 from shardwise.layouts.layout import Layout
@@ -198,8 +199,8 @@ class Calls:
     ) -> None:
         self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
         self.model = meta_copy(module)
-        code = reached(self.model, settings.loss)
-        self._settings_of_model: Surroundings | None = Surroundings.of_settings(module, code)
+        self._settings_of_model: Surroundings | None
+        self._settings_of_model = Surroundings.of_settings(module, reached(self.model, settings.loss))
         self._surroundings: Surroundings | None = None  # when the model was captured last
         self._in_other_mode = in_other_mode(dict(module.named_modules()))
         self.trials = Trials(ranks.name, TimesOnDisk.here())
@@ -210,9 +211,8 @@ class Calls:
 
     def check_surroundings(self) -> None:
         """Raise ShardwiseError where the code of the captured calls would read something else now."""
-        for found in (self._settings_of_model, self._surroundings):
-            if found is not None:
-                found.check()
+        for found in filter(None, (self._settings_of_model, self._surroundings)):
+            found.check()
 
     def compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
         """The program of a call over this rank's parameters and buffers; every rank asks for it."""
@@ -328,6 +328,8 @@ class Calls:
             spmd, split = with_outputs_split(spmd, captured.memories, least)
         if split:
             self.ranks.create_reading_group()
+        if call.training and self.ranks.rank == 0:
+            announce_kept(captured.segments, [op.name for op in graph.ops], spmd.lifetimes.operators)
         runs = self.step_of(spmd, call.loss_only, repeats=repeats)
         sources = graph.sources
         constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
