@@ -37,7 +37,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
-from published_prices import FLASH, Row, Software, attending, cluster_of, seconds_of as priced, unpriced
+from published_prices import FLASH, Row, Software, attending, cluster_of, unpriced
+from published_prices import seconds_of as priced
 from published_runs import Factor, Found, group_of, quarter
 
 import shardwise as sw
@@ -46,6 +47,10 @@ SELENE = ("A100-80GB", "NVLink3; 8x HDR200 IB (Selene)")
 JEAN_ZAY = ("A100-80GB", "NVLink 4 inter-GPU connects; 4x Omni-Path 100 per node (Jean Zay)")
 COMPOSER = ("H100-80GB", "not stated")
 META = ("H100-80GB", "8x 400 Gb/s RoCE")
+
+
+PLAIN = Software()
+DROPPING = Software(dropout=True)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Case:
     published: float
     setting: Mapping[str, Any] = field(compare=False)
     source: str
-    software: Software = Software()
+    software: Software = PLAIN
 
     @property
     def cluster(self) -> sw.Cluster:
@@ -125,15 +130,14 @@ def llama_3(num_gpus: int, dp: int, tflops: float, cp: int = 1) -> Case:
     )
 
 
-DROPPING = Software(dropout=True)
 # Megatron's splits without sequence parallelism, as its runs of 2022 and before had them.
-SPLITS = {**MEGATRON, **WHOLE, "tokens": "v@tp"}
+SPLITS = {**MEGATRON, "*.before": "I@tp", "*.between": "I@tp", "tokens": "v@tp"}
 
 
 def korthikanti(model: Shape, num_gpus: int, published: float, setting: Mapping[str, Any]) -> Case:
     """A micro-batch of one sequence; a step has as many as GPUs."""
     source = "Korthikanti et al. 2022 (arXiv:2205.05198), table 5, full recompute"
-    fixed = {"mesh": sw.Mesh(tp=8), "micro_batch": 1, "recompute": "full", "strategies": SPLITS}
+    fixed = {"mesh": sw.Mesh(tp=8), "micro_batch": 1, "recompute": "full", "strategies": {**SPLITS, **WHOLE}}
     return Case(model, SELENE, num_gpus, num_gpus, 2048, published, {**fixed, **setting}, source, DROPPING)
 
 

@@ -79,7 +79,7 @@ def test_one_device_and_primes_have_few_settings_and_all_are_planned(devices: in
     said = found.explain("stages")
     assert isinstance(said, Joint)
     assert said.is_complete
-    assert {one.setting.stages for one in said.considered} == ({1} if devices == 1 else {1, 3, 6})
+    assert {one.setting.stages for one in said.considered} == ({1} if devices == 1 else {1, 3, 6, 9})
     assert {one.setting.micro_batch for one in said.considered} == ({1, 2, 4, 8} if devices == 1 else {1, 7})
     assert all(one.bound <= one.step_seconds for one in said.considered if one.step_seconds)
     assert min(said.considered, key=lambda one: one.step_seconds or float("inf")).setting == said.taken
