@@ -94,7 +94,9 @@ def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
     (one,) = said.considered
     assert found.pipeline is not None
     first, second, third, fourth = (stage.peak_bytes for stage in found.pipeline.stages)
-    assert one.num_bytes == pytest.approx(max(first + fourth, second + third))
+    assert one.num_bytes == found.pipeline.memory_bytes
+    # Its stages take turns: what one holds for a moment is there once.
+    assert max(first, second, third, fourth) < one.num_bytes < max(first + fourth, second + third)
 
 
 def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
