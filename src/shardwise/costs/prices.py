@@ -102,8 +102,8 @@ class Prices:
     def update(self, value: Value, numel: float) -> float:
         """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter, and has their
         states from the host where they wait there; and those in which the pass's gradient is added up."""
-        moved = self.states_moved(numel * value.kept_dtype.itemsize)
-        return self.update_kernels(value, numel) + moved + self.added(numel * value.grad_itemsize)
+        num_bytes = numel * value.kept_dtype.itemsize
+        return self.update_kernels(value, numel) + self.states_moved(num_bytes) + self.added(num_bytes)
 
     def added(self, num_bytes: float) -> float:
         """A pass's share of the seconds in which a gradient is added to that of earlier passes: both are read, the sum
