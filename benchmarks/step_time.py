@@ -93,7 +93,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def rank_main(rank: int, job: Job, folder: str) -> None:
     """What every rank does; rank 0 leaves the result in ``folder``."""
     torch.set_num_threads(1)
-    keep_freed_memory()  # for all contenders, as shardwise.init_ranks does
+    keep_freed_memory(os.environ)  # for all contenders, as shardwise.init_ranks does
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.num_ranks, timeout=TIMEOUT)
     torch.manual_seed(0)

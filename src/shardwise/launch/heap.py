@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
@@ -11,13 +10,13 @@ _KEPT_BYTES = 1 << 30
 _CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     """Have the C library keep the memory that is let go for what is made next; whether it does.
 
     A message's buffer lives for a part of a step. glibc gives a block of its size back to the system at once, and the
     next one is made of new pages, each with a fault: to join 20 MiB of gradients took 6.5 ms instead of 1.0 (torch
     2.13, glibc 2.36, a 2-core AMD EPYC). From now on a process keeps its largest size, but for blocks of a GiB and
-    more. Nothing is changed where the user has chosen (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``,
+    more. Nothing is changed where ``environ`` has what the user chose (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``,
     ``GLIBC_TUNABLES``, an allocator in ``LD_PRELOAD``) or where there is another C library.
     """
     if any(name in environ for name in _CHOSEN):

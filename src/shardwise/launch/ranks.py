@@ -71,7 +71,7 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
         raise LaunchError(problem(what, fix=f"start {num_gpus or 'no'} ranks here, or use the backend gloo"))
     device = torch.device("cuda", gpu) if backend == "nccl" else None
     if device is None:
-        keep_freed_memory()
+        keep_freed_memory(os.environ)
     else:
         torch.cuda.set_device(device)
     if place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
