@@ -391,3 +391,15 @@ def test_a_rank_table_says_how_many_nodes_there_are(tmp_path: Path) -> None:
     write([[0, 2, 4, 6], [1, 3, 5, 7]])
     with pytest.raises(ShardwiseError, match="neighbouring ranks"):
         Cluster.load("ascend-910b", hosts=path)
+
+
+def test_a_price_is_written_read_and_refused_where_it_is_none() -> None:
+    text = format_cluster(Cluster.load("h100-1x2"))
+    assert "price_per_hour" not in text
+    priced = parse("price_per_hour = 2.49\n" + text)
+    assert priced.price_per_hour == 2.49
+    assert parse(format_cluster(priced)) == priced != Cluster.load("h100-1x2")
+    assert priced.with_devices(1).price_per_hour == 2.49
+    for wrong in ("-1", "nan", "inf", "true", '"2 dollars"', "[2]", "1e9"):
+        with pytest.raises(ShardwiseError, match="price_per_hour"):
+            parse(f"price_per_hour = {wrong}\n" + text)

@@ -175,13 +175,15 @@ class Cluster:
     """``num_devices`` equal devices on levels, innermost first.
 
     ``mixed``: (device name, number), when the devices are not equal; ``device`` then has the worst of each figure,
-    which is what a step that waits for all of them gets. ``sources``: figure -> where it comes from.
+    which is what a step that waits for all of them gets. ``price_per_hour``: of a device, in any currency (0: not
+    known); of several kinds in the mean. ``sources``: figure -> where it comes from.
     """
 
     name: str
     device: Device
     levels: tuple[Level, ...]
     mixed: tuple[tuple[str, int], ...] = ()
+    price_per_hour: float = 0.0
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -125,7 +125,7 @@ def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list
         "levels.node.bandwidth": link,
     }
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
-    return Cluster("local", slowest(devices), tuple(levels), mixed, tuple(sources.items())), assumed
+    return Cluster("local", slowest(devices), tuple(levels), mixed, sources=tuple(sources.items())), assumed
 
 
 def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, assumed: list[str]) -> Device:
