@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from shardwise.costs.ledger import Peak
+from shardwise.costs.prediction import EXACT
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
@@ -111,7 +112,7 @@ def write_page(
 
 def _looked_at(plan: Plan, known: Sequence[Pass]) -> dict[str, Any]:
     """A plan for the template."""
-    each = known or [None] * len(plan.stages)
+    each: Sequence[Pass | None] = known or (None,) * len(plan.stages)
     stages = [_stage(stage, own) for stage, own in zip(plan.stages, each, strict=True)]
     passes = [_pass(own, stage.mesh, len(known)) for stage, own in zip(plan.stages, known, strict=bool(known))]
     rows = [(number, row) for number, stage in enumerate(stages) for row in stage["rows"] if row.seconds]
@@ -164,6 +165,7 @@ def _time(step: SimulatedStep) -> list[Share]:
     waits = max(step.seconds - step.compute - step.exposed, 0.0)
     seconds = [("operators and update", step.compute), ("waiting for messages (exposed)", step.exposed)]
     seconds += [("waiting for the host to start kernels", waits)]
+    seconds = [(name, own if own > EXACT * step.seconds else 0.0) for name, own in seconds]
     return [Share(name, format_seconds(s), 100 * s / step.seconds if step.seconds else 0.0) for name, s in seconds]
 
 

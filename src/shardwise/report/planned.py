@@ -73,7 +73,7 @@ class Known(Plan):
         who holds what, and of every operator the types, the messages and the alternatives; a single file without
         anything from a network. ``other``: a plan to set beside this one; ``profile``: a measured step
         (``par.profile``) to lay over the prediction."""
-        beside = other.known() if isinstance(other, Known) else None
+        beside = other.known() if isinstance(other, Known) else ()
         write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
 
 

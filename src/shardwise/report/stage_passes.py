@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.ledger import Peak
+from shardwise.costs.ledger import CATEGORIES, Peak
 from shardwise.costs.memory import busiest_program
 from shardwise.costs.pipeline import Order, SimulatedPipeline, StageSeconds, simulate_pipeline
 from shardwise.costs.prediction import Interval
@@ -112,7 +112,8 @@ def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
     work = Work(seconds, place_of, plan.micro_batches, tuple(kept), (0.0,) * len(order))
     found = []
     for place, in_flight in enumerate(work.peaks(order)):
-        parts: Counter[str] = Counter({"saved": round(in_flight)})
+        parts = Counter[str](dict.fromkeys(CATEGORIES, 0))
+        parts["saved"] = round(in_flight)
         for number in work.stages_of(place):
             parts.update(passes[number].step.peak.parts)
             parts["saved"] -= passes[number].step.kept_bytes
