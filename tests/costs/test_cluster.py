@@ -87,6 +87,14 @@ def test_figures_are_written_so_that_they_read_back(unit: str) -> None:
         assert parse_quantity(format_quantity(number, unit), unit) == pytest.approx(number, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(95830 * 2.0**20, "95830 MiB"), (24684100 * 2.0**10, "23.54 GiB"), (2.0**20 + 1, "1 MiB"), (1.0, "1 B")],
+)
+def test_bytes_are_written_without_powers_of_ten(number: float, text: str) -> None:
+    assert format_quantity(number, "B") == text
+
+
 def test_bundled_clusters_have_every_figure_and_say_where_each_figure_comes_from() -> None:
     wanted = {
         "a100-40",
