@@ -83,6 +83,7 @@ def test_what_does_not_fit_is_mended_and_the_mends_fit() -> None:
     assert answer.options
     assert all(option.fits and option.peak_bytes <= limit for option in answer.options)
     assert "what would make it fit" in str(answer)
+    assert "sw.fits plans such mends" not in str(answer), "these are they"
 
 
 def test_other_errors_are_raised_as_by_plan() -> None:

@@ -100,7 +100,8 @@ class Fits:
         asked, unit = self.asked, "tokens" if self.tokens else "samples"
         where = f"{asked.cluster.num_devices} x {asked.cluster.device.name}"
         if asked.plan is None or self.step is None:
-            lines = [f"does NOT fit {where}:", *(f"  {line}" for line in asked.refused.split("\n"))]
+            why = [line for line in asked.refused.split("\n") if not line.lstrip().startswith("fix:")]
+            lines = [f"does NOT fit {where}:", *(f"  {line}" for line in why)]  # what would mend it follows
         else:
             limit = "" if self.limit is None else f" of {format_bytes(self.limit)}"
             took, peak = self.step.seconds, self.step.peak
