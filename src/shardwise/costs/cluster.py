@@ -239,7 +239,8 @@ class Cluster:
     def _filled(self, levels: Sequence[Level], num_devices: int) -> tuple[int, ...]:
         """Sizes of inner levels with which they make ``num_devices`` or a part of it."""
         if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-            raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {num_devices!r}")
+            what = f"a cluster has a whole number of devices from 1, not {num_devices!r}"
+            raise ShardwiseError(problem(what, fix="such as 8; shardwise clusters lists described ones"))
         sizes: list[int] = []
         rest = num_devices
         for level in levels:

@@ -54,7 +54,8 @@ _MEASURE = "shardwise calibrate -o my.toml measures this machine"
 def local(num_devices: int) -> Cluster:
     """See ``Cluster.local``."""
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {num_devices!r}")
+        what = f"a cluster has a whole number of devices from 1, not {num_devices!r}"
+        raise ShardwiseError(problem(what, fix="such as 8, or a cluster by name: h100-1x8"))
     gpus = probe.gpus()
     cluster, assumed = _of_gpus(gpus, num_devices) if gpus else _of_cpus(num_devices)
     _say(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {_MEASURE}")
