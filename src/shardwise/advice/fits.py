@@ -32,6 +32,7 @@ from shardwise.report.planned import Staged
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 
 SECONDS = 30.0
+_FEW = 4  # stages whose parts of the peak are printed; as_data has those of all
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _stages(plan: Plan, peaks: Sequence[Peak]) -> list[str]:
     """A line per stage, equal neighbours in one: what a micro-batch takes there, and the peak with all in flight."""
     said = [
         f"forward {format_seconds(own.forward)}, backward {format_seconds(own.backward)}, bubble {own.bubble:.1%}, "
-        f"peak {format_bytes(peak.num_bytes)} in {peak.phase}: {_parts(peak)}"
+        f"peak {format_bytes(peak.num_bytes)} in {peak.phase}" + (f": {_parts(peak)}" if len(peaks) <= _FEW else "")
         for own, peak in zip(() if plan.pipeline is None else plan.pipeline.stages, peaks, strict=True)
     ]
     lines = []
