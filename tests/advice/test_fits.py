@@ -46,13 +46,13 @@ def test_its_figures_are_those_of_the_plan_and_of_arithmetic() -> None:
     answer = sw.fits(module, batch, "h100-1x2", seconds=0, price_per_hour=3.0)
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
     assert answer.step_seconds == plan.prediction.planned_seconds
-    assert answer.memory is not None
-    assert answer.memory.peak == step_memory(module, batch, plan).peak
+    assert answer.step is not None
+    assert answer.step.peak == step_memory(module, batch, plan).peak
     tokens, width = 16 * 32, 256
     assert answer.tokens == tokens
     products = 2 * tokens * (2 * 4 * width * width + 64 * width)
-    assert answer.flops == 3 * products  # the first product's operand needs a gradient too: the embedding's
-    assert answer.utilisation == answer.flops / answer.step_seconds / answer.peak_flops
+    assert answer.step.flops == 3 * products  # the first product's operand needs a gradient too: the embedding's
+    assert answer.utilisation == answer.step.flops / answer.step_seconds / answer.step.peak_flops
     assert answer.price == pytest.approx(1e9 / tokens * answer.step_seconds / 3600 * 2 * 3.0)
     assert answer.untried  # no time was given
 
@@ -83,6 +83,7 @@ def test_what_does_not_fit_is_mended_and_the_mends_fit() -> None:
     assert answer.options
     assert all(option.fits and option.peak_bytes <= limit for option in answer.options)
     assert "what would make it fit" in str(answer)
+    assert "sw.fits plans such mends" not in str(answer), "these are they"
 
 
 def test_other_errors_are_raised_as_by_plan() -> None:

@@ -87,6 +87,14 @@ def test_figures_are_written_so_that_they_read_back(unit: str) -> None:
         assert parse_quantity(format_quantity(number, unit), unit) == pytest.approx(number, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(95830 * 2.0**20, "95830 MiB"), (24684100 * 2.0**10, "23.54 GiB"), (2.0**20 + 1, "1 MiB"), (1.0, "1 B")],
+)
+def test_bytes_are_written_without_powers_of_ten(number: float, text: str) -> None:
+    assert format_quantity(number, "B") == text
+
+
 def test_bundled_clusters_have_every_figure_and_say_where_each_figure_comes_from() -> None:
     wanted = {
         "a100-40",
@@ -391,3 +399,15 @@ def test_a_rank_table_says_how_many_nodes_there_are(tmp_path: Path) -> None:
     write([[0, 2, 4, 6], [1, 3, 5, 7]])
     with pytest.raises(ShardwiseError, match="neighbouring ranks"):
         Cluster.load("ascend-910b", hosts=path)
+
+
+def test_a_price_is_written_read_and_refused_where_it_is_none() -> None:
+    text = format_cluster(Cluster.load("h100-1x2"))
+    assert "price_per_hour" not in text
+    priced = parse("price_per_hour = 2.49\n" + text)
+    assert priced.price_per_hour == 2.49
+    assert parse(format_cluster(priced)) == priced != Cluster.load("h100-1x2")
+    assert priced.with_devices(1).price_per_hour == 2.49
+    for wrong in ("-1", "nan", "inf", "true", '"2 dollars"', "[2]", "1e9"):
+        with pytest.raises(ShardwiseError, match="price_per_hour"):
+            parse(f"price_per_hour = {wrong}\n" + text)

@@ -260,3 +260,17 @@ def test_what_a_strategy_for_a_module_cannot_say_refutes_nothing(counts: tuple[l
     )
     assert report.plan.unused == (last,)
     assert report.ok, report
+
+
+@pytest.mark.parametrize("outer", ["decoder-Decoder", "encoder-Cell/layers-CellList", "fc2-Dense"])
+def test_an_operator_of_another_cell_is_not_that_of_a_namesake_outside_of_it(outer: str) -> None:
+    """Only the cells that training puts around a network may be missing in the module: ``decoder/fc1`` is no
+    ``fc1``."""
+    node = f"{SCOPE}/{outer}/fc1-Dense/MatMul-op3"
+    plan = {**megatron(), "parallel_strategy_item": {node: strategy([2, 1], [4, 1])}}
+    module = net()
+    found = read_strategies(module, plan, capture(module, *(batch(), {})).graph, 8)
+    assert found.strategies == {}
+    assert node in found.unused
+    with pytest.raises(sw.ShardwiseError, match="the strategy file names nothing in Net"):
+        sw.check(module, batch(), {"parallel_strategy_item": {node: strategy([2, 1], [4, 1])}}, 8)

@@ -108,9 +108,9 @@ def test_stages_of_one_mesh_have_one_name() -> None:
     assert sw.Plan.from_json(plan.to_json()) == plan
 
 
-def test_an_axis_that_does_several_things_keeps_its_name() -> None:
-    """Samples in one product and a weight in another. The names of two axes that do the same are numbered, unless a
-    level has such a name already."""
+def test_an_axis_that_does_several_things_is_called_by_all_of_them() -> None:
+    """Samples in one product and a weight in another; by its level, where it does something that has no name. The
+    names of two axes that do the same are numbered, unless a level has such a name already."""
     module, inputs = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), (torch.empty(8, 16),)
     captured = capture(module, inputs)
     _, factored = annotated_rules(captured.graph, ())
@@ -124,19 +124,18 @@ def test_an_axis_that_does_several_things_keeps_its_name() -> None:
         return str(mesh_by_roles(mesh, [Doing(captured.graph, factored.rules, found)]))
 
     mesh = sw.Mesh(node=2, rack=2, machine=2)
-    assert called(mesh, "m@node m@rack", "n@node m@machine") == "Mesh(node=2, dp1=2, dp2=2)"
+    assert called(mesh, "m@node m@rack", "n@node m@machine") == "Mesh(dp_tp=2, dp1=2, dp2=2)"
     assert called(mesh, "n@node k@rack", "m@machine") == "Mesh(tp1=2, tp2=2, dp=2)"
-    assert called(sw.Mesh(dp1=2, rack=2, machine=2), "m@(rack,machine) n@dp1", "m@dp1") == (
-        "Mesh(dp1=2, rack=2, machine=2)"
-    )
+    unused = sw.Mesh(dp1=2, rack=2, machine=2)
+    assert called(unused, "m@(rack,machine)", "m@rack") == "Mesh(dp1=2, rack=2, machine=2)"
 
 
 def test_the_page_of_stages_has_the_names_of_the_plan() -> None:
     module, inputs = model("gpt")
     plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=2)
     assert isinstance(plan, Known)
-    known, split = plan.known(), 0
-    for stage in plan.stages:
+    split = 0
+    for stage, known in zip(plan.stages, plan.known(), strict=True):
         for entry in stage.operators:
             if entry.name.endswith("linear"):
                 rows = (known.why(entry.name) or {})["rows"]

@@ -13,13 +13,15 @@ import torch
 
 import shardwise as sw
 from report.net import Net
+from shardwise.costs.pipeline import StageSeconds
 from shardwise.costs.timeline import Event
 from shardwise.plans.printing import format_figures, merged_operators, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.holdings import Grid, holdings
 from shardwise.report.outline import members_of
 from shardwise.report.page import write_page
-from shardwise.report.planned import Planned
+from shardwise.report.planned import Planned, Staged
+from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.shards import shard
 from shardwise.runtime.step_profile import Compared, StepProfile
 
@@ -49,7 +51,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
     plan.report(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
     assert isinstance(plan, Planned)
-    known = plan.known()
+    (known,) = plan.known()
     assert f'id="figures">{format_figures(plan)}</p>' in text
     assert f"{format_bytes(plan.prediction.peak_bytes)} in {plan.prediction.peak_at}" in text
     assert known.step.seconds == pytest.approx(plan.prediction.simulated_seconds)
@@ -81,7 +83,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
 
 def test_memory_over_the_step_is_the_ledgers(plan: sw.Plan) -> None:
     assert isinstance(plan, Planned)
-    known = plan.known()
+    (known,) = plan.known()
     most = max(known.over, key=lambda own: own.num_bytes)
     assert most.num_bytes == known.step.peak_bytes
     assert most.parts == known.step.peak.parts
@@ -202,7 +204,8 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     assert format_figures(own).startswith(f"step {format_seconds(own.pipeline.step_seconds)}, ")
     assert f"{format_bytes(own.pipeline.memory_bytes)} of " in format_figures(own)
     assert f"Schedule of a step, {format_seconds(own.pipeline.step_seconds)}" in text
-    assert text.count('<rect class="box') == 2 * 2 * own.micro_batches  # forward and backward in two stages
+    schedule = text.partition('id="own-schedule"')[2].partition("</svg>")[0]
+    assert schedule.count('<rect class="box') == 2 * 2 * own.micro_batches  # forward and backward in two stages
     # Why each operator is as it is: one choice is marked, as plan.explain says it.
     chosen = re.findall(r'<tr class="chosen"><td>chosen</td><td class="mono">(.*?)</td>', text)
     assert len(chosen) == text.count('<table class="why">') > 0
@@ -224,12 +227,92 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     write_page(tmp_path / "again.html", again)
     of_file = text_of(tmp_path / "again.html")  # without what only the search knows
     assert "reads <a" not in of_file
-    assert (
-        plain(
-            re.sub(r'(<p>reads <a.*?</p>)|(<table class="why">.*?</table>(<p>and \d+ more</p>)?)', "", text, flags=re.S)
-        ).split()
-        == plain(of_file).split()
+    assert "need the search that chose the plan" in of_file
+    only_known = (
+        r'(<p>reads <a.*?</p>)|(<table class="why">.*?</table>(<p>and \d+ more</p>)?)|(<span class="types">.*?</span>)'
+        r'|(<h2 id="own-\d+-memory">.*?(?=<h2 id="own-\d+-holds">))|(<h3>The longest operators</h3>.*?</table>)'
+        r'|(<span class="time">.*?</span>)|(<a href="#own-0-memory">memory</a>)'
     )
+    rest = re.sub(r"<p>A timeline, memory over the step, types .*?</p>", "", of_file, flags=re.S)
+    assert plain(re.sub(only_known, "", text, flags=re.S)).split() == plain(rest).split()
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
+def test_stages_have_types_seconds_and_memory_of_their_own_passes(tmp_path: Path, schedule: str, stages: int) -> None:
+    own = planned(stages=stages, schedule=schedule, micro_batch=8)
+    assert isinstance(own, Staged)
+    assert own.pipeline is not None
+    own.report(tmp_path / "plan.html")
+    text = text_of(tmp_path / "plan.html")
+    known = own.known()
+    assert len(known) == stages
+    types = 0
+    for number, (stage, expected, told) in enumerate(zip(own.stages, own.pipeline.stages, known, strict=True)):
+        assert told.step.peak_bytes == round(expected.peak_bytes) == max(peak.num_bytes for peak in told.over)
+        part = text.partition(f'id="own-{number}-memory"')[2].partition(f'id="own-{number}-holds"')[0]
+        assert format_seconds(told.step.seconds) in part
+        assert f"{format_bytes(expected.peak_bytes)} in {told.step.peak.where}" in part
+        timeline = part.partition(f'id="own-{number}-timeline"')[2].partition("</svg>")[0]
+        assert timeline.count('<rect class="box') == len(told.step.events)
+        operators = text.partition(f'id="own-{number}-operators"')[2].partition("<h2")[0]
+        delivered = {entry.name: entry.layout for entry in stage.sends}
+        for entry in stage.operators:
+            if not entry.name.endswith("linear"):
+                continue
+            (layout,) = told.types(entry.name)
+            assert layout in plain(operators)
+            types += 1
+            assert delivered.get(entry.name, layout).partition("[")[0] == layout.partition("[")[0]
+            seconds = sum(e.seconds for e in told.step.events if e.name == entry.name and e.part != "update")
+            assert seconds
+            row = re.search(rf'data-name="{re.escape(entry.name)}"><summary>(.*?)</summary>', operators, re.S)
+            assert row is None or f'<span class="time">{format_seconds(seconds)}</span>' in row[1]
+    assert types == 4  # every layer
+
+
+def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: sw.Plan) -> None:
+    own = planned(stages=2, micro_batch=8)
+    assert own.pipeline is not None
+    measured = (StageSeconds(2e-3, 3e-3, 1e-3, 0.0, 0.0), StageSeconds(5e-3, 6e-3, 1e-3, 0.0, 0.0))
+    rows = (Compared("head/linear", "forward", 3e-3, 1e-3, "matmul_efficiency"),)
+    none: tuple[tuple[Event, ...], tuple[Event, ...]] = ((), ())
+    of_stage = StepProfile((4e-3, 2e-3), (2048, 1024), rows, "h100", False, own.stages[1].mesh, none)
+    actions = tuple(
+        (Event(f"stage {i}, forward of micro-batch 0", "forward", (), 0.0, 2e-3 + i * 1e-3),) for i in range(2)
+    )
+    predicted = tuple(stage.seconds for stage in own.pipeline.stages)
+    profile = PipelineProfile(
+        (40e-3, 20e-3),
+        (0.5, 0.25),
+        0.2,
+        measured,
+        predicted,
+        {0: of_stage, 1: of_stage},
+        "a step of 4 micro-batches in 2 stages, 1F1B",
+        own.stages[0].mesh,
+        (actions, actions),
+    )
+    own.report(tmp_path / "plan.html", profile=profile)
+    text = text_of(tmp_path / "plan.html")
+    assert '40 ms</td><td class="number">20 ms</td><td class="number">0.50</td>' in text
+    assert '50.0%</td><td class="number">25.0%</td><td class="number">0.50</td>' in text
+    for number, (mine, theirs) in enumerate(zip(measured, predicted, strict=True)):
+        for part, first, second in (
+            ("forward", mine.forward, theirs.forward),
+            ("backward", mine.input + mine.weight, theirs.input + theirs.weight),
+        ):
+            cells = [format_seconds(first), format_seconds(second), f"{second / first:.2f}"]
+            row = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+            assert f'<th scope="row">stage {number}, {part}</th>{row}' in text
+        assert f'id="measured-stage-{number}-0"' in text
+    assert '3 ms</td><td class="number">1 ms</td><td class="number">0.33</td><td>matmul_efficiency</td>' in text
+    for chart in ("measured-0", "measured-1"):
+        assert text.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box') == 2
+    with pytest.raises(sw.PlanError, match=r"the profile is of 2 stages, the plan has 1\b"):
+        plan.report(tmp_path / "wrong.html", profile=profile)
+    with pytest.raises(sw.PlanError, match="the profile is of 1 stages, the plan has 2"):
+        own.report(tmp_path / "wrong.html", profile=of_stage)
+    assert not (tmp_path / "wrong.html").exists()
 
 
 def test_a_pipeline_of_a_file_without_seconds_has_no_chart(tmp_path: Path) -> None:

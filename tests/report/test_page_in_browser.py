@@ -145,4 +145,31 @@ def test_pipelines_stand_side_by_side_and_say_why(browser: Any, folder: Path) ->
         page.keyboard.press("Enter")
         assert operator.locator("table.why tr.chosen").is_visible()
         assert operator.locator("table.why tr").count() > 2
+        assert operator.locator("summary .types").text_content().startswith("→ f32[")
+        assert operator.locator("summary .time").text_content().endswith(" us")
+    page.close()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stage_has_its_own_timeline_and_memory_by_the_keyboard(browser: Any, folder: Path, number: int) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((folder / "staged.html").as_uri())
+    page.locator("nav a", has_text="memory").click()
+    assert page.locator("#own-0-memory").is_visible()
+    stage = page.locator(f"#own-{number}-memory + details.pass")
+    chart = page.locator(f"#own-{number}-timeline")
+    assert not chart.is_visible()
+    stage.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    assert chart.is_visible()
+    for which in ("timeline", "over"):
+        chart, says = (page.locator(f"#own-{number}-{which}{end}") for end in ("", "-says"))
+        chart.focus()
+        page.keyboard.press("Home")
+        first = says.text_content()
+        page.keyboard.press("ArrowRight")
+        assert first != says.text_content() == chart.locator(".now").get_attribute("data-says")
+    longest = page.locator("h3", has_text="The longest operators").first.locator("+ table a").first
+    longest.click()
+    assert page.evaluate("document.activeElement.parentElement.dataset.name") == longest.text_content()
     page.close()

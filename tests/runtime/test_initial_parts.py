@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -225,10 +226,12 @@ def test_initialisers_of_a_model_on_meta_run_by_parts() -> None:
 
 
 def test_what_several_operators_read_is_drawn_once() -> None:
-    """torch draws again until no element is out of bounds, and looks at each draw three times."""
+    """torch draws again until no element is out of bounds, and looks at each draw three times (torch 2.11: once, by
+    the inverse of the distribution)."""
     (value,) = parts_of(lambda: Initialised(lambda x: nn.init.trunc_normal_(x, 0.0, 1.0, -1.0, 1.0), 256, 512)).values()
     num_rounds = sum(entry.draw is not None for entry in value.regions.tape.entries)
-    assert num_rounds > 3
+    draws_once = "erfinv_" in inspect.getsource(nn.init._no_grad_trunc_normal_)
+    assert num_rounds == 1 if draws_once else num_rounds > 3
     assert value.box((0, 0), (128, 512)).abs().max() <= 1
     assert value.regions.tally.num_drawn == num_rounds * 128 * 512
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import simulate_pipeline
+from shardwise.plans.quantities import format_seconds
 from shardwise.plans.schedule import SCHEDULES
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.torch_schedules import order_of
@@ -48,6 +49,8 @@ def profiled(path: str, num_ranks: int, schedule: str, stages: int, how: dict[st
         par.profile(*batch, steps=0)
     if dist.get_rank() == 0:
         profile.trace(path)
+        if plan is not None and plan.pipeline is not None:
+            plan.report(f"{path}.html", profile=profile)
     order = order_of(SCHEDULES[schedule], 2, 4)
     assert profile.order_bubble == pytest.approx(simulate_pipeline(order, profile.measured).bubbles)
     return {
@@ -90,6 +93,15 @@ def test_actions_and_operators_are_measured(
         assert measured > 0
         assert predicted > 0
         assert any(found["messages"].values()) == (num_ranks > 2), "those inside of a stage"
+    if "search" in how:
+        page = Path(f"{path}.html").read_text()
+        (measured, _), (waits, _) = answers[0]["seconds"], answers[0]["bubbles"]
+        assert f'step without its optimizer</th><td class="number">{format_seconds(measured)}</td>' in page
+        assert f'places that wait (bubbles)</th><td class="number">{waits:.1%}</td>' in page
+        for chart in ("measured-0", "measured-1"):
+            boxes = page.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box')
+            assert boxes == sum(map(len, answers[0]["actions"]))
+        assert all(f"Stage {number} by itself, operator by operator" in page for number in range(stages))
     trace = json.loads(Path(path).read_text())["traceEvents"]
     titles = {e["args"]["name"] for e in trace if e["name"] == "process_name"}
     assert titles == {f"place {place}, {which}" for place in range(2) for which in ("measured", "predicted")}

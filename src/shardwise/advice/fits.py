@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 from typing import Any
 
@@ -11,32 +12,51 @@ import torch
 from torch import nn
 
 from shardwise.api import plan as find_plan
-from shardwise.api import step_memory
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import flops_of
 from shardwise.costs.kernels import DTYPE_NAMES
-from shardwise.costs.memory import Memory
+from shardwise.costs.ledger import Peak
+from shardwise.costs.memory import memory_of
+from shardwise.costs.prediction import Interval
 from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
+from shardwise.plans.bind import program_of
 from shardwise.plans.example import Example, planned_graph
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.plan import Plan
+from shardwise.plans.prices import prices_of
+from shardwise.plans.quantities import format_bytes, format_interval, format_seconds
+from shardwise.report.joined import Joined
 from shardwise.report.options import NUM_SHOWN, Option, Question, changes, mends, tried
+from shardwise.report.planned import Staged
+from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 
 SECONDS = 30.0
+_FEW = 4  # stages whose parts of the peak are printed; as_data has those of all
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of a plan takes and holds. ``seconds``: with their interval; ``peak``: of the fullest device;
+    ``stages``: of a pipeline, of a device of every stage, with all micro-batches in flight; ``flops``: of the model's
+    own arithmetic; ``peak_flops``: what all devices could do a second in the dtype of its products."""
+
+    seconds: Interval
+    peak: Peak
+    stages: tuple[Peak, ...]
+    flops: float
+    peak_flops: float
 
 
 @dataclass(frozen=True)
 class Fits:
-    """The answer. ``asked``: the plan as it was asked for, if there is one that fits (then ``memory`` is that of the
-    fullest rank). ``options``: the cheapest mends where it does not fit, else the changes that save most, cheapest
-    first; ``untried``: those for which there was no time. ``flops``: of the model, a step; ``peak_flops``: what all
-    devices could do in the dtype of its products. ``tokens``: of a step, where inputs are token ids.
-    ``price_per_hour``: of a device, in any currency."""
+    """The answer. ``asked``: the plan as it was asked for, if there is one that fits, and then its ``step``.
+    ``options``: the cheapest mends where it does not fit, else the changes that save most, cheapest first; ``untried``:
+    those for which there was no time. ``tokens``: of a step, where inputs are token ids. ``price_per_hour``: of a
+    device, in any currency."""
 
     asked: Option
-    memory: Memory | None
-    flops: float
-    peak_flops: float
+    step: Step | None
     tokens: int | None
     options: tuple[Option, ...]
     untried: tuple[str, ...]
@@ -58,13 +78,17 @@ class Fits:
     def utilisation(self) -> float:
         """The share of the devices' peak that the model's own FLOPs take (model FLOPs utilisation): what is made again
         does not count."""
-        return self.flops / (self.step_seconds * self.peak_flops) if self.step_seconds and self.peak_flops else 0.0
+        step = self.step
+        return step.flops / (self.step_seconds * step.peak_flops) if step and self.step_seconds and step.flops else 0.0
 
     @property
     def rate(self) -> float:
         """Tokens (or samples, where inputs are no token ids) a second."""
-        units = self.tokens or self.asked.samples or 0
-        return units / self.step_seconds if self.step_seconds else 0.0
+        return self._units / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def _units(self) -> int:
+        return self.tokens or self.asked.samples or 0
 
     @property
     def price(self) -> float | None:
@@ -74,19 +98,21 @@ class Fits:
         return 1e9 / self.rate / 3600 * self.asked.cluster.num_devices * self.price_per_hour
 
     def __str__(self) -> str:
-        asked, device = self.asked, self.asked.cluster.device
-        where = f"{asked.cluster.num_devices} x {device.name}"
-        if asked.plan is None or self.memory is None:
-            lines = [f"does NOT fit {where}:", *(f"  {line}" for line in asked.refused.split("\n"))]
+        asked, unit = self.asked, "tokens" if self.tokens else "samples"
+        where = f"{asked.cluster.num_devices} x {asked.cluster.device.name}"
+        if asked.plan is None or self.step is None:
+            why = [line for line in asked.refused.split("\n") if not line.lstrip().startswith("fix:")]
+            lines = [f"does NOT fit {where}:", *(f"  {line}" for line in why)]  # what would mend it follows
         else:
-            peak, unit = self.memory.peak, "tokens" if self.tokens else "samples"
             limit = "" if self.limit is None else f" of {format_bytes(self.limit)}"
-            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts.items() if size)
+            took, peak = self.step.seconds, self.step.peak
+            between = f" ({self._units / took.high:,.0f}-{self._units / took.low:,.0f})" if took.low < took.high else ""
             lines = [
-                f"fits {where}, {asked.plan.mesh}",
-                f"  step {format_seconds(self.step_seconds)}, {self.rate:,.0f} {unit}/s, {self.utilisation:.1%} of the "
-                "devices' peak",
-                f"  peak {format_bytes(peak.num_bytes)}{limit} a device, in {peak.where}: {parts}",
+                f"fits {where}, {_split(asked.plan)}",
+                f"  step {format_interval(took.value, took.low, took.high, format_seconds)}, {self.rate:,.0f} "
+                f"{unit}/s{between}, {self.utilisation:.1%} of the devices' peak",
+                f"  peak {format_bytes(peak.num_bytes)}{limit} a device, in {peak.where}: {_parts(peak)}",
+                *_stages(asked.plan, self.step.stages),
             ]
             if self.price is not None:
                 lines.append(f"  1e9 {unit} cost {self.price:,.2f} at {self.price_per_hour:g} a device and hour")
@@ -106,13 +132,16 @@ class Fits:
 
     def as_data(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        asked, peak = self.asked, None if self.memory is None else self.memory.peak
+        asked, step, plan = self.asked, self.step, self.asked.plan
+        peak = None if step is None else step.peak
+        pipeline = None if plan is None else plan.pipeline
         return {
             "fits": self.ok,
             "refused": asked.refused or None,
             "devices": asked.cluster.num_devices,
-            "mesh": None if asked.plan is None else dict(asked.plan.mesh.axes),
+            "mesh": None if plan is None or pipeline is not None else dict(plan.mesh.axes),
             "step_seconds": self.step_seconds or None,
+            "step_seconds_between": None if step is None else [step.seconds.low, step.seconds.high],
             "tokens_per_second": self.rate if self.tokens else None,
             "samples_per_second": asked.samples / self.step_seconds if asked.samples and self.step_seconds else None,
             "model_flops_utilisation": self.utilisation or None,
@@ -121,6 +150,24 @@ class Fits:
             "limit_bytes": self.limit,
             "peak_at": None if peak is None else peak.where,
             "peak_parts": None if peak is None else {k: v for k, v in peak.parts.items() if v},
+            "schedule": None if plan is None or pipeline is None else plan.schedule,
+            "micro_batches": None if plan is None else plan.micro_batches,
+            "bubble": None if pipeline is None else pipeline.bubble,
+            "stages": []
+            if plan is None or pipeline is None or step is None
+            else [
+                {
+                    "mesh": dict(stage.mesh.axes),
+                    "ranks": list(stage.placement.ranks),
+                    "forward_seconds": own.forward,
+                    "backward_seconds": own.backward,
+                    "bubble": own.bubble,
+                    "peak_bytes": held.num_bytes,
+                    "peak_at": held.where,
+                    "peak_parts": {k: v for k, v in held.parts.items() if v},
+                }
+                for stage, own, held in zip(plan.stages, pipeline.stages, step.stages, strict=True)
+            ],
             "options": [
                 {
                     "what": option.what,
@@ -133,6 +180,36 @@ class Fits:
             ],
             "untried": list(self.untried),
         }
+
+
+def _split(plan: Plan) -> str:
+    """Over which mesh, in which stages."""
+    if plan.pipeline is None:
+        return str(plan.mesh)
+    meshes = ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
+    return (
+        f"{len(plan.stages)} stages of {meshes}, {plan.schedule} over {plan.micro_batches} micro-batches, bubble "
+        f"{plan.pipeline.bubble:.1%}"
+    )
+
+
+def _parts(peak: Peak) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts.items() if size)
+
+
+def _stages(plan: Plan, peaks: Sequence[Peak]) -> list[str]:
+    """A line per stage, equal neighbours in one: what a micro-batch takes there, and the peak with all in flight."""
+    said = [
+        f"forward {format_seconds(own.forward)}, backward {format_seconds(own.backward)}, bubble {own.bubble:.1%}, "
+        f"peak {format_bytes(peak.num_bytes)} in {peak.phase}" + (f": {_parts(peak)}" if len(peaks) <= _FEW else "")
+        for own, peak in zip(() if plan.pipeline is None else plan.pipeline.stages, peaks, strict=True)
+    ]
+    lines = []
+    for text, alike in groupby(enumerate(said), key=lambda one: one[1]):
+        numbers = [number for number, _ in alike]
+        which = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]}-{numbers[-1]}, each"
+        lines.append(f"    {which}: {text}")
+    return lines
 
 
 def fits(
@@ -153,8 +230,9 @@ def fits(
     that save most device time per sample: another batch, computing in bfloat16, other recomputation, more devices,
     other meshes. If not, what makes it fit, the fewest device-seconds per sample first: the batch in passes, bfloat16,
     the optimizer's states on the host, more devices, a smaller batch. Each is planned in full; those that ``seconds``
-    leave no time for are named. ``price_per_hour``: of a device, for the price of 1e9 tokens. Raises as ``sw.plan``
-    does, but for a plan that does not fit.
+    leave no time for are named. Under ``stages`` it says what bubbles take and what every stage holds; other numbers of
+    stages and schedules are tried as well. ``price_per_hour``: of a device, for the price of 1e9 tokens (that of the
+    cluster file). Raises as ``sw.plan`` does, but for a plan that does not fit.
     """
     if not seconds >= 0:
         raise ShardwiseError(problem(f"seconds is {seconds}", fix="the time for mends or changes, from 0"))
@@ -168,40 +246,62 @@ def fits(
         settings = {"memory_bytes": inf, **settings}
     question = Question.of(find_plan, module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
     asked = question.planned("")
-    if asked.plan is not None and asked.plan.predicted is None:
+    if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
         raise ShardwiseError(
             problem(
-                "sw.fits answers from prices, and a plan of these settings has none (stages, a mode, or strategies "
-                "that are completed without a search)",
-                fix='leave them out, or add search="dynamic_programming"; of stages print(sw.plan(...)) tells the same',
+                "sw.fits answers from prices, and a plan of these settings has none (a mode, or strategies that are "
+                "completed without a search)",
+                fix='leave them out, or add search="dynamic_programming"',
             )
         )
-    flops = peak = 0.0
-    memory = None
+    step = None
     if asked.plan is None:
         options, untried = tried(mends(question), seconds, lambda found: sum(o.fits for o in found) >= 2 * NUM_SHOWN)
         best = sorted((option for option in options if option.fits), key=lambda option: option.price)
     else:
-        call = Example(module, (question.args, dict(question.kwargs)), loss, precision=asked.plan.precision)
-        graph = planned_graph(call, asked.plan)
-        for op in graph.ops:
-            shapes = [tuple(graph.by_name[name].shape) for name in op.operands]
-            needed = sum(
-                graph.by_name[n].requires_grad and len(s) > 1 for n, s in zip(op.operands, shapes, strict=True)
-            )
-            own = flops_of(op, tuple(shapes), tuple(tuple(graph.by_name[name].shape) for name in op.results))
-            flops += own * (1 + needed) * asked.plan.micro_batches
-            if own:
-                name = DTYPE_NAMES.get(graph.by_name[op.operands[0]].dtype, "f32")
-                peak = max(peak, cluster.device.peak_flops(name) * cluster.num_devices)
-        memory = step_memory(module, example_inputs, asked.plan, kwargs=kwargs, loss=loss)
+        step = _step(question, asked.plan)
         options, untried = tried(changes(question, asked.plan), seconds, lambda found: False)
         better = [option for option in options if option.fits and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(question, asked)
     limit = question.settings.get("memory_bytes", inf if local else cluster.device.usable_bytes)
     limit = None if limit == inf else limit
-    return Fits(asked, memory, flops, peak, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price_per_hour, limit)
+    price = cluster.price_per_hour or None if price_per_hour is None else price_per_hour
+    return Fits(asked, step, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price, limit)
+
+
+def _step(question: Question, plan: Plan) -> Step:
+    """What a step of the plan takes and holds."""
+    cluster = question.cluster
+    found = plan.found if isinstance(plan, Joined) else plan
+    if isinstance(found, Staged):
+        passes = found.passes()
+        peaks = tuple(stage_peak(plan, number, own.step) for number, own in enumerate(passes))
+        seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
+        return Step(seconds, peak, peaks, *_arithmetic(found.graph, plan, cluster))
+    assert plan.predicted is not None, "it was chosen by price"
+    arguments = question.args, dict(question.kwargs)
+    call = Example(question.module, arguments, question.settings.get("loss"), precision=plan.precision)
+    graph = planned_graph(call, plan)
+    memory = memory_of(program_of(plan, graph, training=question.module.training), prices_of(plan))
+    return Step(plan.predicted.step_interval(cluster), memory.peak, (), *_arithmetic(graph, plan, cluster))
+
+
+def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
+    """The FLOPs of a step, forward and backward, and what all devices could do a second. ``graph``: of a pass."""
+    flops = peak = 0.0
+    for op in graph.ops:
+        operands, results = (tuple(tuple(graph.by_name[n].shape) for n in own) for own in (op.operands, op.results))
+        needed = sum(
+            graph.by_name[name].requires_grad and len(shape) > 1
+            for name, shape in zip(op.operands, operands, strict=True)
+        )
+        own = flops_of(op, operands, results)
+        flops += own * (1 + needed) * plan.micro_batches
+        if own:
+            dtype = DTYPE_NAMES.get(graph.by_name[op.operands[0]].dtype, "f32")
+            peak = max(peak, cluster.device.peak_flops(dtype) * cluster.num_devices)
+    return flops, peak
 
 
 def _tokens(question: Question, asked: Option) -> int | None:

@@ -175,13 +175,15 @@ class Cluster:
     """``num_devices`` equal devices on levels, innermost first.
 
     ``mixed``: (device name, number), when the devices are not equal; ``device`` then has the worst of each figure,
-    which is what a step that waits for all of them gets. ``sources``: figure -> where it comes from.
+    which is what a step that waits for all of them gets. ``price_per_hour``: of a device, in any currency (0: not
+    known); of several kinds in the mean. ``sources``: figure -> where it comes from.
     """
 
     name: str
     device: Device
     levels: tuple[Level, ...]
     mixed: tuple[tuple[str, int], ...] = ()
+    price_per_hour: float = 0.0
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -237,7 +239,8 @@ class Cluster:
     def _filled(self, levels: Sequence[Level], num_devices: int) -> tuple[int, ...]:
         """Sizes of inner levels with which they make ``num_devices`` or a part of it."""
         if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-            raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {num_devices!r}")
+            what = f"a cluster has a whole number of devices from 1, not {num_devices!r}"
+            raise ShardwiseError(problem(what, fix="such as 8; shardwise clusters lists described ones"))
         sizes: list[int] = []
         rest = num_devices
         for level in levels:

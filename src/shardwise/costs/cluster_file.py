@@ -273,8 +273,9 @@ def parse(text: str, path: str = "cluster.toml") -> Cluster:
     """The cluster that a TOML text describes. Raises ShardwiseError with all faults."""
     content = _content(text, path)
     reader = _Reader(path)
-    reader.unknown(content, {"name", "device", "devices", "levels", "sources", "measured"}, "")
+    reader.unknown(content, {"name", "price_per_hour", "device", "devices", "levels", "sources", "measured"}, "")
     name = reader.text(content, "name", "")
+    price = reader.figure(content.get("price_per_hour", 0.0), "", "price_per_hour", may_be_zero=True)
     levels = tuple(_level(reader, entry, f"levels[{i}]") for i, entry in enumerate(reader.tables(content, "levels")))
     if len(levels) > _MOST_LEVELS or prod(level.size for level in levels) > MAX_DEVICES:
         reader.complain("levels", f"there are at most {_MOST_LEVELS} of them, for at most {MAX_DEVICES} devices")
@@ -295,7 +296,7 @@ def parse(text: str, path: str = "cluster.toml") -> Cluster:
     for device, count in counted:
         kinds[device.name] = kinds.get(device.name, 0) + count
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
-    return Cluster(name, slowest([device for device, _ in counted]), levels, mixed, sources)
+    return Cluster(name, slowest([device for device, _ in counted]), levels, mixed, price, sources)
 
 
 def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, int]]:
@@ -427,7 +428,9 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
     """The TOML text of a cluster of equal devices; ``measured``: further facts for a table of that name (texts,
     numbers, and lists of texts), which the reader leaves alone."""
     device = cluster.device
-    lines = [f"name = {_quoted(cluster.name)}", "", "[device]", f"name = {_quoted(device.name)}"]
+    lines = [f"name = {_quoted(cluster.name)}"]
+    lines += [f"price_per_hour = {cluster.price_per_hour!r}"] if cluster.price_per_hour else []
+    lines += ["", "[device]", f"name = {_quoted(device.name)}"]
     lines += _figures(_DEVICE_KEYS, device)
     lines += [] if device.foreach else ["foreach = false"]
     lines += _named("device.flops", device.flops, "FLOP/s")

@@ -54,7 +54,8 @@ _MEASURE = "shardwise calibrate -o my.toml measures this machine"
 def local(num_devices: int) -> Cluster:
     """See ``Cluster.local``."""
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise ShardwiseError(f"a cluster has a whole number of devices from 1, not {num_devices!r}")
+        what = f"a cluster has a whole number of devices from 1, not {num_devices!r}"
+        raise ShardwiseError(problem(what, fix="such as 8, or a cluster by name: h100-1x8"))
     gpus = probe.gpus()
     cluster, assumed = _of_gpus(gpus, num_devices) if gpus else _of_cpus(num_devices)
     _say(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {_MEASURE}")
@@ -125,7 +126,7 @@ def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list
         "levels.node.bandwidth": link,
     }
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
-    return Cluster("local", slowest(devices), tuple(levels), mixed, tuple(sources.items())), assumed
+    return Cluster("local", slowest(devices), tuple(levels), mixed, sources=tuple(sources.items())), assumed
 
 
 def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, assumed: list[str]) -> Device:

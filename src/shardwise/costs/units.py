@@ -127,7 +127,9 @@ def format_quantity(number: float, unit: str) -> str:
         scale, name = next(((f, n) for n, f in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if number >= f), (1e-9, "ns"))
     elif unit == "B":
         fitting = [(_BINARY[p], f"{p}B") for p in ("Ti", "Gi", "Mi", "Ki", "") if number >= _BINARY[p]] or [(1.0, "B")]
-        scale, name = next((pair for pair in fitting if _is_short(number / pair[0], 6)), fitting[0])
+        scale, name = next(
+            (pair for pair in fitting if number < 1e6 * pair[0] and _is_short(number / pair[0], 6)), fitting[0]
+        )
     elif unit:
         prefix = next((p for p in "PTGMk" if number >= _DECIMAL[p]), "")
         scale, name = _DECIMAL[prefix], prefix + unit
@@ -137,7 +139,8 @@ def format_quantity(number: float, unit: str) -> str:
 
 
 def _few_digits(number: float) -> str:
-    return next((f"{number:.{digits}g}" for digits in range(4, 10) if _is_short(number, digits)), f"{number:.4g}")
+    text = next((f"{number:.{digits}g}" for digits in range(4, 10) if _is_short(number, digits)), f"{number:.4g}")
+    return f"{float(text):.9g}" if 1e-4 <= abs(number) < 1e9 else text
 
 
 def _is_short(number: float, digits: int) -> bool:

@@ -37,6 +37,8 @@ _NAMES = {
     "moving_mean": "running_mean",
     "moving_variance": "running_var",
 }
+# Cells that MindSpore's training puts around a network.
+_WRAPPERS = ("network", "_backbone", "_network")
 # What MindSpore calls an operator -> what it may be here.
 _OPERATORS = {
     "MatMul": ("linear", "mm", "matmul", "addmm"),
@@ -162,7 +164,7 @@ def _known(name: str, shapes: Mapping[str, Any]) -> str | None:
         for first in range(len(parts)):
             if (found := ".".join(parts[first:])) in shapes:
                 return found
-            if parts[first] not in ("network", "_backbone", "_network"):
+            if parts[first] not in _WRAPPERS:
                 break
     return None
 
@@ -226,7 +228,7 @@ def _operator(node: str, graph: Graph, modules: set[str]) -> tuple[str, Op | Non
     *cells, kind = node.split("/")
     path = [cell.rpartition("-")[0] for cell in cells if "-" in cell]
     kind = re.sub(r"-op\d+$", "", kind)
-    while path and ".".join(path) not in modules:
+    while path and ".".join(path) not in modules and path[0] in _WRAPPERS:
         path = path[1:]
     own = ".".join(path)
     inside = [op for op in graph.ops if op.name.startswith((f"{own}/", f"{own}.")) and own]

@@ -9,10 +9,11 @@ may split
 ``ep``  the first of three dims of the weight, which has a matrix for each expert then
 ``tp``  any other dim of the weight
 
-An axis that does the same in all products in which it splits anything is called so; one that splits tables alone, by
-what it does there. Axes that do the same are numbered. One that does several keeps the name of its level, and so do all
-axes of a mesh that the user named. Only names differ: a plan is listed under other ones, and its search, which has the
-old ones, is shown under the new.
+An axis that does the same in all products in which it splits anything is called so, one that does several of these by
+all of them (``dp_tp``: samples in some products, weights in others); one that splits tables alone, by what it does
+there. Axes that do the same are numbered. One that splits none of these anywhere, or something else as well, keeps the
+name of its level, and so do all axes of a mesh that the user named. Only names differ: a plan is listed under other
+ones, and its search, which has the old ones, is shown under the new.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout, format_move, parse_layout, parse_move
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, SharedEntry, Stage, TensorEntry
 from shardwise.rules.rule import OpRule
+
+_ROLES = ("dp", "cp", "ep", "tp")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def mesh_by_roles(mesh: Mesh, of: Iterable[Doing]) -> Mesh:
         parts = mesh.expand(name) if size > 1 else ()
         products, tables = (set().union(*(found[kind][part] for part in parts)) for kind in (True, False))
         roles = products or tables
-        wanted.append(name if len(roles) != 1 or "other" in roles else roles.pop())
+        wanted.append("_".join(filter(roles.__contains__, _ROLES)) if roles and "other" not in roles else name)
     same, so_far = Counter(wanted), Counter[str]()
     names = []
     for name in wanted:

@@ -195,10 +195,13 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A plan, and the search for each of its stages."""
+    """A plan, the search for each of its stages, and what these are parts of: the ``graph`` of a pass of its step, and
+    what the step computes ahead of its passes."""
 
     plan: Plan
     searched: tuple[Searched | None, ...]
+    graph: Graph
+    prelude: Graph | None
 
 
 def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan, kinds: Kinds) -> Found:
@@ -250,7 +253,7 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     lines = format_order(schedule.actions)
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    return Found(plan, tuple(one.searched for one in chosen))
+    return Found(plan, tuple(one.searched for one in chosen), graph, passes.prelude)
 
 
 def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:

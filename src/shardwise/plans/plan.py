@@ -302,7 +302,8 @@ class Plan:
         try:
             text = read_text(path, MAX_FILE)
         except (OSError, UnicodeDecodeError, ShardwiseError) as error:
-            raise PlanError(f"cannot read the plan {path}: {error}") from error
+            fix = "name the file that plan.save(path), or shardwise plan -o, has written"
+            raise PlanError(problem(f"cannot read the plan {path}: {error}", fix=fix)) from error
         return Plan.from_json(text, name=str(path), edited=edited)
 
     @staticmethod

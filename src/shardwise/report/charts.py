@@ -20,9 +20,9 @@ ROW = 22
 HEIGHT = 240  # of memory over the step
 
 
-def timeline(events: Sequence[Event], seconds: float, mesh: Mesh) -> dict[str, Any]:
-    """Rows of boxes, one per stream; of very many events the longest."""
-    longest = sorted(events, key=lambda event: -event.seconds)[:MOST_EVENTS]
+def timeline(events: Sequence[Event], seconds: float, mesh: Mesh, *, most: int = MOST_EVENTS) -> dict[str, Any]:
+    """Rows of boxes, one per stream; of very many events the ``most`` that are longest."""
+    longest = sorted(events, key=lambda event: -event.seconds)[:most]
     scale = WIDTH / seconds if seconds else 0.0
     rows = []
     for number, stream in enumerate(sorted({event.stream for event in events})):
@@ -41,6 +41,21 @@ def row_name(stream: tuple[str, ...], mesh: Mesh) -> str:
     return stream[0] if stream[0].startswith("copies ") else f"messages over {mesh.format_axes(stream)}"
 
 
+def place_rows(places: Sequence[Sequence[Event]], seconds: float) -> dict[str, Any]:
+    """A row of boxes per place of a pipeline, whose events are its actions; of very many actions the first."""
+    scale, shown = WIDTH / seconds if seconds else 0.0, places[:MOST_PLACES]
+    most = max(MOST_ACTIONS // max(len(shown), 1), 1)
+    rows = []
+    for place, events in enumerate(shown):
+        busy = format_seconds(sum(event.seconds for event in events))
+        boxes = list(_boxes(events[:most], scale))
+        rows.append({"name": f"place {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+    said = [f"the first {len(shown)} of {len(places)} places"] if len(shown) < len(places) else []
+    said += [f"the first {most:,} actions of each"] if any(len(events) > most for events in shown) else []
+    height, total = len(rows) * ROW, format_seconds(seconds)
+    return {"rows": rows, "height": height, "width": WIDTH, "total": total, "shown": ", ".join(said)}
+
+
 def _boxes(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
     for event in events:
         size = f", {format_bytes(event.num_bytes)}" if event.num_bytes else ""
@@ -52,19 +67,19 @@ def _boxes(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def memory_over(over: Sequence[Peak], peak: Peak) -> dict[str, Any]:
-    """What is held at every operator in turn, in layers from below; of very many operators the fullest of neighbours.
-    The widest point is ``peak``."""
-    size = -(-len(over) // MOST_POINTS)
+def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) -> dict[str, Any]:
+    """What is held at every operator in turn, in layers from below; of very many operators the fullest of neighbours,
+    in about ``most`` points. The widest one is ``peak``."""
+    size = -(-len(over) // most)
     points = [max(over[i : i + size], key=lambda own: own.num_bytes) for i in range(0, len(over), size)]
-    most = peak.num_bytes or 1
+    whole = peak.num_bytes or 1
     wide = WIDTH / max(len(points), 1)
     base = [0.0] * len(points)
     layers = []
     for name in CATEGORIES:
         if not any(own.parts.get(name, 0) for own in points):
             continue
-        top = [low + own.parts.get(name, 0) * HEIGHT / most for low, own in zip(base, points, strict=True)]
+        top = [low + own.parts.get(name, 0) * HEIGHT / whole for low, own in zip(base, points, strict=True)]
         layers.append({"name": name, "path": _area(base, top, wide)})
         base = top
     at = next((i for i, own in enumerate(points) if own.num_bytes == peak.num_bytes), len(points) - 1)
@@ -128,4 +143,4 @@ def schedule_rows(order: Order, step: SimulatedPipeline, stages: Sequence[StageS
     }
 
 
-__all__ = ["memory_over", "row_name", "schedule_rows", "timeline"]
+__all__ = ["memory_over", "place_rows", "row_name", "schedule_rows", "timeline"]

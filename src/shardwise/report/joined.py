@@ -43,7 +43,7 @@ class Joined(Known):
         found: Ranking = self.found.top(k)
         return found
 
-    def known(self) -> Pass:
+    def known(self) -> tuple[Pass, ...]:
         """What is known of the plan of the setting that was taken."""
         assert isinstance(self.found, Known), "it was chosen by price"
         return self.found.known()

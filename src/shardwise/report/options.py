@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,14 @@ from shardwise.plans.joint import figures
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.plans.refusal import NothingFits
+from shardwise.plans.schedule import schedule_of
 from shardwise.search.mesh_shapes import candidate_meshes
 
 NUM_SHOWN = 3
 _MOST_NODES = 8  # times as many
 _MOST_MESHES = 4
+_PLACES = (2, 4)  # of a pipeline, where none was asked for
+_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 # Of CPU time: what a refused plan may have taken for its mends to be planned as well, and what these may take.
 CHEAP_SECONDS, MEND_SECONDS = 2.0, 8.0
 
@@ -195,12 +198,18 @@ def mends(question: Question) -> Iterator[Variant]:
                 yield _variant(question, what, global_batch=samples, micro_batch=size)
     yield from _precision(question)
     yield from _states_on_host(question)
+    yield from _stages(question)
     yield from _clusters(question)
     yield from _batches(question, (0.5, 0.25))
 
 
 def changes(question: Question, found: Plan) -> Iterator[Variant]:
-    """What may make a model that fits run at a lower price."""
+    """What may make a model that fits run at a lower price. Stages that were chosen stay as they are, but where they
+    are what changes."""
+    if question.settings.get("stages") == "auto":
+        chosen = {"stages": len(found.stages), "schedule": found.schedule} if found.is_pipeline else {}
+        free = {key: value for key, value in question.settings.items() if key not in ("stages", "schedule")}
+        question = replace(question, settings={**free, **chosen})
     yield from _precision(question)
     yield from _batches(question, (2, 0.5))
     again = any(entry.again for entry in found.operators) or any(entry.again for entry in found.parameters)
@@ -211,11 +220,38 @@ def changes(question: Question, found: Plan) -> Iterator[Variant]:
     )
     yield from _clusters(question, most=2)
     if "mesh" not in question.settings:
-        meshes = candidate_meshes(question.cluster, question.settings.get("max_mesh_axes", 2))
-        others = [mesh for mesh in meshes if [*_sizes(mesh)] != [*_sizes(found.mesh)]]
+        part = question.cluster.with_devices(found.stages[0].mesh.num_devices)
+        meshes = candidate_meshes(part, question.settings.get("max_mesh_axes", 2))
+        others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in found.stages)]
         for mesh in others[:_MOST_MESHES]:
             axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
-            yield _variant(question, f"another mesh: Mesh({axes})", mesh=mesh)
+            of = "another mesh of every stage" if found.is_pipeline else "another mesh"
+            yield _variant(question, f"{of}: Mesh({axes})", mesh=mesh)
+    yield from _stages(question)
+
+
+def _stages(question: Question) -> Iterator[Variant]:
+    """Other numbers of stages, and none; and on as many places, other schedules."""
+    stages, devices = question.settings.get("stages"), question.cluster.num_devices
+    if question.settings.get("mesh") is not None or stages in ("marked", "auto"):
+        return
+    if stages is None:
+        for number in _PLACES:
+            if devices % number == 0 and (question.samples or 0) >= 2 * number:
+                yield _variant(question, f"{number} stages (stages={number})", stages=number)
+        return
+    schedule = schedule_of(question.settings.get("schedule", "1F1B"))
+    places = stages // schedule.stages_per_place
+    for number in (places // 2, places * 2):
+        if number > 1 and devices % number == 0:
+            own = number * schedule.stages_per_place
+            yield _variant(question, f"{own} stages (stages={own})", stages=own)
+    yield _variant(question, "no stages (stages=None)", stages=None, schedule=None)
+    for other in map(schedule_of, _SCHEDULES):
+        if other.name != schedule.name:
+            own = places * other.stages_per_place
+            what = f'another schedule (schedule="{other.name}", stages={own})'
+            yield _variant(question, what, stages=own, schedule=other.name)
 
 
 def _sizes(mesh: Mesh) -> Iterator[int]:

@@ -8,8 +8,8 @@ and shows shards on the device grid. Kinds are told by words, numbers and patter
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,39 +17,38 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from shardwise.costs.ledger import Peak
-from shardwise.costs.pipeline import simulate_pipeline
+from shardwise.costs.prediction import EXACT
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import PlanError, problem
+from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.plans.schedule import schedule_of
-from shardwise.report.charts import memory_over, row_name, schedule_rows, timeline
+from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, row_name, schedule_rows, timeline
 from shardwise.report.holdings import holdings
 from shardwise.report.outline import rows_of, tree_of, typed
+from shardwise.report.stage_passes import simulated_order
+from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
-from shardwise.runtime.torch_schedules import order_of
 
 MOST_LISTED = 20
 MOST_CHANGES = 200
 
-
-def _nothing(name: str) -> tuple[str, ...]:
-    return ()
+Told = Callable[[str], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What is known of a plan beside its file, from the search that chose it. ``step``: a simulated pass (None: of
-    stages); ``over``: its memory, operator after operator; ``types`` and ``reads``: of the results of an operator, and
-    the operators whose results it reads; ``why``: its alternatives."""
+    """What is known of a stage beside the file of its plan, from the search that chose it. ``step``: a simulated pass;
+    ``over``: its memory, operator after operator, with all micro-batches in flight; ``types`` and ``reads``: of the
+    results of an operator, and the operators whose results it reads; ``why``: its alternatives."""
 
-    step: SimulatedStep | None = None
-    over: tuple[Peak, ...] = ()
-    types: Callable[[str], tuple[str, ...]] = _nothing
-    reads: Callable[[str], tuple[str, ...]] = _nothing
-    why: Callable[[str], Mapping[str, Any] | None] = field(default=lambda name: None)
+    step: SimulatedStep
+    over: tuple[Peak, ...]
+    types: Told
+    reads: Told
+    why: Callable[[str], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,15 @@ class Share:
 def write_page(
     path: str | Path,
     plan: Plan,
-    known: Pass | None = None,
+    known: Sequence[Pass] = (),
     *,
-    profile: StepProfile | None = None,
+    profile: StepProfile | PipelineProfile | None = None,
     other: Plan | None = None,
-    other_known: Pass | None = None,
+    other_known: Sequence[Pass] = (),
 ) -> None:
-    """Write the page. ``known``: what the search says, for charts, types and alternatives; ``profile``: a measured step
-    (``par.profile``) to lay over the prediction; ``other``: a plan to set beside this one. Raises PlanError for a plan
-    without a prediction, and for a profile of a pipeline."""
+    """Write the page. ``known``: what the search says of every stage, for charts, types and alternatives (empty: there
+    is none); ``profile``: a measured step (``par.profile``) to lay over the prediction; ``other``: a plan to set beside
+    this one. Raises PlanError for a plan without a prediction, and for a profile of a plan with other stages."""
     for one in (plan, other):
         if one is not None and one.predicted is None and one.pipeline is None:
             raise PlanError(
@@ -81,13 +80,10 @@ def write_page(
                     fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists what it does',
                 )
             )
-    if profile is not None and plan.is_pipeline:
-        raise PlanError(
-            problem(
-                "the page of a plan of stages has no place for a measured step",
-                fix="print(profile) has its figures, profile.trace(path) both timelines",
-            )
-        )
+    measured = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
+    if profile is not None and measured != len(plan.stages):
+        what = f"the profile is of {measured} stages, the plan has {len(plan.stages)}"
+        raise PlanError(problem(what, fix="give what par.profile(...) measured under this plan"))
     meshes = [stage.mesh for one in (plan, other) if one is not None for stage in one.stages]
     environment = Environment(
         loader=PackageLoader("shardwise.report"),
@@ -108,28 +104,26 @@ def write_page(
         own=_looked_at(plan, known),
         other=None if other is None else _looked_at(other, other_known),
         beside=None if other is None else _beside(plan, other),
-        measured=None if profile is None else _measured(profile),
+        measured=_measured(profile) if isinstance(profile, StepProfile) else None,
+        staged=_measured_stages(profile) if isinstance(profile, PipelineProfile) else None,
     )
     Path(path).write_text(content, encoding="utf-8")
 
 
-def _looked_at(plan: Plan, known: Pass | None) -> dict[str, Any]:
+def _looked_at(plan: Plan, known: Sequence[Pass]) -> dict[str, Any]:
     """A plan for the template."""
-    step = None if known is None else known.step
-    stages = [_stage(stage, known) for stage in plan.stages]
-    rows = [row for stage in stages for row in stage["rows"] if row.seconds]
+    each: Sequence[Pass | None] = known or (None,) * len(plan.stages)
+    stages = [_stage(stage, own) for stage, own in zip(plan.stages, each, strict=True)]
+    passes = [_pass(own, stage.mesh, len(known)) for stage, own in zip(plan.stages, known, strict=bool(known))]
+    rows = [(number, row) for number, stage in enumerate(stages) for row in stage["rows"] if row.seconds]
     return {
         "plan": plan,
         "figures": format_figures(plan),
         "communication": [(name, text) for name, text in _communication(plan).items()],
         "of_outputs": of_outputs(plan),
-        "time": _time(plan, step),
-        "messages": [] if step is None else _messages(step, plan),
-        "longest": sorted(rows, key=lambda row: -(row.seconds or 0.0))[:MOST_LISTED],
-        "memory": [] if step is None else _memory(step.peak),
-        "over": None if step is None or known is None or not known.over else memory_over(known.over, step.peak),
-        "peak": None if step is None else f"{format_bytes(step.peak_bytes)} in {step.peak.where}",
-        "timeline": None if step is None else timeline(step.events, step.seconds, plan.mesh),
+        "time": _places(plan),
+        "passes": passes,
+        "longest": sorted(rows, key=lambda row: -(row[1].seconds or 0.0))[:MOST_LISTED],
         "schedule": _schedule(plan),
         "pipeline": _pipeline(plan),
         "stages": stages,
@@ -143,27 +137,44 @@ def _communication(plan: Plan) -> dict[str, str]:
     }
 
 
-def _time(plan: Plan, step: SimulatedStep | None) -> list[Share]:
-    """Of a pass; of a pipeline of the step: all places together."""
-    if plan.pipeline is not None:
-        waits = plan.pipeline.bubble
-        parts = [("places at work", 1 - waits), ("places that wait (bubbles)", waits)]
-        whole = plan.pipeline.step_seconds
-        return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
-    if step is None:
+def _places(plan: Plan) -> list[Share]:
+    """Of the step of a pipeline, all places together."""
+    if plan.pipeline is None:
         return []
+    waits, whole = plan.pipeline.bubble, plan.pipeline.step_seconds
+    parts = [("places at work", 1 - waits), ("places that wait (bubbles)", waits)]
+    return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
+
+
+def _pass(known: Pass, mesh: Mesh, num_stages: int) -> dict[str, Any]:
+    """A simulated pass for the template. The boxes of a page are shared by its stages."""
+    step = known.step
+    return {
+        "seconds": format_seconds(step.seconds),
+        "time": _time(step),
+        "messages": _messages(step, mesh),
+        "memory": _memory(step.peak),
+        "over": memory_over(known.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
+        "peak": f"{format_bytes(step.peak_bytes)} in {step.peak.where}",
+        "timeline": timeline(step.events, step.seconds, mesh, most=max(MOST_EVENTS // num_stages, 100)),
+    }
+
+
+def _time(step: SimulatedStep) -> list[Share]:
+    """Of a pass."""
     waits = max(step.seconds - step.compute - step.exposed, 0.0)
     seconds = [("operators and update", step.compute), ("waiting for messages (exposed)", step.exposed)]
     seconds += [("waiting for the host to start kernels", waits)]
+    seconds = [(name, own if own > EXACT * step.seconds else 0.0) for name, own in seconds]
     return [Share(name, format_seconds(s), 100 * s / step.seconds if step.seconds else 0.0) for name, s in seconds]
 
 
-def _messages(step: SimulatedStep, plan: Plan) -> list[tuple[str, str, str, str, str]]:
+def _messages(step: SimulatedStep, mesh: Mesh) -> list[tuple[str, str, str, str, str]]:
     """(kind, over which axes, how many, bytes, seconds) of the messages of a pass."""
     count: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for event in step.events:
         if event.stream:
-            own = count[event.name, row_name(event.stream, plan.mesh)]
+            own = count[event.name, row_name(event.stream, mesh)]
             own[0] += 1
             own[1] += event.num_bytes
             own[2] += event.seconds
@@ -200,28 +211,22 @@ def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
 
 def _schedule(plan: Plan) -> dict[str, Any] | None:
     """What every place does when; None for a plan without stages, and one of a file that lacks their seconds."""
-    if plan.pipeline is None:
+    found = simulated_order(plan)
+    if found is None or plan.pipeline is None:
         return None
-    schedule = schedule_of(plan.schedule, plan.order)
-    places = len({stage.placement.ranks for stage in plan.stages})
-    order = order_of(schedule, places, plan.micro_batches)
-    seconds = [own.seconds for own in plan.pipeline.stages]
-    step = simulate_pipeline(order, seconds)
-    if abs(step.seconds - plan.pipeline.step_seconds) > 1e-9 * step.seconds:
-        return None
-    return schedule_rows(order, step, seconds)
+    return schedule_rows(*found, [own.seconds for own in plan.pipeline.stages])
 
 
 def _stage(stage: Stage, known: Pass | None) -> dict[str, Any]:
     names = {operator.name for operator in stage.operators}
     seconds: defaultdict[str, float] | None = None
-    if known is not None and known.step is not None:
+    if known is not None:
         seconds = defaultdict(float)
         for event in known.step.events:
             if not event.stream and event.part != "update":
                 seconds[owner_of(event.name, names)] += event.seconds
-    kinds = (_nothing, _nothing, lambda name: None) if known is None else (known.types, known.reads, known.why)
-    rows, delivered = rows_of(stage, seconds, *kinds)
+    told = (_nothing, _nothing, lambda name: None) if known is None else (known.types, known.reads, known.why)
+    rows, delivered = rows_of(stage, seconds, *told)
     return {
         "mesh": str(stage.mesh),
         "ranks": len(stage.placement.ranks),
@@ -230,6 +235,10 @@ def _stage(stage: Stage, known: Pass | None) -> dict[str, Any]:
         "tree": tree_of(rows),
         "delivered": delivered,
     }
+
+
+def _nothing(name: str) -> tuple[str, ...]:
+    return ()
 
 
 def _beside(plan: Plan, other: Plan) -> dict[str, Any]:
@@ -243,12 +252,46 @@ def _beside(plan: Plan, other: Plan) -> dict[str, Any]:
     }
 
 
+def _ratio(measured: float, predicted: float) -> str:
+    return f"{predicted / measured:.2f}" if measured else "not measured"
+
+
+def _in_seconds(name: str, measured: float, predicted: float) -> tuple[str, ...]:
+    return name, format_seconds(measured), format_seconds(predicted), _ratio(measured, predicted)
+
+
+def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
+    """A profile of stages for the template: figures of the step, of every stage, and both schedules on one scale."""
+    waits, foreseen = profile.bubbles
+    stages = zip(profile.measured, profile.predicted, strict=True)
+    ends = [event.start + event.seconds for places in profile.events for place in places for event in place]
+    titles = ("measured", "predicted")
+    return {
+        "title": profile.title,
+        "cluster": next(iter(profile.stages.values())).cluster,
+        "order_bubble": f"{profile.order_bubble:.1%}",
+        "figures": [
+            _in_seconds("step without its optimizer", *profile.step_seconds),
+            ("places that wait (bubbles)", f"{waits:.1%}", f"{foreseen:.1%}", _ratio(waits, foreseen)),
+        ],
+        "rows": [
+            row
+            for number, (own, other) in enumerate(stages)
+            for row in (
+                _in_seconds(f"stage {number}, forward", own.forward, other.forward),
+                _in_seconds(f"stage {number}, backward", own.input + own.weight, other.input + other.weight),
+            )
+        ],
+        "charts": [
+            (title, place_rows(places, max(ends, default=0.0)))
+            for title, places in zip(titles, profile.events, strict=True)
+        ],
+        "stages": [(number, _measured(own)) for number, own in sorted(profile.stages.items())],
+    }
+
+
 def _measured(profile: StepProfile) -> dict[str, Any]:
     """A profile for the template: figures, rows, and both timelines on one scale."""
-
-    def ratio(measured: float, predicted: float) -> str:
-        return f"{predicted / measured:.2f}" if measured else "not measured"
-
     (seconds, expected), (peak, foreseen) = profile.step_seconds, profile.peak_bytes
     ends = [max((e.start + e.seconds for e in events), default=0.0) for events in profile.events]
     titles = ("measured, one by one", "predicted")
@@ -256,17 +299,11 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
         "cluster": profile.cluster,
         "compiled": profile.compiled,
         "figures": [
-            ("forward and backward", format_seconds(seconds), format_seconds(expected), ratio(seconds, expected)),
-            ("peak memory", format_bytes(peak), format_bytes(foreseen), ratio(peak, foreseen)),
+            _in_seconds("forward and backward", seconds, expected),
+            ("peak memory", format_bytes(peak), format_bytes(foreseen), _ratio(peak, foreseen)),
         ],
         "rows": [
-            (
-                f"{row.part} of {row.name}",
-                format_seconds(row.measured),
-                format_seconds(row.predicted),
-                ratio(row.measured, row.predicted),
-                row.figure,
-            )
+            (*_in_seconds(f"{row.part} of {row.name}", row.measured, row.predicted), row.figure)
             for row in profile.rows[:MOST_LISTED]
         ],
         "more": max(len(profile.rows) - MOST_LISTED, 0),

@@ -12,18 +12,23 @@ from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.timeline import SimulatedStep, simulate, simulate_program
 from shardwise.costs.trace import write_trace
 from shardwise.errors import PlanError, problem
+from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_layout
 from shardwise.plans.bind import program_of
 from shardwise.plans.chosen import Searched
+from shardwise.plans.pipelines import Found
 from shardwise.plans.plan import Plan
 from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.programs.rank_program import Program
 from shardwise.programs.vjp import Kinds
 from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
-from shardwise.report.page import Pass, write_page
+from shardwise.report.page import Pass, Told, write_page
+from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
+from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
@@ -57,16 +62,18 @@ class Known(Plan):
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(entries(self).values())
 
-    def known(self) -> Pass:
-        """What the search says of the plan, for a page."""
+    def known(self) -> tuple[Pass, ...]:
+        """What the search says of the plan, stage by stage, for a page."""
         raise NotImplementedError
 
-    def report(self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | None = None) -> None:
-        """Write the plan as a page that one looks at: where time and memory go in a simulated pass, or how stages run,
+    def report(
+        self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | PipelineProfile | None = None
+    ) -> None:
+        """Write the plan as a page that one looks at: where time and memory go in a simulated pass, how stages run,
         who holds what, and of every operator the types, the messages and the alternatives; a single file without
         anything from a network. ``other``: a plan to set beside this one; ``profile``: a measured step
         (``par.profile``) to lay over the prediction."""
-        beside = other.known() if isinstance(other, Known) else None
+        beside = other.known() if isinstance(other, Known) else ()
         write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
 
 
@@ -112,27 +119,16 @@ class Planned(Known):
         the messages of every group of devices."""
         write_trace(path, {f"a rank of {self.mesh}, simulated": self._simulated().events}, self.mesh)
 
-    def known(self) -> Pass:
+    def known(self) -> tuple[Pass, ...]:
         """What the search says of the plan, for a page."""
-        graph = self.finished_search.cost.domains.graph
-        spmd, prices = program_of(self, graph), prices_of(self)
-        program = busiest_program(spmd, Kinds())
-        makers = {name: op.name for op in graph.ops for name in op.results}
-
-        def types(name: str) -> tuple[str, ...]:
-            results = graph.op_by_name[name].results
-            return tuple(
-                format_layout(spmd.layouts[own], graph.by_name[own].dtype) for own in results if own in spmd.layouts
-            )
-
-        def reads(name: str) -> tuple[str, ...]:
-            return tuple(makers[own] for own in graph.op_by_name[name].operands if own in makers)
+        graph, prices = self.finished_search.cost.domains.graph, prices_of(self)
+        program = busiest_program(program_of(self, graph), Kinds())
+        step, over = simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
 
         def why(name: str) -> Mapping[str, Any]:
             return alternatives_of(self.finished_search, name)
 
-        memory = memory_of_program(program, prices, over_time=True)
-        return Pass(simulate_program(program, prices), memory.over, types, reads, why)
+        return (Pass(step, over, *_told_by(graph, program), why),)
 
     def _simulated(self) -> SimulatedStep:
         return simulate(program_of(self, self.finished_search.cost.domains.graph), prices_of(self))
@@ -162,21 +158,24 @@ class WhatIfInStage:
 
 @dataclass(frozen=True, eq=False)
 class Staged(Known):
-    """The plan of a pipeline. ``searched``: the search for each stage, which is no part of the plan."""
+    """The plan of a pipeline. No parts of the plan are ``searched``, the search for each stage, and what stages are
+    parts of: the ``graph`` of a pass, and the ``prelude`` of a step."""
 
     searched: tuple[Searched | None, ...] = field(default=(), kw_only=True, repr=False)
+    graph: Graph = field(kw_only=True, repr=False)
+    prelude: Graph | None = field(default=None, kw_only=True, repr=False)
 
     @staticmethod
-    def of(plan: Plan, searched: tuple[Searched | None, ...]) -> Staged:
+    def of(found: Found) -> Staged:
         """Equal stages have one search, and equal meshes have equal names."""
         called: dict[int, Search] = {}
         own = tuple(
             None
             if one is None
             else replace(one, search=called.setdefault(id(one.search), replace(one.search, called=stage.mesh)))
-            for stage, one in zip(plan.stages, searched, strict=True)
+            for stage, one in zip(found.plan.stages, found.searched, strict=True)
         )
-        return Staged(**entries(plan), searched=own)
+        return Staged(**entries(found.plan), searched=own, graph=found.graph, prelude=found.prelude)
 
     def explain(self, name: str) -> InStage:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
@@ -212,39 +211,57 @@ class Staged(Known):
         near = ", ".join(get_close_matches(name, known, 3) or known[:6])
         raise PlanError(problem(f"no stage has {name!r}", fix=f"one of {near}, ..."))
 
-    def known(self) -> Pass:
-        """Of every operator the alternatives in its stage, and what it reads there."""
+    def passes(self) -> tuple[StagePass, ...]:
+        """Every stage with a simulated pass over a micro-batch."""
+        return stage_passes(self, self.graph, self.prelude)
+
+    def known(self) -> tuple[Pass, ...]:
+        """Of every stage a simulated pass; of its operators the types, what they read and the alternatives there."""
+        if self.pipeline is None:
+            return ()
         asked: dict[tuple[int, str], Mapping[str, Any]] = {}  # equal stages have one search
 
         def why(name: str) -> Mapping[str, Any] | None:
             found = self._searched_as(name)
             if found is None:
                 return None
-            _, own, called = found
+            own, called = found
             key = id(own.search), called
             if key not in asked:
                 asked[key] = alternatives_of(own.search, called)
             said = f"as {called} of an equal stage: " if called != name else ""
             return {**asked[key], "said": said + asked[key]["said"]}
 
-        def reads(name: str) -> tuple[str, ...]:
-            found = self._searched_as(name)
-            if found is None:
-                return ()
-            number, own, called = found
-            graph = own.search.cost.domains.graph
-            makers = {result: op.name for op in graph.ops for result in op.results}
-            read = {makers[value] for value in graph.op_by_name[called].operands if value in makers}
-            return tuple(entry.name for entry in self.stages[number].operators if own.names.get(entry.name) in read)
+        found = []
+        for number, own in enumerate(self.passes()):
+            over = memory_of_program(own.program, own.prices, over_time=True).over
+            waiting = stage_peak(self, number, own.step).num_bytes - own.step.peak_bytes
+            held = tuple(with_saved(peak, waiting) for peak in over)
+            step = replace(own.step, peak=with_saved(own.step.peak, waiting))
+            found.append(Pass(step, held, *_told_by(own.graph, own.program), why))
+        return tuple(found)
 
-        return Pass(reads=reads, why=why)
-
-    def _searched_as(self, name: str) -> tuple[int, Searched, str] | None:
-        """The stage of an operator, its search, and what the operator is called there."""
-        for number, own in enumerate(self.searched):
+    def _searched_as(self, name: str) -> tuple[Searched, str] | None:
+        """The search for the stage of an operator, and what the operator is called there."""
+        for own in self.searched:
             if own is not None and own.names.get(name) in own.search.cost.domains.graph.op_by_name:
-                return number, own, own.names[name]
+                return own, own.names[name]
         return None
+
+
+def _told_by(graph: Graph, program: Program) -> tuple[Told, Told]:
+    """The types of the results of an operator, and the operators whose results it reads."""
+    makers = {name: op.name for op in graph.ops for name in op.results}
+    layouts = program.spmd.layouts
+
+    def types(name: str) -> tuple[str, ...]:
+        results = [own for own in graph.op_by_name[name].results if own in layouts]
+        return tuple(format_layout(layouts[own], graph.by_name[own].dtype) for own in results)
+
+    def reads(name: str) -> tuple[str, ...]:
+        return tuple(makers[own] for own in graph.op_by_name[name].operands if own in makers)
+
+    return types, reads
 
 
 def alternatives_of(search: Search, name: str) -> Mapping[str, Any]:

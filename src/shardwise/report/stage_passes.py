@@ -1,0 +1,136 @@
+"""The stages of a pipeline's plan, each with a simulated pass over a micro-batch: what it takes, holds and sends.
+
+The program of every stage is bound again from what the plan lists, so that types and events have the plan's own names
+of operators and axes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.ledger import CATEGORIES, Peak
+from shardwise.costs.memory import busiest_program
+from shardwise.costs.pipeline import Order, SimulatedPipeline, StageSeconds, simulate_pipeline
+from shardwise.costs.prediction import Interval
+from shardwise.costs.prices import Prices
+from shardwise.costs.timeline import SimulatedStep, simulate_program
+from shardwise.graph.ir import Graph
+from shardwise.plans.plan import Plan
+from shardwise.plans.prices import prices_of
+from shardwise.plans.schedule import schedule_of
+from shardwise.plans.stages import bound
+from shardwise.programs.rank_program import Program
+from shardwise.programs.vjp import Kinds
+from shardwise.runtime.torch_schedules import order_of
+from shardwise.search.orders import Work
+
+
+@dataclass(frozen=True, eq=False)
+class StagePass:
+    """A stage by itself. ``graph``: what it computes; ``program``: that of its fullest rank, ``step``: a pass of it."""
+
+    graph: Graph
+    program: Program
+    prices: Prices
+    step: SimulatedStep
+
+
+def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[StagePass, ...]:
+    """All stages of a plan. ``graph``: of a pass of its step; ``prelude``: what that computes ahead of its passes."""
+    stages, kinds, found = bound(plan, graph, prelude=prelude, training=plan.training), Kinds(), []
+    for number, (part, spmd) in enumerate(zip(stages.cut.parts, stages.spmds, strict=True)):
+        program, prices = busiest_program(spmd, kinds), prices_of(plan.alone(number))
+        found.append(StagePass(part, program, prices, simulate_program(program, prices)))
+    return tuple(found)
+
+
+def places_of(plan: Plan) -> tuple[int, ...]:
+    """Stage -> its place."""
+    places = list(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
+    return tuple(places.index(stage.placement.ranks) for stage in plan.stages)
+
+
+def order_in(plan: Plan) -> Order:
+    """What every place does in a step."""
+    return order_of(schedule_of(plan.schedule, plan.order), 1 + max(places_of(plan)), plan.micro_batches)
+
+
+def simulated_order(plan: Plan) -> tuple[Order, SimulatedPipeline] | None:
+    """The step of a pipeline again, action by action; None for a plan without a prediction, and one of an older file,
+    which lacks seconds."""
+    if plan.pipeline is None:
+        return None
+    order = order_in(plan)
+    step = simulate_pipeline(order, [own.seconds for own in plan.pipeline.stages])
+    differs = abs(step.seconds - plan.pipeline.step_seconds) > 1e-9 * step.seconds
+    return None if differs else (order, step)
+
+
+def step_interval(plan: Plan, passes: Sequence[StagePass], cluster: Cluster) -> Interval:
+    """Seconds of a step, between which two it is measured nine times of ten: operators are as uncertain as the device's
+    figures, all else as those of the level that is known least, in all stages at once."""
+    assert plan.pipeline is not None, "it is predicted"
+    operators, sent = 1 + cluster.device.spread, 1 + max((level.spread for level in cluster.levels), default=0.0)
+    order, stages = order_in(plan), [own.seconds for own in plan.pipeline.stages]
+    shares = [min(own.step.compute / own.step.seconds, 1.0) if own.step.seconds else 0.0 for own in passes]
+
+    def seconds(sign: int) -> float:
+        each = [
+            _scaled(own, share * operators**sign + (1 - share) * sent**sign, sent**sign)
+            for own, share in zip(stages, shares, strict=True)
+        ]
+        return simulate_pipeline(order, each).seconds
+
+    return Interval(plan.pipeline.step_seconds, seconds(-1), seconds(1))
+
+
+def _scaled(own: StageSeconds, factor: float, sent: float) -> StageSeconds:
+    return StageSeconds(
+        factor * own.forward, factor * own.input, factor * own.weight, sent * own.send, factor * own.update
+    )
+
+
+def stage_peak(plan: Plan, number: int, step: SimulatedStep) -> Peak:
+    """The most that a device holds of a stage, with all of its micro-batches in flight."""
+    assert plan.pipeline is not None, "it is predicted"
+    return with_saved(step.peak, round(plan.pipeline.stages[number].peak_bytes) - step.peak_bytes)
+
+
+def with_saved(peak: Peak, more: int) -> Peak:
+    """A peak with so many bytes more that are saved for backward."""
+    return replace(peak, num_bytes=peak.num_bytes + more, parts={**peak.parts, "saved": peak.parts["saved"] + more})
+
+
+def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
+    """What a device of the place that holds most has of all of its stages, with their micro-batches in flight."""
+    place_of, order = places_of(plan), order_in(plan)
+    kept = [float(own.step.kept_bytes) for own in passes]
+    seconds = tuple(StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0) for _ in passes)
+    work = Work(seconds, place_of, plan.micro_batches, tuple(kept), (0.0,) * len(order))
+    found = []
+    for place, in_flight in enumerate(work.peaks(order)):
+        parts = Counter[str](dict.fromkeys(CATEGORIES, 0))
+        parts["saved"] = round(in_flight)
+        for number in work.stages_of(place):
+            parts.update(passes[number].step.peak.parts)
+            parts["saved"] -= passes[number].step.kept_bytes
+        number = max(work.stages_of(place), key=lambda own: passes[own].step.peak_bytes)
+        own = passes[number].step.peak
+        found.append(Peak(sum(parts.values()), f"stage {number}, {own.phase}", own.op, parts))
+    return max(found, key=lambda peak: peak.num_bytes)
+
+
+__all__ = [
+    "StagePass",
+    "fullest_place",
+    "order_in",
+    "places_of",
+    "simulated_order",
+    "stage_passes",
+    "stage_peak",
+    "step_interval",
+    "with_saved",
+]
