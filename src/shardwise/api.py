@@ -188,7 +188,7 @@ def plan(
                 template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
                 own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
                 found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
-                return Staged.of(found.plan, found.searched)
+                return Staged.of(found)
             samples = num_samples(call.arguments)
             batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
             wanted = Settings(

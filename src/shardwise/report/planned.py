@@ -15,6 +15,9 @@ from shardwise.errors import PlanError, problem
 from shardwise.layouts.text import format_layout
 from shardwise.plans.bind import program_of
 from shardwise.plans.chosen import Searched
+from shardwise.plans.joint import Joint
+from shardwise.plans.other_pipelines import ranked
+from shardwise.plans.pipelines import Found
 from shardwise.plans.plan import Plan
 from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
@@ -24,6 +27,7 @@ from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import Pass, write_page
+from shardwise.report.pipelines import PipelineRanking
 from shardwise.runtime.step_profile import StepProfile
 from shardwise.search.auto import Search
 from shardwise.search.micro_batch import Tried
@@ -97,10 +101,7 @@ class Planned(Known):
 
     def top(self, k: int = 5) -> Ranking:
         """The best ``k`` plans of the search (up to ``MOST_PLANS``), by the same prices."""
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
-            fix = f"a whole number from 1 to {MOST_PLANS:,}"
-            raise PlanError(problem(f"the best {shown(k)} plans are asked for", fix=fix))
-        return top(self.finished_search, k)
+        return top(self.finished_search, _checked_count(k))
 
     def cost_graph(self, path: str | Path) -> None:
         """Write what the search minimised, with the chosen entries marked: JSON, or DOT if the path ends in
@@ -162,13 +163,16 @@ class WhatIfInStage:
 
 @dataclass(frozen=True, eq=False)
 class Staged(Known):
-    """The plan of a pipeline. ``searched``: the search for each stage, which is no part of the plan."""
+    """The plan of a pipeline. ``searched``: the search for each stage; ``found``: how it was found. Both are no part of
+    the plan."""
 
     searched: tuple[Searched | None, ...] = field(default=(), kw_only=True, repr=False)
+    found: Found = field(kw_only=True, repr=False)
 
     @staticmethod
-    def of(plan: Plan, searched: tuple[Searched | None, ...]) -> Staged:
+    def of(found: Found) -> Staged:
         """Equal stages have one search, and equal meshes have equal names."""
+        plan, searched = found.plan, found.searched
         called: dict[int, Search] = {}
         own = tuple(
             None
@@ -176,7 +180,7 @@ class Staged(Known):
             else replace(one, search=called.setdefault(id(one.search), replace(one.search, called=stage.mesh)))
             for stage, one in zip(plan.stages, searched, strict=True)
         )
-        return Staged(**entries(plan), searched=own)
+        return Staged(**entries(plan), searched=own, found=found)
 
     def explain(self, name: str) -> InStage:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
@@ -200,6 +204,13 @@ class Staged(Known):
 
         changed = tuple(change._replace(name=in_stage(change.name)) for change in found.changed)
         return WhatIfInStage(number, replace(found, changed=changed))
+
+    def top(self, k: int = 5, *, joint: Joint | None = None) -> PipelineRanking:
+        """The best ``k`` pipelines (up to ``MOST_PLANS``) of those that are near: every cut moved by a block (or an
+        operator, where there are none), and micro-batches of the other sizes that were looked at; each is planned and
+        simulated as the chosen one was. ``joint``: the settings of a joint search, which are compared as well. Raises
+        PlanError where no stage was chosen by price."""
+        return PipelineRanking(*ranked(self.found, _checked_count(k), joint))
 
     def _home(self, name: str) -> tuple[int, Searched]:
         """The stage that has an operator or a parameter, and its search."""
@@ -245,6 +256,13 @@ class Staged(Known):
             if own is not None and own.names.get(name) in own.search.cost.domains.graph.op_by_name:
                 return number, own, own.names[name]
         return None
+
+
+def _checked_count(k: int) -> int:
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
+        fix = f"a whole number from 1 to {MOST_PLANS:,}"
+        raise PlanError(problem(f"the best {shown(k)} plans are asked for", fix=fix))
+    return k
 
 
 def alternatives_of(search: Search, name: str) -> Mapping[str, Any]:
