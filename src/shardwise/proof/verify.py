@@ -219,7 +219,7 @@ def _pipeline_report(
     worst: dict[Key, Difference] = {}
     for step in range(steps):
         ranks.compare(single.step(step), ranks.step(step), worst)
-    listed = all(
+    listed = not is_planned or all(
         _listed(plan.alone(number), part, [ranks.forward_records[number], ranks.backward_records[number]])
         for number, part in enumerate(first.cut.parts)
     )
