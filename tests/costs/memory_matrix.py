@@ -1,8 +1,9 @@
 """Predicted against measured bytes of training steps over models and levers, on two gloo ranks: ``make sweep-memory``.
 
 A case is a model with a setting of every lever: storage in parts (ZeRO), values made again or on the host, passes over
-micro-batches, precision. They are drawn by a seed, so that a case that fails can be run again (``--seed 3 --cases 40``).
-A prediction that is off by more than ``TOLERANCE`` makes the exit code 1. What is measured: ``benchmarks/step_memory.py``.
+micro-batches, precision. Cases are drawn by a seed, so that one that fails can be run again (``--seed 3 --cases 40``).
+A prediction that is off by more than ``TOLERANCE`` makes the exit code 1. What is measured is said in
+``benchmarks/step_memory.py``.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def test_verify_finds_a_wrong_cast_of_stages_and_passes(case: str) -> None:
     assert report.beyond
     with (
         mock.patch.object(differentiate, "cast", cast_to(FP32)),  # parameters as they are stored
-        pytest.raises(RuntimeError, match="dtype|scalar type"),
+        pytest.raises(RuntimeError, match=r"dtype|scalar type"),
     ):
         sw.verify(model, batch, plan, steps=1)
 
