@@ -55,6 +55,7 @@ MISSING = {
     "num-experts": "experts in groups of ranks of their own",
     "fp8-format": "weights in float8 beside those in 16 bits",
     "use-megatron-fsdp": "buffers of Megatron's own FSDP",
+    "data-parallel-sharding-strategy": "buffers of Megatron's own FSDP",
     "grad-reduce-in-bf16": "a buffer of gradients in 16 bits",
     "fp16": "a loss scaler, and gradients in 16 bits",
     "qk-head-dim": "latent attention",
@@ -154,7 +155,7 @@ MIXED = sw.Precision(torch.bfloat16, torch.float32)
 
 
 @cache
-def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1, passes: int = 1) -> Memory:
+def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1) -> Memory:
     """Of Megatron's plan in 16 bits with float32 weights, gradients and Adam. ``shape.batch``: of all replicas;
     ``zero``: 1: states are split over the replicas, or over each of ``over`` parts of these."""
     with torch.device("meta"):
@@ -168,12 +169,13 @@ def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1, pas
     strategies = MEGATRON | ({} if shape.splits_sequence else WHOLE) | ({"tokens": "v@tp"} if looks_up else {})
     layouts = {"tokens.weight": f"[{shape.vocab}@tp, {shape.width}]"} if shape.vocab and shape.is_last else {}
     split = Zero(1, over=("dp",)) if zero and "dp" in axes else None
+    cluster = Cluster.load("h100-16x8").with_devices(tp * dp)
     plan = sw.plan(
-        model, (x, labels), tp * dp, mesh=sw.Mesh(axes), strategies=strategies, search="sharding_propagation",
+        model, (x, labels), cluster, mesh=sw.Mesh(axes), strategies=strategies, search="sharding_propagation",
         precision=MIXED, zero=split, layouts=layouts,
     )  # fmt: skip
     spmd = program_of(plan, capture(model, (x, labels), {}, precision=MIXED).graph, training=True)
-    prices = Prices(Links(Cluster.load("h100-16x8").with_devices(tp * dp), plan.mesh), "adamw fused", passes)
+    prices = Prices(Links(cluster, plan.mesh), "adamw fused")
     return memory_of(spmd, prices)
 
 
@@ -194,8 +196,9 @@ def beyond(own: Memory) -> int:
 
 def workspaces(row: Mapping[str, Any]) -> int:
     """Bytes that libraries hold on the GPU of a row, which torch's allocator counts. cuBLAS has a workspace for each of
-    two threads, forward's and backward's: 32 MiB each with the setting for repeatable sums (``:4096:8``) and from Hopper
-    on, else 8,320 KiB (torch, "CUBLAS_WORKSPACE_CONFIG"). Transformer Engine has one: 32 MiB from Hopper on, else 4."""
+    two threads, forward's and backward's: 32 MiB with the setting for repeatable sums (``:4096:8``) and from Hopper on,
+    else 8,320 KiB (torch, "CUBLAS_WORKSPACE_CONFIG"). Transformer Engine has one: 32 MiB from Hopper on, else 4. Sums
+    are taken to be repeatable unless the test's name says otherwise, as its environment is not in the rows."""
     mib = 2**20
     is_new = row["platform"] != "a100" if row["env"] not in ("lts", "dev") else False
     repeats = "nondeterministic" not in row["test"]
