@@ -78,9 +78,7 @@ def _moved(found: Found, distance: int) -> Iterator[tuple[str, list[list[str]]]]
         earlier = [place for place in places if starts[number - 1] < place < start]
         after = starts[number + 1] if number + 1 < len(starts) else len(names)
         later = [place for place in places if start < place < after]
-        for place in (*earlier[-distance:][:1], *later[distance - 1 :][:1]):
-            if distance > len(earlier) and place < start:
-                continue  # it was moved there before
+        for place in (*earlier[::-1][distance - 1 : distance], *later[distance - 1 : distance]):
             own = [*starts[:number], place, *starts[number + 1 :], len(names)]
             cut = [names[first:last] for first, last in pairwise(own)]
             yield f"stage {number} begins with {names[place]}, not with {names[start]}", cut
