@@ -135,8 +135,10 @@ class Gpt(nn.Module):
         self.vocab = shape.vocab
         self.is_last = shape.is_last
         if shape.vocab:
-            self.tokens = nn.Embedding(shape.vocab, shape.width)
-            if not shape.is_last:
+            if shape.is_last:
+                self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+            else:
+                self.tokens = nn.Embedding(shape.vocab, shape.width)
                 self.positions = nn.Embedding(shape.sequence, shape.width)
             self.norm = nn.LayerNorm(shape.width)
 
@@ -147,7 +149,8 @@ class Gpt(nn.Module):
             x = layer(x)
         if not self.vocab:
             return x.float().mean()
-        scores = self.norm(x) @ self.tokens.weight.t()
+        x = self.norm(x)
+        scores = self.head(x) if self.is_last else x @ self.tokens.weight.t()
         return F.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
 
 
@@ -166,25 +169,26 @@ def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1) -> 
         x = labels if looks_up else torch.empty(*size, shape.width, dtype=torch.bfloat16)
     named = {"copies": over, "dp": dp // over, "tp": tp}
     axes = {name: count for name, count in named.items() if count > 1 or name == "tp"}
-    strategies = MEGATRON | ({} if shape.splits_sequence else WHOLE) | ({"tokens": "v@tp"} if looks_up else {})
-    layouts = {"tokens.weight": f"[{shape.vocab}@tp, {shape.width}]"} if shape.vocab and shape.is_last else {}
+    strategies = MEGATRON | ({} if shape.splits_sequence else WHOLE)
+    if shape.vocab:
+        strategies |= {"tokens": "v@tp"} if looks_up else {"head": "n@tp"}
     split = Zero(1, over=("dp",)) if zero and "dp" in axes else None
     cluster = Cluster.load("h100-16x8").with_devices(tp * dp)
     plan = sw.plan(
         model, (x, labels), cluster, mesh=sw.Mesh(axes), strategies=strategies, search="sharding_propagation",
-        precision=MIXED, zero=split, layouts=layouts,
+        precision=MIXED, zero=split,
     )  # fmt: skip
     spmd = program_of(plan, capture(model, (x, labels), {}, precision=MIXED).graph, training=True)
     prices = Prices(Links(cluster, plan.mesh), "adamw fused")
     return memory_of(spmd, prices)
 
 
-def static(own: Memory) -> int:
-    """Parameters, gradients and optimizer states. Megatron keeps the 16-bit weights between steps; here a step casts
-    them anew, and they count as they are while it runs."""
-    weights = max(peak.parts["parameters"] for peak in own.peak_of.values())
-    parts = own.peak_of["update"].parts
-    return weights + parts["gradients"] + parts["optimizer states"]
+def static(own: Memory, whole: Memory) -> int:
+    """Parameters in float32 and in 16 bits, gradients, optimizer states: what Megatron keeps between steps. ``whole``:
+    of the plan without ZeRO, as the weights in 16 bits (here a step casts them anew) and the buffer of gradients are
+    whole in any case."""
+    parts, full = own.peak_of["update"].parts, whole.peak_of["update"].parts
+    return parts["parameters"] + parts["optimizer states"] + full["parameters"] // 2 + full["gradients"]
 
 
 def beyond(own: Memory) -> int:
@@ -236,7 +240,8 @@ def figure_1(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]
         ]
         layers = arch["layers"] // pp
         gib = [float(number) for number in re.findall(r"([0-9.]+) GiB", row["notes"])]
-        state = (static(per_layer[1]) - static(per_layer[0])) * layers
+        one, two = (static(own, own) for own in per_layer)
+        state = (two - one) * layers
         found.append(Row(row["id"], "parameters, gradients, states", state, gib[0] * GIB))
         if pp > 1:
             missing["activations of several passes in flight (pipelines)"] += 1
@@ -278,8 +283,7 @@ def golden(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]]:
         )
         # Context parallelism copies parameters, and splits states, as more replicas do.
         own, plain = memory(shape, tp, dp * cp, zero, over), memory(shape, tp, dp * cp)
-        buffer = plain.peak_of["update"].parts["gradients"]
-        held = static(own) - own.peak_of["update"].parts["gradients"] + buffer + workspaces(row)
+        held = static(own, plain) + workspaces(row)
         found.append(Row(row["id"], "after a step", held, row["mem_allocated_bytes"]))
         named = [what for option, what in MISSING_AT_PEAK.items() if args.get(option) not in (None, 1, False)]
         if named or not row.get("mem_max_allocated_bytes"):
