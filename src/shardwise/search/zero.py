@@ -89,7 +89,8 @@ def summed_at_source(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], 
     views = []
     for op in graph.ops:
         if fixed.issuperset(op.operands) and made.intersection(op.operands):
-            views.append(op)
+            if any(graph.by_name[name].requires_grad for name in op.results):
+                views.append(op)
             made.update(op.results)
             fixed.update(op.results)
     given = {out.name for out in graph.outputs if isinstance(out, Ref)} | {value for _, value in graph.mutations}
