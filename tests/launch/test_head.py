@@ -60,6 +60,18 @@ def test_a_rank_with_wrong_copies_on_a_machine_that_is_lost_costs_no_other_machi
     assert str(begin["how"]).startswith("rank 3 failed with exit code 1")
 
 
+def test_ranks_meet_at_the_port_that_was_free_last(job: Job) -> None:
+    job.launchers[1].close()
+    job.head.turn()
+    assert job.heard(0) == [{"stop": 0}]
+    job.launchers[0].send(ended=0, code=0, failure=None, absent=[], rank_port=3)
+    job.launchers[0].send(port=5)
+    job.head.turn()
+    job.head.turn()
+    (begin,) = job.heard(0)
+    assert begin["master"] == ["host0", 5]
+
+
 @pytest.mark.parametrize("missing", ["code", "failure", "absent", "rank_port", "blames"])
 def test_an_incomplete_word_ends_its_connection_and_not_the_head(job: Job, missing: str) -> None:
     failure = asdict(Failure(rank=2, seconds=1.0, exit_code=1))

@@ -154,6 +154,8 @@ class Head:
             failure = _failure(message["failure"]) if message["failure"] else None
             absent = tuple(int(rank) for rank in message["absent"])
             machine.ended, machine.rank_port = Ended(int(message["code"]), failure, absent), int(message["rank_port"])
+        elif "port" in message:
+            machine.rank_port = int(message["port"])
         elif "leave" in message:
             self.finish(int(message["leave"]))
 
