@@ -1,9 +1,13 @@
 """Published settings of large trainings beside the plans that are found: ``make bench-known-answers``.
 
-Of every case the published setting (stages, mesh of a stage, micro-batch, schedule, recompute) is priced: the search
-chooses what it leaves open, so that it is the best plan of that setting. Then ``stages="auto"`` chooses freely for the
-same model, devices and batch. Printed are published seconds of a step, both predictions, CPU seconds of planning and
-the peak memory of the process. No device is needed; every case runs in a process of its own, and takes minutes.
+Of every case the published setting (stages, mesh of a stage, micro-batch, schedule, recompute, Megatron's columns and
+rows where it used them) is priced, with attention as its software computed it and on its network: the search chooses
+what is left open, so that it is the best plan of that setting. Then ``stages="auto"`` chooses freely for the same
+model, devices and batch. Printed are published seconds of a step, both predictions, CPU seconds of planning and the
+peak memory of the process. No device is needed; every case runs in a process of its own, and takes minutes.
+
+``--data FILE`` (``published_runs.py``): predictions are multiplied by the factor of the case's hardware and software,
+where the file has four groups of its runs. It comes from every fourth of these groups, none of which is a case here.
 
 Seconds of Llama 3 are those in which its model FLOPs (products, of causal attention half) are done at the published
 rate. Sources stand beside the cases.
@@ -12,33 +16,84 @@ rate. Sources stand beside the cases.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import resource
+import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import exp
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published_memory import MEGATRON, WHOLE, Gpt, Shape
+from published_prices import FLASH, Row, Software, attending, cluster_of, unpriced
+from published_prices import seconds_of as priced
+from published_runs import Factor, Found, group_of, quarter
 
 import shardwise as sw
+
+SELENE = ("A100-80GB", "NVLink3; 8x HDR200 IB (Selene)")
+JEAN_ZAY = ("A100-80GB", "NVLink 4 inter-GPU connects; 4x Omni-Path 100 per node (Jean Zay)")
+COMPOSER = ("H100-80GB", "not stated")
+META = ("H100-80GB", "8x 400 Gb/s RoCE")
+
+
+PLAIN = Software()
+DROPPING = Software(dropout=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """``published``: seconds of a step, from ``source``; ``setting``: arguments of ``sw.plan`` that fix it."""
+    """``model``: a ``Shape`` is Megatron's GPT, whose batch and sequence are the case's; ``hardware``: as published
+    runs name GPU and interconnect; ``published``: seconds of a step, from ``source``; ``setting``: arguments of
+    ``sw.plan`` that fix it; ``software``: what of it attention and dropout are."""
 
-    config: LlamaConfig | GPT2Config
-    cluster: str
+    model: LlamaConfig | Shape
+    hardware: tuple[str, str]
+    num_gpus: int
     batch: int
     length: int
     published: float
-    setting: Mapping[str, Any]
+    setting: Mapping[str, Any] = field(compare=False)
     source: str
+    software: Software = PLAIN
+
+    @property
+    def cluster(self) -> sw.Cluster:
+        cluster = cluster_of(self.hardware[0], self.num_gpus, 8, self.hardware[1])
+        return replace(cluster, device=attending(cluster.device, self.software.attention))
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """As ``published_runs`` groups its rows."""
+        if isinstance(self.model, Shape):
+            sizes = self.model.layers, self.model.width
+        else:
+            sizes = self.model.num_hidden_layers, self.model.hidden_size
+        return *sizes, self.num_gpus, self.hardware[0], self.length
+
+    def module(self) -> tuple[nn.Module, Any]:
+        """The model in meta tensors, and the arguments of ``sw.plan`` that say its inputs."""
+        with torch.device("meta"):
+            ids = torch.zeros(self.batch, self.length, dtype=torch.int64)
+            if isinstance(self.model, LlamaConfig):
+                return LlamaForCausalLM(self.model), {"example_inputs": (), "kwargs": {"input_ids": ids, "labels": ids}}
+            module = Gpt(replace(self.model, batch=self.batch, sequence=self.length))
+        for part in module.modules():
+            if isinstance(part, nn.Dropout) and not self.software.dropout:
+                part.p = 0.0
+        return module, {"example_inputs": (ids, ids)}
 
 
 def llama(layers: int, hidden: int, ffn: int, heads: int, length: int) -> LlamaConfig:
@@ -48,11 +103,8 @@ def llama(layers: int, hidden: int, ffn: int, heads: int, length: int) -> LlamaC
     )  # fmt: skip
 
 
-def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, length: int = 2048) -> GPT2Config:
-    return GPT2Config(
-        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+def gpt(layers: int, width: int, heads: int, vocab: int = 51200, *, scores: bool = True) -> Shape:
+    return Shape(width, heads, layers, 0, 0, scores, False, vocab)
 
 
 def at_rate(config: LlamaConfig, batch: int, length: int, num_gpus: int, tflops: float) -> float:
@@ -64,56 +116,61 @@ def at_rate(config: LlamaConfig, batch: int, length: int, num_gpus: int, tflops:
     return 3 * (products + attention) * batch * length / (num_gpus * tflops * 1e12)
 
 
-LLAMA_405B = llama(126, 16384, 53248, 128, 8192)
-# How many stages a place had is not published: with eight, each has one of the 126 layers, the embedding or the head.
-LLAMA_3 = "Llama Team 2024 (arXiv:2407.21783), table 4, section 3.3.2 (interleaved)"
-KORTHIKANTI = "Korthikanti et al. 2022 (arXiv:2205.05198), table 5, full recompute"
+def llama_3(num_gpus: int, dp: int, tflops: float, cp: int = 1) -> Case:
+    """16 places; a step has 16 Mi tokens."""
+    length = 8192 * cp
+    batch, config = 2048 // cp, llama(126, 16384, 53248, 128, length)
+    mesh = sw.Mesh(dp=dp, cp=cp, tp=8) if cp > 1 else sw.Mesh(dp=dp, tp=8)
+    # How many stages a place had is not published: with eight, each has one of the 126 layers, the embedding or the
+    # head.
+    setting = {"stages": 128, "schedule": "Interleaved1F1B:8", "mesh": mesh, "micro_batch": dp}
+    source = "Llama Team 2024 (arXiv:2407.21783), table 4, section 3.3.2 (interleaved)"
+    return Case(
+        config, META, num_gpus, batch, length, at_rate(config, batch, length, num_gpus, tflops), setting, source
+    )
+
+
+# Megatron's splits without sequence parallelism, as its runs of 2022 and before had them.
+SPLITS = {**MEGATRON, "*.before": "I@tp", "*.between": "I@tp", "tokens": "v@tp"}
+
+
+def korthikanti(model: Shape, num_gpus: int, published: float, setting: Mapping[str, Any]) -> Case:
+    """A micro-batch of one sequence; a step has as many as GPUs."""
+    source = "Korthikanti et al. 2022 (arXiv:2205.05198), table 5, full recompute"
+    fixed = {"mesh": sw.Mesh(tp=8), "micro_batch": 1, "recompute": "full", "strategies": {**SPLITS, **WHOLE}}
+    return Case(model, SELENE, num_gpus, num_gpus, 2048, published, {**fixed, **setting}, source, DROPPING)
+
+
 CASES = {
-    "llama3-405b-16384": Case(
-        LLAMA_405B, "h100-2048x8", 2048, 8192, at_rate(LLAMA_405B, 2048, 8192, 16384, 400),
-        {"stages": 128, "schedule": "Interleaved1F1B:8", "mesh": sw.Mesh(dp=128, tp=8), "micro_batch": 128}, LLAMA_3,
-    ),
-    "llama3-405b-8192": Case(
-        LLAMA_405B, "h100-1024x8", 2048, 8192, at_rate(LLAMA_405B, 2048, 8192, 8192, 430),
-        {"stages": 128, "schedule": "Interleaved1F1B:8", "mesh": sw.Mesh(dp=64, tp=8), "micro_batch": 64}, LLAMA_3,
-    ),
-    "gpt3-175b-64": Case(
-        gpt(96, 12288, 96), "a100-80-8x8", 64, 2048, 18.13,
-        {"stages": 24, "schedule": "Interleaved1F1B:3", "mesh": sw.Mesh(tp=8), "micro_batch": 1, "recompute": "full"},
-        KORTHIKANTI,
-    ),
-    "turing-530b-280": Case(
-        gpt(105, 20480, 128), "a100-80-35x8", 280, 2048, 49.05,
-        {"stages": 105, "schedule": "Interleaved1F1B:3", "mesh": sw.Mesh(tp=8), "micro_batch": 1, "recompute": "full"},
-        KORTHIKANTI,
-    ),
-    "megatron-1t-512": Case(
-        gpt(128, 25600, 160), "a100-80-64x8", 512, 2048, 94.42,
-        {"stages": 64, "mesh": sw.Mesh(tp=8), "micro_batch": 1, "recompute": "full"}, KORTHIKANTI,
-    ),
+    "llama3-405b-16384": llama_3(16384, 128, 400),
+    "llama3-405b-8192": llama_3(8192, 64, 430),
+    "llama3-405b-131k": llama_3(16384, 8, 380, cp=16),
+    "gpt3-175b-64": korthikanti(gpt(96, 12288, 96), 64, 18.13, {"stages": 24, "schedule": "Interleaved1F1B:3"}),
+    "turing-530b-280": korthikanti(gpt(105, 20480, 128), 280, 49.05, {"stages": 105, "schedule": "Interleaved1F1B:3"}),
+    "megatron-1t-512": korthikanti(gpt(128, 25600, 160), 512, 94.42, {"stages": 64}),
     "bloom-176b-384": Case(
-        gpt(70, 14336, 112, 250880), "a100-80-48x8", 2048, 2048, 6.021e18 / (384 * 156e12),
-        {"stages": 12, "mesh": sw.Mesh(dp=8, tp=4), "micro_batch": 16, "recompute": "full", "zero": 1},
+        gpt(70, 14336, 112, 250880), JEAN_ZAY, 384, 2048, 2048, 6.021e18 / (384 * 156e12),
+        {
+            "stages": 12, "mesh": sw.Mesh(dp=8, tp=4), "micro_batch": 16, "recompute": "full", "zero": 1,
+            "strategies": SPLITS,
+        },
         "BigScience 2022 (arXiv:2211.05100), 156 TFLOP/s a GPU, recomputed forward counted as Narayanan et al. 2021 do",
     ),
     "mpt-70b-64": Case(
-        gpt(80, 8192, 64, 50368), "h100-8x8", 2048, 2048, 63.076,
+        gpt(80, 8192, 64, 50368, scores=False), COMPOSER, 64, 2048, 2048, 63.076,
         {"mesh": sw.Mesh(dp=64), "micro_batch": 512, "zero": 3, "recompute": "full"},
-        "mosaicml/llm-foundry, scripts/train/benchmarking: 70B with FSDP on 64 H100",
+        "mosaicml/llm-foundry, scripts/train/benchmarking: 70B with FSDP on 64 H100", Software(attention=FLASH),
     ),
 }  # fmt: skip
 
 
 def planned(case: Case, setting: Mapping[str, Any]) -> tuple[sw.Plan, float]:
     """A plan, and the CPU seconds that it took."""
-    with torch.device("meta"):
-        kind = LlamaForCausalLM if isinstance(case.config, LlamaConfig) else GPT2LMHeadModel
-        model: PreTrainedModel = kind(case.config)
-        ids = torch.zeros(case.batch, case.length, dtype=torch.int64)
+    module, inputs = case.module()
     start = time.process_time()
     plan = sw.plan(
-        model, (), sw.Cluster.load(case.cluster), kwargs={"input_ids": ids, "labels": ids},
-        precision=sw.Precision(compute=torch.bfloat16), global_batch=case.batch, **setting,
+        module, cluster=case.cluster, precision=sw.Precision(compute=torch.bfloat16), global_batch=case.batch,
+        optimizer="adamw fused", search="dynamic_programming", **inputs, **setting,
     )  # fmt: skip
     return plan, time.process_time() - start
 
@@ -124,7 +181,14 @@ def seconds_of(plan: sw.Plan) -> float:
     return plan.prediction.planned_seconds
 
 
-def run(name: str, only_published: bool) -> str:
+def factor_of(case: Case, rows: Sequence[Row]) -> float:
+    """Measured / predicted of the hardware and software of a case; 1 where there are too few groups of its runs."""
+    own = [row for row in rows if (row["gpu"], row["interconnect"]) == case.hardware and not unpriced(row)]
+    groups = quarter({group_of(row) for row in own}, {other.group for other in CASES.values()})
+    return exp(Factor.of([Found(row, priced(row)) for row in own if group_of(row) in groups], groups).center)
+
+
+def run(name: str, only_published: bool, factor: float) -> str:
     """A case, as a row of the table."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -135,12 +199,16 @@ def run(name: str, only_published: bool) -> str:
         try:
             plan, took = planned(case, setting)
         except sw.ShardwiseError as error:
-            cells += [f"refused: {str(error).splitlines()[0]}", ""]
+            cells += [f"refused: {str(error).splitlines()[0]}", *([""] if setting is not case.setting else ["", ""])]
             continue
         what = (
             f"{len(plan.stages)} stages, {plan.schedule or 'none'}, {plan.stages[0].mesh}, {plan.micro_batches} passes"
         )
-        cells += [f"{seconds_of(plan):.2f} ({what})", f"{took:.0f}"]
+        seconds = seconds_of(plan)
+        cells.append(f"{seconds:.2f} ({what})")
+        if setting is case.setting:
+            cells.append(f"{factor:.2f}: {factor * seconds / case.published - 1:+.0%}")
+        cells.append(f"{took:.0f}")
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return "| " + " | ".join([*cells, f"{held:.0f}"]) + " |"
 
@@ -149,12 +217,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--only-published", action="store_true", help="price the published settings, search no others")
+    parser.add_argument("--data", type=Path, help="published_runs.json, for the factors of hardware and software")
     chosen = parser.parse_args()
-    print("| case | published s | its setting, predicted s | CPU s | the plan found, predicted s | CPU s | MB |")
-    print("|---|---|---|---|---|---|---|")
+    rows = [] if chosen.data is None else json.loads(chosen.data.read_text(encoding="utf-8"))
+    rows = [row for row in rows if "step_time_s" in row]
+    print(
+        "| case | published s | its setting, predicted s | factor: error | CPU s | the plan found, predicted s | CPU s "
+        "| MB |\n|---|---|---|---|---|---|---|---|"
+    )
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for name in chosen.cases or CASES:
-            print(pool.submit(run, name, chosen.only_published).result(), flush=True)
+            factor = factor_of(CASES[name], rows)
+            print(pool.submit(run, name, chosen.only_published, factor).result(), flush=True)
     for name in chosen.cases or CASES:
         print(f"{name}: {CASES[name].source}")
 

@@ -197,11 +197,14 @@ class OwnPrices(Prices):
 
 def device_of(cluster: Cluster, software: Software) -> Device:
     """Which starts kernels at once: what its host takes is counted apart."""
-    device = replace(cluster.device, launch=0.0)
-    if not software.attention:
+    return attending(replace(cluster.device, launch=0.0), software.attention)
+
+
+def attending(device: Device, share: float) -> Device:
+    """The device, on which attention reaches this part of the peak (0: the device's own)."""
+    if not share:
         return device
-    reached = {"attention": software.attention, "attention_backward": software.attention}
-    return replace(device, kernels=Figures({**device.kernels, **reached}))
+    return replace(device, kernels=Figures({**device.kernels, "attention": share, "attention_backward": share}))
 
 
 @cache

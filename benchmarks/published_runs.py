@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import exp, log, sqrt
@@ -32,6 +32,11 @@ PRIOR = 4  # groups
 NINE_OF_TEN = 1.645  # standard deviations
 
 
+def group_of(row: Row) -> tuple[Any, ...]:
+    """Model, hardware and length of a row."""
+    return row["arch"]["layers"], row["arch"]["hidden"], row["gpus"], row["gpu"], row["seq"]
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A published row and its predicted seconds."""
@@ -46,8 +51,7 @@ class Found:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        row = self.row
-        return row["arch"]["layers"], row["arch"]["hidden"], row["gpus"], row["gpu"], row["seq"]
+        return group_of(self.row)
 
     @property
     def software(self) -> tuple[Any, ...]:
@@ -72,6 +76,38 @@ class Judged:
         return self.low <= self.found.ratio <= self.high
 
 
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """Measured / predicted of a hardware and software: ``center`` and ``spread`` of its logarithm, of so many
+    ``rows`` in these ``groups`` (none: 1 and the spread of all families)."""
+
+    center: float
+    spread: float
+    rows: int
+    groups: frozenset[Any]
+
+    @staticmethod
+    def of(found: Sequence[Found], groups: Collection[Any]) -> Factor:
+        """From the rows of these groups."""
+        taken = [log(one.ratio) for one in found if one.group in groups]
+        center = median(taken) if taken else 0.0
+        own = mean((value - center) ** 2 for value in taken) if taken else 0.0
+        spread = sqrt((PRIOR * SPREAD**2 + len(groups) * own) / (PRIOR + len(groups)))
+        return Factor(center, spread, len(taken), frozenset(groups))
+
+    @property
+    def width(self) -> float:
+        """Of the interval of nine of ten. The center is not known better than by so many groups (without any, as one
+        would)."""
+        return NINE_OF_TEN * self.spread * sqrt(1 + 1 / max(len(self.groups), 1))
+
+
+def quarter(groups: Collection[Any], judged: Collection[Any] = ()) -> frozenset[Any]:
+    """Every fourth group, where there are four of them, of those that are not ``judged``."""
+    left = sorted((own for own in groups if own not in judged), key=str)
+    return frozenset(left[::4]) if len(groups) >= 4 else frozenset()
+
+
 def calibrated(found: Sequence[Found]) -> tuple[list[Judged], int]:
     """The rows of groups that no factor was taken from, and how many rows the factors come from."""
     judged, used = [], 0
@@ -79,20 +115,10 @@ def calibrated(found: Sequence[Found]) -> tuple[list[Judged], int]:
     for one in found:
         by_software[one.software].append(one)
     for rows in by_software.values():
-        groups = sorted({one.group for one in rows}, key=str)
-        chosen = set(groups[::4]) if len(groups) >= 4 else set()
-        taken = [log(one.ratio) for one in rows if one.group in chosen]
-        used += len(taken)
-        center = median(taken) if taken else 0.0
-        own = mean((value - center) ** 2 for value in taken) if taken else 0.0
-        spread = sqrt((PRIOR * SPREAD**2 + len(chosen) * own) / (PRIOR + len(chosen)))
-        # The center is not known better than by so many groups (without any, as one would).
-        width = NINE_OF_TEN * spread * sqrt(1 + 1 / max(len(chosen), 1))
-        judged += [
-            Judged(one, exp(center), exp(center - width), exp(center + width))
-            for one in rows
-            if one.group not in chosen
-        ]
+        own = Factor.of(rows, quarter({one.group for one in rows}))
+        used += own.rows
+        low, high = exp(own.center - own.width), exp(own.center + own.width)
+        judged += [Judged(one, exp(own.center), low, high) for one in rows if one.group not in own.groups]
     return judged, used
 
 

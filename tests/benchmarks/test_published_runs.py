@@ -132,6 +132,20 @@ def test_factors_come_from_whole_groups_that_are_not_judged(runs: ModuleType) ->
     assert all(one.factor == 1 for one in few)
 
 
+def test_a_factor_for_what_is_judged_comes_from_other_groups(runs: ModuleType) -> None:
+    found = [runs.Found(row_of(layers, 1, 1 + layers / 10), 1.0) for layers in range(10, 14)]
+    groups = {one.group for one in found}
+    judged = {found[0].group, found[1].group, found[2].group}
+    assert runs.quarter(groups) == {found[0].group}
+    assert runs.quarter(groups, judged) == {found[3].group}
+    assert runs.quarter(groups, groups) == frozenset()
+    assert runs.quarter(judged) == frozenset(), "too few"
+    factor = runs.Factor.of(found, runs.quarter(groups, judged))
+    assert exp(factor.center) == pytest.approx(2.3)
+    assert factor.rows == 1
+    assert runs.Factor.of(found, ()).center == 0
+
+
 @pytest.mark.parametrize("spread", [0.05, 0.15])
 def test_intervals_hold_nine_of_ten_where_groups_are_many(runs: ModuleType, spread: float) -> None:
     draw = random.Random(3)

@@ -41,6 +41,19 @@ def test_on_one_device_the_step_is_its_operators() -> None:
     assert step.seconds + saved == pytest.approx(added.compute + added.update)
 
 
+def test_every_pass_but_the_first_adds_its_gradients_to_those_of_earlier_ones() -> None:
+    spmd, prices = program(mode="stand_alone")
+    four = replace(prices, passes=4)
+    events = [event for event in simulate(spmd, four).events if "added up" in event.name]
+    num_bytes = sum(value.numel * 4 for value in map(spmd.graph.by_name.__getitem__, spmd.graph.updated))
+    added = 3 / 4 * 3 * num_bytes / prices.device.bytes_per_second()
+    assert sum(event.seconds for event in events) == pytest.approx(added)
+    assert len(events) == len(spmd.graph.updated)
+    assert not [event for event in simulate(spmd, prices).events if "added up" in event.name]
+    once, often = (price_program(spmd, own).update for own in (prices, four))
+    assert often == pytest.approx(once / 4 + added)
+
+
 def test_gradients_are_hidden_behind_the_operators_that_are_left() -> None:
     spmd, prices = program(mode="data_parallel", bucket_bytes=200_000)  # a bucket for each layer
     step = simulate(spmd, prices)

@@ -92,7 +92,30 @@ def causal(q: Tensor, k: Tensor, _: Tensor) -> Tensor:
     return k <= q
 
 
+def begun(begins: list[list[int]]) -> Mask:
+    """Documents that begin where positions do not go on, as transformers finds them: summed up and looked up."""
+
+    def mask(q: Tensor, k: Tensor, _: Tensor) -> Tensor:
+        positions = torch.tensor(begins).expand(2, 8)
+        jumps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+        document = jumps.cumsum(-1)
+        sample = torch.arange(2)[:, None, None, None]
+        of_query, of_key = (document[sample, at.expand(2, 1, *at.shape[-2:])] for at in (q, k))
+        return (of_query == of_key) & (k <= q)
+
+    return mask
+
+
+def summed_over_samples(q: Tensor, k: Tensor, _: Tensor) -> Tensor:
+    sample = torch.ones(2, 8, dtype=torch.int64).cumsum(0)  # 1, and 2 in the other sample
+    return (k < 4 * sample[:, None, None, :]) & (k <= q)
+
+
 MASKS: dict[str, tuple[str, Mask]] = {
+    "one document": ("causal", begun([[0, 1, 2, 3, 4, 5, 6, 7]])),
+    "documents that begin": ("made", begun([[0, 1, 2, 0, 1, 0, 1, 2]])),
+    "documents of every sample": ("own", begun([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]])),
+    "summed over samples": ("own", summed_over_samples),
     "causal": ("causal", causal),
     "causal, from the top": ("causal", lambda q, k, n: torch.ones(8, 8, dtype=torch.bool).tril()),
     "causal, with heads": ("causal", lambda q, k, n: (q >= k).expand(2, 1, 8, 8)),
@@ -292,3 +315,24 @@ def test_a_mask_of_the_longest_sequences_takes_no_memory():
     assert [kind_of(op, captured) for op in attention_of(captured)] == ["causal", "made"]
     assert all(len(data) <= 131_072 for data in captured.constants.values())
     assert band_of(attention_of(captured)[1].operands[-1], captured.graph) == Band(-4095, 0)
+
+
+def test_documents_of_a_very_large_batch_are_found_without_its_positions():
+    """16 Mi positions of 2,048 samples, which are all alike, as transformers looks documents up in them."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, length = x.shape[0], x.shape[-2]
+            positions = torch.arange(length).expand(batch, length)
+            document = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+            sample = torch.arange(batch)[:, None, None, None]
+            q, k = torch.arange(length)[None, None, :, None], torch.arange(length)[None, None, None, :]
+            seen = (document[sample, q] == document[sample, k]) & (k <= q)
+            return F.scaled_dot_product_attention(x * self.weight, x, x, seen)
+
+    captured = capture(Large(), (torch.empty(2048, 1, 8192, 4, device="meta"),))
+    assert [kind_of(op, captured) for op in attention_of(captured)] == ["causal"]

@@ -79,7 +79,7 @@ def test_one_device_and_primes_have_few_settings_and_all_are_planned(devices: in
     said = found.explain("stages")
     assert isinstance(said, Joint)
     assert said.is_complete
-    assert {one.setting.stages for one in said.considered} == ({1} if devices == 1 else {1, 3, 6})
+    assert {one.setting.stages for one in said.considered} == ({1} if devices == 1 else {1, 3, 6, 9})
     assert {one.setting.micro_batch for one in said.considered} == ({1, 2, 4, 8} if devices == 1 else {1, 7})
     assert all(one.bound <= one.step_seconds for one in said.considered if one.step_seconds)
     assert min(said.considered, key=lambda one: one.step_seconds or float("inf")).setting == said.taken
@@ -94,7 +94,9 @@ def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
     (one,) = said.considered
     assert found.pipeline is not None
     first, second, third, fourth = (stage.peak_bytes for stage in found.pipeline.stages)
-    assert one.num_bytes == pytest.approx(max(first + fourth, second + third))
+    assert one.num_bytes == found.pipeline.memory_bytes
+    # Its stages take turns: what one holds for a moment is there once.
+    assert max(first, second, third, fourth) < one.num_bytes < max(first + fourth, second + third)
 
 
 def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

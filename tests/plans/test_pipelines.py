@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from shardwise.costs.pipeline import Action, StageSeconds, simulate_pipeline
 from shardwise.graph.ir import Graph
 from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.plans.timed import Timed
 from shardwise.programs.spmd import Spmd
 from shardwise.proof import stages as proof
 from shardwise.runtime.shards import shard
@@ -246,6 +248,31 @@ def test_micro_batches_are_chosen_by_price() -> None:
 def held(found: sw.Plan) -> float:
     assert found.pipeline is not None
     return max(stage.peak_bytes for stage in found.pipeline.stages)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1F1B", 2), ("Interleaved1F1B", 4), ("Interleaved1F1B:3", 6)])
+def test_a_place_is_said_to_hold_what_its_stages_hold_as_they_take_turns(name: str, stages: int) -> None:
+    """Walked action by action: what all stages of a place keep, and what the one that works has besides."""
+    generator = torch.Generator().manual_seed(stages)
+    schedule, places, passes = schedule_of(name), 2, 4
+    order = order_of(schedule, places, passes)
+    for _ in range(20):
+        stays, kept, moment = (torch.rand(3, stages, generator=generator).double() * 1000).tolist()
+        seconds = StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)
+        timed = [Timed(seconds, s + k + m, k, s + k, 0.0) for s, k, m in zip(stays, kept, moment, strict=True)]
+        how: Any = SimpleNamespace(schedule=schedule, num_stages=stages, num_places=places, limit=1e9)
+        said = pipelines._predicted(how, timed, order, passes).memory_bytes
+        most = 0.0
+        for place, actions in enumerate(order):
+            own = [stage for stage in range(stages) if schedule.place_of(stage, places) == place]
+            flying = dict.fromkeys(own, 0)
+            for action in actions:
+                flying[action.stage] += action.kind == "forward"
+                held = sum(stays[stage] + kept[stage] * flying[stage] for stage in own)
+                most = max(most, held + moment[action.stage])
+                flying[action.stage] -= action.kind == "backward"
+        assert most <= said * (1 + 1e-12)
+        assert said <= most + max(moment), "at another time, but no more than once"
 
 
 def test_stages_fit_with_the_layouts_in_which_they_meet() -> None:

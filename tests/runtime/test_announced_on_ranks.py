@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from runtime.edges import refusal
@@ -123,3 +124,39 @@ def test_a_plan_that_was_only_priced_for_another_precision_says_so() -> None:
     assert "in the dtypes of the model (f32)" in printed
     assert "not executed" not in str(priced("f32"))
     assert "not executed" not in str(sw.plan(Net(), batch(), 2, precision=sw.Precision(compute=torch.bfloat16)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.checkpointed = nn.Linear(6, 8), nn.Linear(8, 6), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inside(h: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(h)))
+
+        h = checkpoint(inside, x, use_reentrant=False) if self.checkpointed else inside(x)
+        return h.square().mean()
+
+
+def checkpointed_before_and_after_the_plan() -> list[tuple[list[str], bool]]:
+    found = []
+    for before in (True, False):
+        net, x = Checkpointed(), batch()[0]
+        net.checkpointed = before
+        plan = sw.plan(net, x, 2, mode="data_parallel")
+        net.checkpointed = True
+        par = sw.parallelize(net, plan)
+        loss, said = warned(lambda par=par, x=x: par.step(x))
+        assert torch.allclose(loss, net(x).detach())
+        found.append((said, any(op.again for op in plan.operators)))
+    return found
+
+
+def test_checkpointing_that_is_asked_for_after_the_plan_is_announced(run_ranks: RunRanks) -> None:
+    for rank, ((said, again), (said_late, kept)) in enumerate(
+        run_ranks(checkpointed_before_and_after_the_plan, 2, time_limit_seconds=240)
+    ):
+        assert (said, again, kept) == ([], True, False)
+        assert [("the plan keeps them all" in one) for one in said_late] == [True] * (rank == 0)

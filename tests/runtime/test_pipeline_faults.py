@@ -108,3 +108,48 @@ def test_the_ranks_of_all_stages_find_the_one_that_hangs(run_ranks: RunRanks, tm
     for text in texts:
         assert "rank 3 did not arrive" in text, text
         assert "micro-batch" in text, text
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh()).square().mean()
+
+
+def frozen(case: str) -> str:
+    """What a rank says where one of two copies of a stage has frozen or replaced a weight, or both."""
+    torch.manual_seed(0)
+    net, x = TwoLayers().double(), torch.randn(8, 4, dtype=torch.float64)
+    plan = sw.plan(net, x, 4, mesh=sw.Mesh(dp=2), stages=2, mode="data_parallel") if dist.get_rank() == 0 else None
+    with ExitStack() as stack:
+        for user in (communicator, torch_schedules):
+            stack.enter_context(mock.patch.object(user, "group_timeout", return_value=timedelta(seconds=8)))
+        par = sw.parallelize(net, plan)
+        par.step(x)
+        par.step(x)
+    held = dict(par.named_parameters())
+    if "first.weight" in held and ("alike" in case or dist.get_rank() == 1):
+        if "frozen" in case:
+            held["first.weight"].requires_grad_(False)
+        else:
+            par.first.weight = torch.nn.Parameter(2 * held["first.weight"].detach())
+    try:
+        par.step(x)
+        said = "nothing"
+    except sw.ShardwiseError as error:
+        said = str(error)
+    time.sleep(10)  # the others are to find this rank alive
+    return said
+
+
+@pytest.mark.parametrize("case", ["frozen", "replaced", "frozen alike", "replaced alike"])
+def test_copies_of_a_stage_that_are_not_treated_alike_are_named(case: str, run_ranks: RunRanks) -> None:
+    said = run_ranks(frozen, 4, case, time_limit_seconds=240)
+    if "alike" in case:  # the ranks of the other stage have no such tensor
+        assert said == ["nothing"] * 4
+    else:
+        assert all(f"{case} first.weight" in one for one in said), said
+        assert all("ranks make different calls" in one for one in said), said

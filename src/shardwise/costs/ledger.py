@@ -36,6 +36,15 @@ class Peak:
         return f"{self.phase} of {self.op}" if self.op else self.phase
 
 
+# What a micro-batch neither saves nor holds for a moment.
+STAYING: tuple[Category, ...] = ("parameters", "gradients", "optimizer states", "inputs")
+
+
+def stays_at(peak: Peak) -> int:
+    """Bytes of a peak that are no micro-batch's saved values and not there for a moment."""
+    return sum(peak.parts.get(name, 0) for name in STAYING)
+
+
 @dataclass(eq=False, slots=True)
 class Storage:
     """``owners``: names and messages that hold it."""

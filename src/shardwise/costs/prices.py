@@ -101,8 +101,14 @@ class Prices:
 
     def update(self, value: Value, numel: float) -> float:
         """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter, and has their
-        states from the host where they wait there."""
-        return self.update_kernels(value, numel) + self.states_moved(numel * value.kept_dtype.itemsize)
+        states from the host where they wait there; and those in which the pass's gradient is added up."""
+        num_bytes = numel * value.kept_dtype.itemsize
+        return self.update_kernels(value, numel) + self.states_moved(num_bytes) + self.added(num_bytes)
+
+    def added(self, num_bytes: float) -> float:
+        """A pass's share of the seconds in which a gradient is added to that of earlier passes: both are read, the sum
+        is written. The first pass has none to add to."""
+        return self.moved(3 * num_bytes) * (1 - 1 / self.passes)
 
     def update_kernels(self, value: Value, numel: float) -> float:
         """Of that, the update alone. What it takes to start kernels counts where each parameter has its own."""

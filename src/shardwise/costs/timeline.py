@@ -143,10 +143,22 @@ class Timeline:
         self.forward = self.now - ahead
         self.part = "backward"
         self._walk(self.program.backward)
+        self._add_up()
         backward = self.now - self.forward - ahead
         self.part = "update"
         self._update()
         return self.forward, self.on_weights, backward, self.now - self.forward - backward
+
+    def _add_up(self) -> None:
+        """The pass's gradients are added to those of earlier passes."""
+        for source, name in self.program.gradients.items():
+            if source in self.parameters and source in self.spmd.graph.updated:
+                seconds = self.prices.added(self.program.forms[name].num_bytes)
+                if seconds:
+                    before = self.compute
+                    self._start()
+                    self._work(f"gradient of {self.parameters[source].names[0]}, added up", seconds)
+                    self.on_weights += self.compute - before
 
     def _share(self, parts: Repeated) -> None:
         """Walk what a step does once: a pass's share of the seconds."""

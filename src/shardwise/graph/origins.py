@@ -7,8 +7,10 @@ model is traced (``user_lines.UserLines``).
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -28,6 +30,12 @@ def is_of_models(filename: str) -> bool:
     torch or shardwise."""
     is_standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
     return not is_standard and not filename.startswith(_NOT_OF_MODELS)
+
+
+def is_module_of_models(module: ModuleType | None) -> bool:
+    """Whether a Python module may be a model's; one that is typed in has no file."""
+    file = getattr(module, "__file__", None)
+    return is_of_models(file) if file else module is sys.modules.get("__main__")
 
 
 def module_path(node: Node, prefix: str) -> str:

@@ -7,6 +7,7 @@ What a buffer holds is not known here: a plan is made from shapes, and weights a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _FILLED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "full": lambda args: args["fill_value"],
     "scalar_tensor": lambda args: args["s"],
 }
+# They work along one dim: where operands are constant along others, so is what they make.
+_ALONG_DIM = frozenset(("cumsum", "diff", "flip"))
 _SHAPED = frozenset(("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 
 
@@ -93,19 +96,58 @@ def evaluated(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract 
         return viewed(lambda tensor: tensor.view(result.shape), operands[0])
     if is_view(op.target) and len(operands) == 1:
         return viewed(function, operands[0])
+    if name == "index" and (found := _indexed(args, known, result)) is not None:
+        return found
+    if name in _ALONG_DIM:
+        return _computed(function, operands, result, _dims(args))
     return _computed(function, operands, result)
 
 
-def _computed(function: Callable[..., Any], operands: list[Abstract], result: Value) -> Known | None:
-    """Of integers and booleans, which are the same on every device."""
-    tensors = [x.tensor for x in operands if isinstance(x, Known)]
-    small = all(tensor.numel() <= MOST_ELEMENTS for tensor in (result, *tensors) if isinstance(tensor, Tensor))
-    if len(tensors) < len(operands) or not small or result.numel > MOST_ELEMENTS or result.dtype.is_floating_point:
+def _dims(args: Mapping[str, Any]) -> tuple[int, ...]:
+    """Along which an operator works."""
+    dims = args["dims"] if "dims" in args else (args["dim"],)
+    return tuple(dims)
+
+
+def _indexed(args: Mapping[str, Any], known: Mapping[str, Abstract], result: Value) -> Known | None:
+    """Elements of a tensor at an index for every dim. Along a dim in which it is constant, the index makes no
+    difference."""
+    table = known[args["self"].name]
+    indices = [known[index.name] if isinstance(index, Ref) else None for index in args["indices"]]
+    if not isinstance(table, Known) or len(indices) != len(table.shape):
         return None
-    if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors) or result.dtype.is_complex:
+    at: list[Tensor] = []
+    for size, index in zip(table.core.shape, indices, strict=True):
+        if not isinstance(index, Known) or index.tensor.dtype == torch.bool:
+            return None
+        at.append(torch.zeros((1,) * len(index.shape), dtype=torch.int64) if size == 1 else index.core)
+    if prod(torch.broadcast_shapes(*(index.shape for index in at))) > MOST_ELEMENTS:
+        return None
+    return collapsed(table.core[tuple(at)].expand(result.shape))
+
+
+def _computed(
+    function: Callable[..., Any], operands: list[Abstract], result: Value, along: tuple[int, ...] | None = None
+) -> Known | None:
+    """Of integers and booleans, which are the same on every device. ``along``: the only dims in which elements make a
+    difference to each other (None: all may)."""
+    tensors = [x.tensor for x in operands if isinstance(x, Known)]
+    if len(tensors) < len(operands) or result.dtype.is_floating_point or result.dtype.is_complex:
+        return None
+    if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        return None
+    size = result.numel
+    if along is not None:
+        rank = len(result.shape)
+        apart = [dim for dim in range(rank) if dim not in {own % rank for own in along}]
+        for dim in apart:
+            if all(tensor.stride(dim) == 0 or tensor.shape[dim] == 1 for tensor in tensors):
+                tensors = [tensor.narrow(dim, 0, 1) for tensor in tensors]
+                size //= result.shape[dim]
+    if max([size, *(tensor.numel() for tensor in tensors)]) > MOST_ELEMENTS:
         return None
     made = function(*tensors)
-    return collapsed(made) if isinstance(made, Tensor) else None
+    return collapsed(made.expand(result.shape)) if isinstance(made, Tensor) else None
 
 
 def _filled(arg: Arg, tensor_of: Callable[[str], Tensor]) -> Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,19 +27,28 @@ _MOST_OBJECTS = 100_000  # that are looked at in a cache
 
 @dataclass
 class Reached:
-    """``names``: that the code uses; ``values``: what globals, closures and attributes of modules and owners with these
-    names are; ``caches``: functions under ``functools.cache`` or ``lru_cache``; ``owners``: the modules."""
+    """``names``: that the code uses; ``texts``: that it has as constants; ``values``: what globals, closures and
+    attributes of modules and owners with these names are; ``caches``: functions under ``functools.cache`` or
+    ``lru_cache``; ``owners``: the modules; ``functions``: that were followed; ``classes``: whose methods it may call;
+    ``bound``: objects whose methods it may call bound, and functions with some of their arguments; ``loss``: the
+    function that computes the loss."""
 
     names: set[str] = field(default_factory=set)
     values: list[Any] = field(default_factory=list)
     caches: list[Cached[Any]] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
-    _classes: list[type] = field(default_factory=list)
+    texts: set[str] = field(default_factory=set)
+    functions: list[FunctionType] = field(default_factory=list)
+    classes: list[type] = field(default_factory=list)
+    bound: list[object] = field(default_factory=list)
+    loss: Callable[..., Any] | None = None
     _seen: set[int] = field(default_factory=set)
     _pending: list[FunctionType] = field(default_factory=list)
 
     def meet(self, value: Any) -> None:
         """A value that the code may use."""
+        if isinstance(value, (MethodType, functools.partial)):
+            self.bound.append(value.__self__ if isinstance(value, MethodType) else value)
         value = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(value, functools.partial):
             value = value.func
@@ -56,7 +66,7 @@ class Reached:
         """A class whose methods the code may call by their names, and calls ``first``."""
         if id(kind) not in self._seen:
             self._seen.add(id(kind))
-            self._classes.append(kind)
+            self.classes.append(kind)
             for name in (*first, *self.names.intersection(vars(kind))):
                 self.meet(vars(kind).get(name))
 
@@ -64,8 +74,10 @@ class Reached:
         """Everything that the functions met so far use."""
         while self._pending:
             function = self._pending.pop()
+            self.functions.append(function)
             names = set(_names(function.__code__))
-            for kind in self._classes:
+            self.texts.update(_texts(function.__code__))
+            for kind in self.classes:
                 for name in (names - self.names).intersection(vars(kind)):
                     self.meet(vars(kind)[name])
             self.names |= names
@@ -86,7 +98,8 @@ class Reached:
 
 def reached(module: nn.Module, loss: Callable[..., Any] | None = None) -> Reached:
     """What a call of a module, and of a loss, may run."""
-    found = Reached(owners=[*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())])
+    owners = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+    found = Reached(owners=owners, loss=loss)
     for owner in found.owners:
         for kind in type(owner).__mro__:
             found.meet_class(kind, "forward")
@@ -98,11 +111,33 @@ def reached(module: nn.Module, loss: Callable[..., Any] | None = None) -> Reache
     return found
 
 
+def names_in_methods(kind: type, names: Collection[str]) -> set[str]:
+    """Names, and those that the methods use which have such names, of a class of a user's."""
+    found, pending = set(names), [*names, "__call__"]
+    while pending:
+        name = pending.pop()
+        method = inspect.getattr_static(kind, name, None)
+        method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+        if isinstance(method, FunctionType) and is_of_models(method.__code__.co_filename):
+            new = set(_names(method.__code__)) - found
+            found |= new
+            pending += new
+    return found
+
+
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)
 
 
 @contextmanager
@@ -140,4 +175,4 @@ def _has_data(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
 
 
-__all__ = ["Reached", "emptied", "reached"]
+__all__ = ["Reached", "emptied", "names_in_methods", "reached"]

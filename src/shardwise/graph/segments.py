@@ -8,7 +8,7 @@ segments inside each other the outermost counts, unless the inner one is treated
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import nn
 
-from shardwise.errors import CaptureWarning, ShardwiseError, problem
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, problem
 from shardwise.graph.ir import Op
 
 Recompute = Literal["full", "all", "cheap", "none"]
@@ -182,6 +182,19 @@ def announce_selective(segments: Iterable[Segment]) -> None:
             'its parts for something else: sw.recompute(module, "cheap")',
             CaptureWarning,
             stacklevel=3,
+        )
+
+
+def announce_kept(segments: Iterable[Segment], operators: Collection[str], again: Collection[str]) -> None:
+    """Warns where a model wants operators of a program made again in backward, and its plan makes none of them again
+    (it may be older than the wish)."""
+    asked = {op for one in segments if one.how in ("full", "all") for op in one.operators}.intersection(operators)
+    if asked and asked.isdisjoint(again):
+        warnings.warn(
+            f"the model asks to make {len(asked)} operators again in backward (activation checkpointing), and the plan "
+            "keeps them all: numbers are the same, memory is not saved; call sw.plan after the model was told so",
+            PlanWarning,
+            stacklevel=4,
         )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from shardwise.graph.ir import Arg, Graph, Ref
-from shardwise.graph.origins import is_of_models
+from shardwise.graph.origins import is_module_of_models, is_of_models
 from shardwise.graph.schema import is_random
 from shardwise.graph.trees import constant_key, is_constant
 
@@ -158,13 +158,13 @@ class Reader:
         """What lies outside of the model and its code names: attributes of modules, functions and objects, numbers and
         containers of classes and files, unless they are of Python or torch."""
         if isinstance(value, ModuleType):
-            if _is_of_models(value):
+            if is_module_of_models(value):
                 self._read_file(value)
         elif isinstance(value, type):
             self.read_class(value)
         elif isinstance(value, FunctionType):
             self._read_function(value)
-        elif isinstance(value, nn.Module) or _is_of_models(sys.modules.get(type(value).__module__)):
+        elif isinstance(value, nn.Module) or is_module_of_models(sys.modules.get(type(value).__module__)):
             if id(value) in self.seen or _is_configuration(value):
                 return
             self.seen.add(id(value))
@@ -210,7 +210,7 @@ class Reader:
     def read_class(self, kind: type) -> None:
         """Numbers, texts and containers that are attributes of a user's class, what its methods keep, and numbers and
         containers in the file it is from."""
-        if id(kind) in self.seen or not _is_of_models(sys.modules.get(kind.__module__)):
+        if id(kind) in self.seen or not is_module_of_models(sys.modules.get(kind.__module__)):
             return
         self.seen.add(id(kind))
         for name, value in vars(kind).items():
@@ -237,12 +237,6 @@ class Reader:
     def leaf(self, place: str, key: object, text: str, held: object) -> None:
         self.leaves[place], self.texts[place] = key, text
         self.held.append(held)
-
-
-def _is_of_models(module: ModuleType | None) -> bool:
-    """Whether a Python module may be a model's; one that is typed in has no file."""
-    file = getattr(module, "__file__", None)
-    return is_of_models(file) if file else module is sys.modules.get("__main__")
 
 
 def _is_configuration(value: Any) -> bool:

@@ -110,7 +110,8 @@ class Chooser:
         annotations = self._annotations(part)
         key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
         if key not in self.known:
-            settings = replace(self.how.settings, in_flight=in_flight, taken=taken)
+            turns = self.how.schedule.stages_per_place
+            settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken)
             how = replace(self.how, settings=settings, annotations=annotations)
             chosen = _choose(how, part, limit, self.kinds)
             self.known[key] = form, chosen

@@ -9,7 +9,6 @@ unless more than ``TRIES`` are left; these are said, with their bound.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -42,6 +41,7 @@ SCHEDULES = (  # where the user names none
     "1F1B",
     "GPipe",
     "Interleaved1F1B",
+    "Interleaved1F1B:3",
     "Interleaved1F1B:4",
     "Interleaved1F1B:8",
     "ZBVZeroBubble",
@@ -350,12 +350,9 @@ class _Queue:
 
 
 def figures(plan: Plan) -> tuple[float, float]:
-    """Seconds of a step, and the bytes of the device that holds most: at most those of all stages of its place."""
+    """Seconds of a step, and the bytes of the device that holds most."""
     if plan.pipeline is not None:
-        held: Counter[tuple[int, ...]] = Counter()
-        for stage, predicted in zip(plan.stages, plan.pipeline.stages, strict=True):
-            held[stage.placement.ranks] += int(predicted.peak_bytes)
-        return plan.pipeline.step_seconds, max(held.values())
+        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
     assert plan.predicted is not None, "plans by price are predicted"
     return plan.predicted.planned_seconds, plan.predicted.memory_bytes
 

@@ -249,8 +249,11 @@ def plan_pipeline(
             break
         if not left:
             raise _too_much(how, cut, flying, over)
-        for number, num_bytes in sorted(over.items(), reverse=True):  # each is sent to as the next one was chosen now
-            limits[number] -= num_bytes
+        # Its stages divide what a place has too much; if that is not enough, each gives way to all of it. Each is sent
+        # to as the next one was chosen now.
+        sharing = how.schedule.stages_per_place if left == TRIES - 1 else 1
+        for number, num_bytes in sorted(over.items(), reverse=True):
+            limits[number] -= num_bytes / sharing
             following = chosen[number + 1] if number + 1 < len(chosen) else None
             chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number], following)
     ends = zip(chosen, choices, spmds, strict=True)
@@ -380,14 +383,23 @@ def _work(how: Pipelining, stages: Sequence[Timed], num_passes: int, known: Sequ
     """What is to be ordered. The room of a place is what its device has beside parameters and what a single micro-batch
     takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
-    fixed = [0.0] * how.num_places
-    for place, stage in zip(place_of, stages, strict=True):
-        fixed[place] += stage.peak - stage.kept
+    fixed = _besides(how, stages)
     kept = tuple(stage.kept for stage in stages)
     room = tuple(how.limit - own for own in fixed)
     work = Work(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
     peaks = [work.peaks(order) for order in known]
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
+
+
+def _besides(how: Pipelining, stages: Sequence[Timed]) -> list[float]:
+    """Per place, the bytes of its device beside what is kept for backward: what its stages have between two
+    micro-batches, and the most that one of them, as they take turns, has besides while it works."""
+    rests, moments = [0.0] * how.num_places, [0.0] * how.num_places
+    for number, stage in enumerate(stages):
+        place = how.schedule.place_of(number, how.num_places)
+        rests[place] += stage.rests - stage.kept
+        moments[place] = max(moments[place], stage.peak - stage.rests)
+    return [rest + moment for rest, moment in zip(rests, moments, strict=True)]
 
 
 def _excess(how: Pipelining, stages: Sequence[Timed], order: Order, num_passes: int) -> dict[int, float]:
@@ -436,9 +448,7 @@ def _predicted(how: Pipelining, timed: Sequence[Timed], order: Order, num_passes
     )
     work = _work(how, timed, num_passes)
     bound = min(least_seconds(work), step.seconds)  # sums in another order
-    held = [*work.peaks(order)]  # kept for backward; and what the stages of a place hold besides
-    for place, own in zip(work.place_of, timed, strict=True):
-        held[place] += own.peak - own.kept
+    held = [sum(own) for own in zip(work.peaks(order), _besides(how, timed), strict=True)]
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(held))
 
 

@@ -117,6 +117,12 @@ class Plan:
         """The ranks of all stages."""
         return len({rank for stage in self.stages for rank in stage.placement.ranks})
 
+    def holds(self, rank: int, name: str) -> bool:
+        """Whether a rank has a part of a parameter or buffer."""
+        return not self.is_pipeline or any(
+            rank in stage.placement.ranks and name in stage.layouts for stage in self.stages
+        )
+
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
         return tuple(entry for stage in self.stages for entry in stage.inputs)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.costs.collectives import Links
+from shardwise.costs.ledger import stays_at
 from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline import StageSeconds, send_seconds, stage_seconds
 from shardwise.costs.prices import Prices
@@ -22,11 +23,13 @@ from shardwise.programs.vjp import Kinds
 @dataclass(frozen=True)
 class Timed:
     """What a stage takes of a micro-batch, and the bytes of a device: held with one of them (``peak``), of that kept
-    for its backward (``kept``), and sent to the next stage."""
+    for its backward (``kept``), at most held while other stages run (``rests``, what is kept included), and sent to the
+    next stage."""
 
     seconds: StageSeconds
     peak: float
     kept: float
+    rests: float
     sent: float
 
 
@@ -57,7 +60,10 @@ def _timed(how: Pipelining, part: Graph, spmd: Spmd, sends: Sequence[str], kinds
     send = send_seconds(on_links, how.part.num_devices, sent) if sends else 0.0
     memory = memory_of(spmd, prices, kinds=kinds)
     seconds = stage_seconds(spmd, prices, send, kinds)
-    return Timed(seconds, float(memory.peak.num_bytes), float(memory.kept_bytes), sent)
+    # A place's other stages find it between two micro-batches: with no more than it has while it works on one.
+    rests = memory.kept_bytes + max(stays_at(own) for own in memory.peak_of.values())
+    peak = float(memory.peak.num_bytes)
+    return Timed(seconds, peak, float(memory.kept_bytes), min(peak, float(rests)), sent)
 
 
 def _without_names(part: Graph, choice: Choice, spmd: Spmd) -> Hashable:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from operator import attrgetter
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +19,9 @@ from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import STREAMS
+from shardwise.graph.reachable import reached
+from shardwise.graph.segments import announce_kept
+from shardwise.graph.surroundings import Surroundings
 from shardwise.graph.trees import check_leaves, flatten_call, flatten_with_path, is_constant, is_plain_tensor, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
@@ -43,6 +45,7 @@ from shardwise.runtime.hosted import hosted, with_copies
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.remembered import TimesOnDisk
 from shardwise.runtime.repeated import RepeatedStep
+from shardwise.runtime.signatures import in_other_mode
 from shardwise.runtime.step import Step
 from shardwise.runtime.trials import Compiling, Trial, Trials
 from shardwise.runtime.when_read import LEAST_BYTES, WhenRead, plain, with_outputs_split
@@ -111,7 +114,6 @@ class Settings:
     outputs: Outputs | None = None
 
 
-_TRAINING = attrgetter("training")
 Mode = tuple[bool, bool, bool, tuple[str, ...]]  # of a call, as below
 
 
@@ -197,9 +199,20 @@ class Calls:
     ) -> None:
         self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
         self.model = meta_copy(module)
+        self._settings_of_model: Surroundings | None
+        self._settings_of_model = Surroundings.of_settings(module, reached(self.model, settings.loss))
+        self._surroundings: Surroundings | None = None  # when the model was captured last
         self._in_other_mode = in_other_mode(dict(module.named_modules()))
         self.trials = Trials(ranks.name, TimesOnDisk.here())
         self._announced: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_settings_of_model": None, "_surroundings": None}  # of this process, and the original
+
+    def check_surroundings(self) -> None:
+        """Raise ShardwiseError where the code of the captured calls would read something else now."""
+        for found in filter(None, (self._settings_of_model, self._surroundings)):
+            found.check()
 
     def compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
         """The program of a call over this rank's parameters and buffers; every rank asks for it."""
@@ -267,11 +280,13 @@ class Calls:
     def _captured(self, call: Call) -> Capture:
         """The call, captured by rank 0."""
         args, kwargs = call.arguments
-        model = self.model.train(call.training)
-        for path in call.in_other_mode:
-            model.get_submodule(path).training = not call.training
+        model = self.model
+        for path, part in model.named_modules():
+            part.training = call.training != (path in call.in_other_mode)
         loss = None if call.predicts else self.settings.loss
-        return from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
+        captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
+        self._surroundings = Surroundings.of_code(reached(model, self.settings.loss))
+        return captured
 
     def _compiled_for(
         self,
@@ -313,6 +328,8 @@ class Calls:
             spmd, split = with_outputs_split(spmd, captured.memories, least)
         if split:
             self.ranks.create_reading_group()
+        if call.training and self.ranks.rank == 0:
+            announce_kept(captured.segments, [op.name for op in graph.ops], spmd.lifetimes.operators)
         runs = self.step_of(spmd, call.loss_only, repeats=repeats)
         sources = graph.sources
         constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
@@ -449,15 +466,6 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
     return copied(module, memo)
 
 
-def in_other_mode(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
-    """Of a module and all its submodules, by path, those that are in eval() where it is in train(), or the other way
-    round."""
-    modes = list(map(_TRAINING, modules.values()))
-    if len(set(modes)) == 1:  # in every call, as a rule
-        return ()
-    return tuple(path for path, mode in zip(modules, modes, strict=True) if mode != modes[0])
-
-
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -488,6 +496,5 @@ __all__ = [
     "Mode",
     "Outputs",
     "Settings",
-    "in_other_mode",
     "meta_copy",
 ]

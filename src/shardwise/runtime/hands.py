@@ -67,7 +67,8 @@ class Hands:
                 if work.is_completed():  # the error is its own, or it has just come
                     work.wait()
                     return
-            self._look()
+            if (found := self.explained()) is not None:
+                raise found
 
     def _raise(self, hand: Hand) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -77,7 +78,8 @@ class Hands:
             store.set(_key(dist.get_rank()), json.dumps(asdict(hand)))
             store.add(_RAISED, 1)
 
-    def _look(self) -> None:
+    def explained(self) -> ShardwiseError | None:
+        """Why others do not come, if they said so: a rank has left this call, or asks about another."""
         with suppress(RuntimeError):  # as above
             store = dist.distributed_c10d._get_default_store()
             raised = store.add(_RAISED, 0)
@@ -89,16 +91,17 @@ class Hands:
         for rank, hand in self._hands:
             if hand.call == self.call and hand.kind == "left":
                 fix = f"see the error of rank {rank}; it does not take part in this call"
-                raise CollectiveError(problem(f"rank {rank} has left this call: {hand.text}", fix=fix), [rank])
+                return CollectiveError(problem(f"rank {rank} has left this call: {hand.text}", fix=fix), [rank])
         for rank, hand in self._hands:
             if hand.call == self.call != self._asked and hand.kind == "asks":
-                raise ShardwiseError(
+                return ShardwiseError(
                     problem(
                         f"ranks make different calls: rank {rank} makes another one than rank {dist.get_rank()}, which "
                         f"goes on as in its last call: {hand.text}",
                         fix="call train(), eval(), step() and predict() alike on every rank, with the same arguments",
                     )
                 )
+        return None
 
 
 def _key(rank: int) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanError, ShardwiseError, problem
+from shardwise.errors import PlanError, ShardwiseError, listed, problem
 from shardwise.graph.shared_memory import check_memory
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
@@ -38,7 +38,11 @@ def hold(
         fault = error
     check_initial_values(found.prints, seed, fault, own.everyone, device)
     held = found.held
-    _stand_ins(root, module)
+    taken = [name for name in (*module._parameters, *module._buffers) if name in dir(root)]
+    if taken:
+        what = f"the module has {listed(taken)} among its own parameters and buffers, names that parallel modules have"
+        raise PlanError(problem(f"{what} themselves", fix="give them other names"))
+    stand_ins = _stand_ins(root, module)
     shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in shards and name in held:
@@ -57,25 +61,29 @@ def hold(
         if id(buffer) in shards:
             persistent = leaf not in module.get_submodule(path)._non_persistent_buffers_set
             root.get_submodule(path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
+    for own_part, original in stand_ins:
+        own_part.stand_for(original)
 
 
-def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> None:
-    """An empty submodule for each of the module's, in the same mode; what has several names there has them here."""
+def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Shards, torch.nn.Module]]:
+    """An empty submodule for each of the module's; what has several names there has them here."""
+    made: list[tuple[Shards, torch.nn.Module]] = []
     of: dict[int, torch.nn.Module] = {id(module): root}
     for path, original in module.named_modules(remove_duplicate=False):
         above, _, name = path.rpartition(".")
         parent = of.get(id(module.get_submodule(above)))
         if not path or parent is None:
             continue
-        if parent is root and hasattr(root, name):
+        if parent is root and name in dir(root):
             if any(True for _ in (*original.parameters(), *original.buffers())):
                 what = f"the module has a submodule {name}, a name that parallel modules have themselves"
                 raise PlanError(problem(what, fix="give it another name"))
             continue  # nothing of it is held
         if id(original) not in of:
-            own = of[id(original)] = Shards()
-            own.stand_for(original)
+            of[id(original)] = own = Shards()
+            made.append((own, original))
         parent.add_module(name, of[id(original)])
+    return made
 
 
 def _check_module(module: torch.nn.Module, plan: Plan) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CaptureWarning, ShardwiseError, listed, problem
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, problem
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.shards import shard
@@ -51,12 +51,38 @@ class StandIn(nn.Module):
                     "copy_); change the model itself before sw.plan and sw.parallelize",
                 )
             )
+        if isinstance(value, nn.Module):  # torch asks register_parameter for parameters, and nobody for modules
+            self._announce_new(name)
         super().__setattr__(name, value)
 
     def stand_for(self, module: nn.Module) -> None:
         """Take the module's mode, and refuse from now on what it has and ranks do not see."""
         self.training, self._kind = module.training, type(module).__name__
         self._attributes = (frozenset(dir(module)) - _OF_MODULES) | {"forward"}
+        self._class, own = type(module), getattr(module.train, "__func__", None)
+        self._trains_itself = own is not nn.Module.train
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._announce_new(name)
+        super().add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._announce_new(name)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._announce_new(name)
+        super().register_buffer(name, tensor, persistent)
+
+    def _announce_new(self, name: str) -> None:
+        """Warn of what nobody's program knows, once the module is complete."""
+        if vars(self).get("_kind") and not self._holds(name):
+            warnings.warn(
+                f"{name} was added to what stands for a {self._kind}: no program has it, so that it is never called "
+                "and gets no gradient; change the model before sw.plan and sw.parallelize",
+                PlanWarning,
+                stacklevel=4,
+            )
 
     def _holds(self, name: str) -> bool:
         own = vars(self)
@@ -67,8 +93,33 @@ class StandIn(nn.Module):
 _OF_MODULES = frozenset(dir(nn.Module()))
 
 
-class Shards(StandIn):
-    """A submodule of a parallel module: it holds shards under their names, and is never called."""
+class _Seen:
+    """What ``isinstance`` takes for another class beside its own."""
+
+    @property
+    def __class__(self) -> type[Any]:
+        kind: type[Any] = vars(self).get("_class", type(self))
+        return kind
+
+    @__class__.setter
+    def __class__(self, kind: type[Any]) -> None:  # as torch's fully_shard does
+        raise wrapped(kind.__name__)
+
+
+class Shards(_Seen, StandIn):
+    """A submodule of a parallel module: it holds shards under their names, and is never called. For ``isinstance`` it
+    is of the class of the model's submodule."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty_shards, (), vars(self)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of every module. Raises ShardwiseError where a ``train`` of the model's own decides what follows."""
+        for part in self.modules():
+            if isinstance(part, StandIn) and part._trains_itself:
+                what = f"{part._kind} has a train() of its own, which what stands for it does not run"
+                raise ShardwiseError(problem(what, fix="call train() or eval() of the parallel module itself"))
+        return super().train(mode)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardwiseError(
@@ -84,6 +135,10 @@ class Shards(StandIn):
     register_full_backward_hook = _refuse
     register_full_backward_pre_hook = _refuse
     register_backward_hook = _refuse
+
+
+def _empty_shards() -> Shards:
+    return Shards.__new__(Shards)
 
 
 def announce_hooks(module: nn.Module) -> None:

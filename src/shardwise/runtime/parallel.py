@@ -28,7 +28,6 @@ from shardwise.runtime.calls import (
     Settings,
     as_planned,
     check_frozen,
-    in_other_mode,
     leaves_of,
 )
 from shardwise.runtime.communicator import Communicator
@@ -43,7 +42,7 @@ from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, wit
 from shardwise.runtime.repeated import RepeatedStep, scale_of
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
-from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal
+from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal, in_other_mode
 from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
@@ -277,10 +276,9 @@ class Parallel(Split):
         if batch is not None:
             key = call_key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
-        if batch is None and (step is None or self._failed or (mode, self._circumstances) != self._last_mode):
+        if batch is None and (step is None or self._is_new(mode) or self._is_changed()):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode, self._circumstances
-        self._compared()
+        self._compared(mode)
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
             step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
@@ -320,6 +318,7 @@ class Parallel(Split):
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The leaves of a call and their tree, when a call begins."""
         self._ranks.calls += 1
+        self._calls.check_surroundings()
         flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors
@@ -343,10 +342,9 @@ class Parallel(Split):
             key = call_key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
-        if batch is None and (compiled is None or self._failed or (mode, self._circumstances) != self._last_mode):
+        if batch is None and (compiled is None or self._is_new(mode) or self._is_changed()):
             check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
-        self._last_mode = mode, self._circumstances
-        self._compared()
+        self._compared(mode)
         if compiled is None:
             self._ranks.make_sure()
             call = Call(self._examples(flat, spec, shapes), *mode)

@@ -33,7 +33,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import schedule_of
 from shardwise.plans.stages import bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, in_other_mode, leaves_of
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, leaves_of
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -46,7 +46,7 @@ from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
 from shardwise.runtime.shared_parameters import PlaceGroups
-from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal
+from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode
 from shardwise.runtime.split import Split
 from shardwise.runtime.stage import StageProgram, StageWorker, Step
 from shardwise.runtime.stage_calls import Ready
@@ -248,10 +248,12 @@ class Pipeline(Split):
         self._everyone.calls += 1
         for ranks in self._ranks:
             ranks.calls += 1
+        self._calls.check_surroundings()
         flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors
             self._ready = {key: ready.with_state(state) for key, ready in self._ready.items()}
+        self._circumstances = self._state.circumstances()
         return flat, spec
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, predicts: bool) -> Any:
@@ -307,10 +309,11 @@ class Pipeline(Split):
             batch = parts.call(agreed)
             shapes = list(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
-        elif key not in self._ready or self._failed or mode != self._last_mode:
-            check_equal(self._signature(own, flat, spec, mode), self._everyone, self.device)
-        self._last_mode = mode
-        self._compared()
+        elif key not in self._ready or self._is_new(mode):
+            check_equal(self._signature(own, flat, spec, mode), self._everyone, self.device, self.plan.holds)
+        elif self._is_changed():  # ranks of other stages may have nothing to freeze
+            check_equal(self._signature(own, flat, spec, mode), self._ranks[self._stages[0]], self.device)
+        self._compared(mode)
         return key, Call(self._examples(flat, spec, shapes), *mode), batch
 
     def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[Ready, Batch | None]:

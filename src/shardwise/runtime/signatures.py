@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
@@ -38,25 +39,30 @@ from shardwise.runtime.shards import shard
 T = TypeVar("T")
 Shape = tuple[int, ...]
 Combination = tuple[int, ...]  # the digests of the ranks' calls
+Circumstances = tuple[tuple[str, str], ...]  # (what became of a tensor, its name): ("frozen", "up.weight")
+Holds = Callable[[int, str], bool]  # whether a rank has a tensor, by name
+_TRAINING = attrgetter("training")
 _NUM_NAMED = 8  # ranks or inputs that a message lists
 
 
 @dataclass(frozen=True)
 class Signature:
     """A call as its rank sees it. ``leaves``: per argument its name, and its value or its dtype; ``shapes``: of the
-    tensors among them, by name."""
+    tensors among them, by name; ``held``: of the module's own tensors those that are frozen or were replaced."""
 
     mode: str
     leaves: tuple[tuple[str, str], ...]
     shapes: Mapping[str, Shape]
+    held: Circumstances = ()
 
     @classmethod
-    def of(cls, named: Sequence[tuple[str, Any]], mode: str) -> Signature:
+    def of(cls, named: Sequence[tuple[str, Any]], mode: str, held: Circumstances) -> Signature:
         """Of a call in a ``mode`` ("training, the loss only")."""
         return cls(
             mode,
             tuple((name, _text(x)) for name, x in named),
             {n: tuple(x.shape) for n, x in named if isinstance(x, torch.Tensor)},
+            held,
         )
 
     @cached_property
@@ -71,8 +77,10 @@ class Signature:
         return f"{leaf}{list(self.shapes[name])}" if name in self.shapes else leaf[:60]
 
     def __str__(self) -> str:
-        listed = [f"{name} {self.described(name)}" for name, _ in self.leaves]
-        return ", ".join([*listed[:_NUM_NAMED], *["..."] * (len(listed) > _NUM_NAMED), self.mode])
+        leaves = [f"{name} {self.described(name)}" for name, _ in self.leaves]
+        kinds = dict.fromkeys(what for what, _ in self.held)
+        held = [f"{kind} {listed([name for what, name in self.held if what == kind])}" for kind in kinds]
+        return ", ".join([*leaves[:_NUM_NAMED], *["..."] * (len(leaves) > _NUM_NAMED), self.mode, *held])
 
 
 def _text(leaf: Any) -> str:
@@ -99,22 +107,43 @@ def mode_text(training: bool, loss_only: bool, predicts: bool, in_other_mode: Se
     return ", ".join([modes[0], what, *(f"{listed(in_other_mode)} in {modes[1]}" for _ in in_other_mode[:1])])
 
 
-def check_equal(signature: Signature, ranks: Communicator, device: torch.device) -> None:
-    """Raise ShardwiseError, on all ranks, where they do not make the same call."""
+def in_other_mode(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
+    """Of a module and all its submodules, by path, those that are in eval() where it is in train(), or the other way
+    round."""
+    modes = list(map(_TRAINING, modules.values()))
+    if len(set(modes)) == 1:  # in every call, as a rule
+        return ()
+    return tuple(path for path, mode in zip(modules, modes, strict=True) if mode != modes[0])
+
+
+def check_equal(
+    signature: Signature, ranks: Communicator, device: torch.device, holds: Holds = lambda _, __: True
+) -> None:
+    """Raise ShardwiseError, on all ranks, where they do not make the same call, or those that hold a tensor differ in
+    what became of it. ``holds``: whether a rank has a tensor."""
     hands.ask(str(signature))
     everywhere = gather_objects(signature, ranks, device, f"a call unlike the last of this rank ({signature})")
-    _check_same(everywhere, with_shapes=True)
+    _check_same(everywhere, holds, with_shapes=True)
 
 
-def _check_same(everywhere: Sequence[Signature], *, with_shapes: bool) -> None:
+def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: bool) -> None:
     first = everywhere[0]
+    for what, name in dict.fromkeys(case for other in everywhere for case in other.held):
+        so = {rank: (what, name) in other.held for rank, other in enumerate(everywhere) if holds(rank, name)}
+        if len(set(so.values())) > 1:
+            yes, no = (next(rank for rank in so if so[rank] == answer) for answer in (True, False))
+            raise ShardwiseError(
+                problem(
+                    f"ranks make different calls: rank {yes} has {what} {name}, and rank {no} has not",
+                    fix="freeze and replace tensors alike on every rank that holds them",
+                )
+            )
     for rank, other in enumerate(everywhere):
         if other.mode != first.mode:
             raise ShardwiseError(
                 problem(
                     f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
-                    fix="call train(), eval(), step() and predict() alike on every rank, with gradients on or off, and "
-                    "freeze or replace tensors on all of them",
+                    fix="call train(), eval(), step() and predict() alike on every rank, with gradients on or off",
                 )
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
@@ -163,6 +192,7 @@ class LocalInputs:
         places = dict.fromkeys(stage.placement.ranks for stage in plan.stages)
         device_of = {rank: number for place in places for number, rank in enumerate(place)}
         self._devices = [device_of[rank] for rank in sorted(device_of)]  # by rank
+        self._holds = plan.holds
         self._batches: dict[Combination, Batch] = {}
         # By the digest of this rank's call: the last combination, and whether the one before was the same.
         self._latest: dict[int, tuple[Combination, bool]] = {}
@@ -297,7 +327,7 @@ class LocalInputs:
         prints = {name: int(self._fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
         what = f"the parts of a batch ({signature})"
         everywhere = gather_objects((signature, prints), self.everyone, self.device, what)
-        _check_same([own for own, _ in everywhere], with_shapes=False)
+        _check_same([own for own, _ in everywhere], self._holds, with_shapes=False)
         of_ranks = [own.shapes for own, _ in everywhere]
         for name in signature.shapes:
             self._check_copies(name, of_ranks, [prints[name] for _, prints in everywhere])
@@ -411,4 +441,4 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return listed + ", ..." * (len(shapes) > _NUM_NAMED)
 
 
-__all__ = ["Batch", "LocalInputs", "Signature", "Wanted", "call_key", "check_equal", "mode_text"]
+__all__ = ["Batch", "LocalInputs", "Signature", "Wanted", "call_key", "check_equal", "in_other_mode", "mode_text"]

@@ -18,10 +18,13 @@ from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls, Inputs, Mode
 from shardwise.runtime.hooks import StandIn
-from shardwise.runtime.signatures import Signature, mode_text
+from shardwise.runtime.signatures import Circumstances, Signature, mode_text
+from shardwise.runtime.state import State
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
-_SET_BY_CALLS = frozenset({"_seed", "_failed", "_draws", "_latest", "_last_mode"})  # no parameters, no modules
+_SET_BY_CALLS = frozenset(
+    {"_seed", "_failed", "_draws", "_latest", "_last_mode", "_circumstances", "_last_circumstances"}
+)  # no parameters, no modules
 
 
 class Split(StandIn):
@@ -31,6 +34,7 @@ class Split(StandIn):
     plan: Plan
     inputs: Inputs
     _calls: Calls
+    _state: State
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SET_BY_CALLS:  # torch asks of every value whether it is a parameter or a module
@@ -41,12 +45,28 @@ class Split(StandIn):
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """As of every module; ``fn`` meets what stands for the model's submodules, and is told so."""
         warnings.warn(
-            "apply meets stand-ins of the model's submodules, which hold shards and are of none of their classes "
-            "(isinstance(m, nn.Linear) is False): change the model before sw.parallelize",
+            "apply meets stand-ins of the model's submodules, which hold this rank's shards: change the model before "
+            "sw.parallelize",
             PlanWarning,
             stacklevel=2,
         )
         return super().apply(fn)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of the model, whose own ``train`` says which of its parts follow, and are frozen."""
+        twin = self.original
+        for path, own in self._state.modules.items():
+            twin.get_submodule(path).training = own.training
+        held = dict(self.named_parameters(remove_duplicate=False))
+        parameters = [(p, held[n]) for n, p in twin.named_parameters(remove_duplicate=False) if n in held]
+        for parameter, own_part in parameters:
+            parameter.requires_grad_(own_part.requires_grad)
+        twin.train(mode)
+        for path, own in self._state.modules.items():
+            own.training = twin.get_submodule(path).training
+        for parameter, own_part in parameters:
+            own_part.requires_grad_(parameter.requires_grad)
+        return self
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -76,11 +96,22 @@ class Split(StandIn):
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._signatures: dict[Any, Signature] = {}
         self._last_mode: tuple[object, ...] | None = None
-        self._circumstances: tuple[str, ...] = ()  # of this call
+        self._circumstances: Circumstances = ()  # of this call
+        self._last_circumstances: Circumstances = ()
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
-    def _compared(self) -> None:
-        """The ranks have compared what they call, if the last call failed here."""
+    def _is_new(self, mode: Mode) -> bool:
+        """Whether all ranks must compare what they call, though they have programs for it: the last call failed here,
+        or was another one than this."""
+        return self._failed or (mode, torch.is_grad_enabled()) != self._last_mode
+
+    def _is_changed(self) -> bool:
+        """Whether those that hold the same tensors must: some were frozen or replaced since the last call."""
+        return self._circumstances != self._last_circumstances
+
+    def _compared(self, mode: Mode) -> None:
+        """The ranks have compared what they call, where they had to."""
+        self._last_mode, self._last_circumstances = (mode, torch.is_grad_enabled()), self._circumstances
         if self._failed:
             self._calls.trials.restart()
         self._failed = False
@@ -102,10 +133,11 @@ class Split(StandIn):
 
     def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
         """A call in words, for the other ranks."""
-        key = key, self._circumstances
+        key = key, torch.is_grad_enabled(), self._circumstances
         if key not in self._signatures:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            self._signatures[key] = Signature.of(named, ", ".join([mode_text(*mode), *self._circumstances]))
+            words = mode_text(*mode) + ("" if torch.is_grad_enabled() else ", gradients off")
+            self._signatures[key] = Signature.of(named, words, self._circumstances)
         return self._signatures[key]
 
     @staticmethod

@@ -10,6 +10,7 @@ from shardwise.errors import CollectiveError, ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import Waiting, exchange_failed
+from shardwise.runtime.hands import hands
 from shardwise.runtime.torch_schedules import Scheduled
 
 
@@ -48,11 +49,13 @@ class StageFaults:
             error.add_note(f"on rank {self.everyone.rank}, at {where}")
         return found
 
-    def _lost(self, error: RuntimeError, what: str, ranks: Iterable[int]) -> CollectiveError | None:
-        """What to raise for an exchange with some ranks that failed; None: it was not the network."""
+    def _lost(self, error: RuntimeError, what: str, ranks: Iterable[int]) -> ShardwiseError | None:
+        """What to raise for an exchange with some ranks that failed, which one of them may have explained; None: it was
+        not the network."""
         own = self.everyone.rank
         waiting = Waiting(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (own, *ranks))
-        return exchange_failed(error, own, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
+        found = exchange_failed(error, own, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
+        return None if found is None else hands.explained() or found
 
     @contextmanager
     def exchange(self, what: str, ranks: Sequence[int]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from shardwise.errors import LaunchError, ShardwiseError, listed, problem
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.signatures import Circumstances
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -79,16 +80,14 @@ class State:
     def _those_of(slots: Sequence[Slot]) -> list[Parameter]:
         return [slot.tensor for slot in slots if isinstance(slot.tensor, Parameter)]
 
-    def circumstances(self) -> tuple[str, ...]:
-        """What the other ranks must know of this one's tensors, in words: those that were replaced ahead of this call,
-        those that are frozen, and that gradients are off."""
-        found: tuple[str, ...] = () if torch.is_grad_enabled() else ("gradients off",)
-        if self._replaced:
-            found += (f"replaced {listed(self._replaced)}",)
+    def circumstances(self) -> Circumstances:
+        """What the other ranks must know of this one's tensors: which were replaced ahead of this call, and which are
+        frozen."""
+        found = tuple(("replaced", name) for name in self._replaced)
         if all(map(_REQUIRES_GRAD, self._parameters)):
             return found
         frozen = [s.name for s in self._slots if isinstance(s.tensor, Parameter) and not s.tensor.requires_grad]
-        return (*found, f"frozen {listed(frozen)}")
+        return (*found, *(("frozen", name) for name in frozen))
 
     def _check_ties(self, slots: Sequence[Slot]) -> None:
         """One of several names of a tensor must not have been given another."""

@@ -8,6 +8,8 @@ from typing import Literal
 # Gathered parameters are held from forward to backward, gathered again in backward (ZeRO-3), or gathered once for all
 # passes of a step, whose gradients add up whole (ZeRO-1). In a step of one pass the last is the same as the first.
 Gathered = Literal["once", "held", "again"]
+# A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
+GATHERED_AGAIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.layouts.routes import STATES, Floats, Ints, Routes
+from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 
 
 def seconds_between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
@@ -27,9 +27,21 @@ def keeps_size(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
     return np.equal.outer(routes.numel[made], routes.numel[nodes])
 
 
+def larger(routes: Routes, made: Ints, nodes: Ints, itemsize: int) -> tuple[Floats, Floats]:
+    """[made, nodes] bytes of gradients in ``nodes`` where these are larger than in ``made``, and by how many."""
+    itemsizes = np.where(keeps_size(routes, made, nodes), 0.0, float(itemsize))
+    whole: Floats = itemsizes * routes.numel[nodes][None, :]
+    return whole, whole - itemsizes * routes.numel[made][:, None]
+
+
 def bytes_sent(routes: Routes, made: Ints, nodes: Ints) -> Floats:
     """[made, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
     what lies between on a longer route is not looked at."""
     before, after = routes.numel[made][:, None], routes.numel[nodes][None, :]
     held = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
     return np.where(is_copied(routes, made, nodes), held, 0.0)
+
+
+def sendable(routes: Routes) -> Ints:
+    """The layouts that are sharded or whole on every axis: in which a value is stored, or crosses to another stage."""
+    return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))

@@ -20,9 +20,9 @@ from shardwise.costs.kernels import is_view
 from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
-from shardwise.search.again import Again
-from shardwise.search.conversion_tables import bytes_sent, is_copied, keeps_size, seconds_between
+from shardwise.layouts.routes import Floats, Ints, Routes
+from shardwise.search.again import GATHERED_AGAIN, Again
+from shardwise.search.conversion_tables import bytes_sent, is_copied, keeps_size, larger, seconds_between, sendable
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
@@ -144,10 +144,6 @@ def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str
     return found
 
 
-# A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
-GATHERED_AGAIN = 1.5
-
-
 def build(
     domains: Domains,
     fixed: Choices,
@@ -209,7 +205,7 @@ class _Builder:
         """The storage of a parameter: every layout that is sharded or whole."""
         domains, routes = self.domains, self.domains.routes(name)
         value, updated = self.graph.by_name[name], name in self.graph.updated
-        nodes = _sendable(routes)
+        nodes = sendable(routes)
         if name in self.storage:
             node = routes.node_of(self.storage[name])
             assert node is not None, f"{name} is stored as {self.storage[name]}, which is none of its layouts"
@@ -231,7 +227,7 @@ class _Builder:
         """A value of another stage: it arrives in any layout that is sharded or whole. Every device is sent what it
         has, and sends as much back; that there is less to send is what splits the value."""
         routes = self.domains.routes(name)
-        nodes = _sendable(routes)
+        nodes = sendable(routes)
         variable = self._add(ReceivedVariable(name, routes, nodes))
 
         def table() -> Components:
@@ -300,7 +296,8 @@ class _Builder:
         variable = self._add(SharedVariable(name, routes, nodes))
         kept = self._is_kept(name) and (name in self.local or not self._is_dropped(name))
         only_copies = name in self.local or (traffic and self.graph.by_name[name].stored is None)
-        key: object = ("share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies)
+        dtype = self.graph.by_name[name].kept_dtype if traffic else None
+        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies, dtype
         window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
 
         def table() -> Components:
@@ -312,8 +309,8 @@ class _Builder:
                 copied = is_copied(routes, made, nodes) if only_copies else np.ones_like(held, dtype=np.bool_)
                 held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
             share = self._share_of_pass(routes, made, nodes, traffic)
-            held += self._whole_sums(routes, made, nodes, traffic)
-            return self._placed(seconds, held, traffic, window, share)
+            sums = self._whole_sums(name, made, nodes, traffic)
+            return self._placed(seconds, held, traffic, window, share, sums)
 
         self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
@@ -345,7 +342,8 @@ class _Builder:
         )
         dropped = self._is_dropped(name) and name not in self.local
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
-        key: object = ("edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, is_once)
+        kept = self.graph.by_name[name].kept_dtype if is_once else None
+        key: object = "edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, kept
 
         def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
             done: list[Ints] = []
@@ -375,11 +373,12 @@ class _Builder:
                         copied = np.ones_like(copied)  # the value itself, or the parameter's cast, is kept, once
                     held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
             share: Floats | float = 1.0
+            sums: tuple[Floats, Floats] | None = None
             if is_once:
                 ((_, nodes, _),) = fresh_nodes()
                 share = self._share_of_pass(routes, made, nodes, is_once)
-                held += self._whole_sums(routes, made, nodes, is_once)
-            return self._placed(taken(), held, traffic, window, share)
+                sums = self._whole_sums(name, made, nodes, is_once)
+            return self._placed(taken(), held, traffic, window, share, sums)
 
         def transient() -> Floats:
             tables = [bytes_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
@@ -411,14 +410,13 @@ class _Builder:
             return np.full((len(made), len(nodes)), 1 / passes)
         return np.where(keeps_size(routes, made, nodes), 1 / passes, 1.0)
 
-    def _whole_sums(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
-        """[made, nodes] Bytes of a parameter's gradient that adds up over the passes in a larger layout than that in
-        which it is stored."""
-        has_sums = is_once and routes.tensor.differentiable  # a frozen parameter has none
-        if not has_sums or self.domains.prices.passes == 1 or self.again.gathered != "once":
-            return 0.0
-        whole = routes.numel[nodes][None, :] * routes.tensor.grad_itemsize
-        return np.where(keeps_size(routes, made, nodes), 0.0, whole)
+    def _whole_sums(self, name: str, made: Ints, nodes: Ints, is_once: bool) -> tuple[Floats, Floats] | None:
+        """Of a parameter's gradient that adds up over the passes in a larger layout than that in which it is stored, in
+        the dtype of what is stored: ``larger``, of which a step has some more seconds to add."""
+        routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
+        if not is_once or is_one_pass or not routes.tensor.differentiable or self.again.gathered != "once":
+            return None
+        return larger(routes, made, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 
     def _deliver(self) -> None:
         """The loss is needed whole, and buffers that are written back."""
@@ -442,7 +440,7 @@ class _Builder:
         replicated in the layout that takes least."""
         (home, made), routes = self.cost.home[name], self.domains.routes(name)
         node = routes.node_of(self.taken[name]) if name in self.taken else None
-        nodes = _sendable(routes) if node is None else np.array([node])
+        nodes = sendable(routes) if node is None else np.array([node])
         seconds = routes.prices(nodes)[made]
         least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
         self.cost.sent[name] = home, nodes[least]
@@ -460,12 +458,14 @@ class _Builder:
         return own if own < self._longest[key] else inf
 
     def _placed(
-        self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float = 1.0
-    ) -> Components:
+        self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float,
+        sums: tuple[Floats, Floats] | None,
+    ) -> Components:  # fmt: skip
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
         once and as there is any in its window, that of values does not. Gathered again, it is in backward. ``share``:
-        a pass's share of what a step does once, which nothing hides."""
-        some = held if held.any() else None
+        a pass's share of what a step does once, which nothing hides; ``sums``: ``_whole_sums``."""
+        whole, more = sums or (0.0, 0.0)
+        some = held + whole if held.any() or np.any(whole) else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
         times = GATHERED_AGAIN if traffic and self.again.gathered == "again" else 1.0
         hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
@@ -473,6 +473,7 @@ class _Builder:
         is_once = np.less(share, 1)  # and kept once
         some = None if some is None else some * np.where(is_once, 1, self.in_flight)
         hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
+        exposed = exposed + self.domains.prices.added(1.0) * more
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
     def _factor(
@@ -491,8 +492,3 @@ class _Builder:
             if transient is not None:
                 self.cost.transients[number] = transient
         self.cost.factors.append((scope, number))
-
-
-def _sendable(routes: Routes) -> Ints:
-    """The layouts that are sharded or whole on every axis: in which a value is stored, or crosses to another stage."""
-    return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))

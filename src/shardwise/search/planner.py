@@ -9,12 +9,13 @@ on under a limit that is lower by as much, then without the choices that hold mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log10
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
+from shardwise.costs.ledger import Peak, stays_at
 from shardwise.costs.memory import memory_of
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
@@ -61,8 +62,9 @@ class Settings:
     up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
     keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
-    they would be copied; ``in_flight``: passes whose values a device keeps for backward at once; ``taken``: the layouts
-    in which the next stage takes values, device by device."""
+    they would be copied; ``in_flight``: passes whose values a device keeps for backward at once; ``turns``: the stages
+    of a place, which take turns, so that what one holds for a moment is there once; ``taken``: the layouts in which the
+    next stage takes values, device by device."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -73,6 +75,7 @@ class Settings:
     levers: Levers = field(default_factory=Levers)
     zero: Zero | None = None
     in_flight: int = 1
+    turns: int = 1
     taken: Mapping[str, Layout] = field(default_factory=dict)
 
 
@@ -104,7 +107,8 @@ class Answer:
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
     ``factored``: the same, divided; ``folded``: estimates for models of many equal blocks (None: every candidate is
-    built as a whole); ``domains``: of the meshes so far, which depend on no lever."""
+    built as a whole); ``domains``: of the meshes so far, which depend on no lever; ``programs``: of the
+    candidates so far, by levers, mesh and assignment."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -116,6 +120,7 @@ class Planner:
     kinds: Kinds = field(default_factory=Kinds)
     folded: Folded | None = None
     domains: dict[Mesh, Domains] = field(default_factory=dict)
+    programs: dict[Hashable, Simulated] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -219,7 +224,9 @@ class Planner:
             too_much = min(allowed, held)
             allowed = too_much - lowest.excess if attempt < RETRIES else 0.0
             below, is_least = self._searched_below(search, allowed)
-            lowest = min(lowest, self.rank([below]), key=lambda ranking: ranking.excess)
+            # Beside what keeps least there is nothing to choose.
+            found = self._rank_alone(below) if is_least else self.rank([below])
+            lowest = min(lowest, found, key=lambda ranking: ranking.excess)
             if is_least:
                 break
         if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OTHERS:
@@ -274,6 +281,13 @@ class Planner:
     def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> Simulated:
         """A candidate with its program, its peak and a simulated step; where the model has many equal blocks, and not
         the ``whole`` program is asked for, with an estimate of these."""
+        levers, mesh, is_folded = self.settings.levers, candidate.search.mesh, self.folded is not None and not whole
+        key = levers, mesh, tuple(candidate.assignment), simulated, is_folded
+        if key not in self.programs:
+            self.programs[key] = self._build(candidate, simulated=simulated, whole=whole)
+        return replace(self.programs[key], candidate=candidate)
+
+    def _build(self, candidate: Candidate, *, simulated: bool, whole: bool) -> Simulated:
         search = candidate.search
         choice = search.choice(candidate.assignment)
         choice = keep(choice, self.settings.layouts, self.graph, self.factored, search.mesh)
@@ -286,17 +300,19 @@ class Planner:
 
             step = self.folded.step(choice, self.settings.levers, search.mesh, short)
             if step is not None:
-                return Simulated(candidate, choice, None, step.peak, step, self._others(step.kept_bytes))
+                return Simulated(candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes))
         choice, spmd = self._program(self.graph, choice, search.mesh, self.settings)
         if not simulated:
             memory = memory_of(spmd, prices, kinds=self.kinds)
-            return Simulated(candidate, choice, spmd, memory.peak, None, self._others(memory.kept_bytes))
+            return Simulated(candidate, choice, spmd, memory.peak, None, self._others(memory.peak, memory.kept_bytes))
         step = simulate(spmd, prices, self.kinds)
-        return Simulated(candidate, choice, spmd, step.peak, step, self._others(step.kept_bytes))
+        return Simulated(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
 
-    def _others(self, kept_bytes: int) -> int:
-        """What is kept of the passes in flight beside one that keeps so much."""
-        return (self.settings.in_flight - 1) * kept_bytes
+    def _others(self, peak: Peak, kept_bytes: int) -> int:
+        """What is kept of the passes in flight beside one that keeps so much, less what is there for a moment and is
+        not this stage's alone."""
+        moment = max(0, peak.num_bytes - stays_at(peak) - kept_bytes) if peak.parts else 0
+        return (self.settings.in_flight - 1) * kept_bytes - moment + moment // self.settings.turns
 
     def _program(self, graph: Graph, choice: Choice, mesh: Mesh, settings: Settings) -> tuple[Choice, Spmd]:
         return built(graph, self.factored.rules, choice, mesh, settings, self.kinds)

@@ -1,0 +1,173 @@
+"""What stands for a model's submodules on ranks: its classes and modes are those of the model, what is added to it is
+announced, and what it cannot do is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+
+# Sums of at most 8 rows and 12 columns of float64 in another order, over three steps.
+ROUNDING = 1e-13
+
+
+class Backbone(nn.Module):
+    """Keeps its norm in eval, and its first layer as it is, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.up = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(self.stem(x)).tanh())
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.norm.eval()
+        self.stem.requires_grad_(False)
+        return self
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.norm, self.head = Backbone(), nn.BatchNorm1d(12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.backbone(x))).square().mean()
+
+
+def freeze_norms(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Without decay for what belongs to norms, as many scripts have it."""
+    norms = [p for m in model.modules() if isinstance(m, nn.BatchNorm1d) for p in m.parameters(recurse=False)]
+    rest = [p for p in model.parameters() if not any(p is other for other in norms)]
+    assert norms
+    return [{"params": norms, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.5}]
+
+
+def trained(stages: int | None) -> dict[str, Any]:
+    """Training with modes and groups that a script makes of classes, beside one device."""
+    torch.manual_seed(0)
+    net, batches = Detector().double().train(), torch.randn(4, 8, 6, dtype=torch.float64)
+    alone = copy.deepcopy(net)
+    options: dict[str, Any] = (
+        {"stages": stages, "micro_batch": 8, "schedule": "GPipe"}
+        if stages
+        else {"mesh": sw.Mesh(dp=2), "mode": "data_parallel"}
+    )
+    par = sw.parallelize(net, sw.plan(net, batches[0], 2, **options))
+    optimizers = [torch.optim.SGD(model.parameters() if stages else groups(model), lr=0.1) for model in (alone, par)]
+    errors = []
+    for number, batch in enumerate(batches):
+        losses = []
+        for model, optimizer in zip((alone, par), optimizers, strict=True):
+            model.train(number != 2 or stages is not None)  # stages are planned for one mode of the norms
+            if number == 3 and not stages:
+                freeze_norms(model)
+            optimizer.zero_grad()
+            if model is alone:
+                loss = model(batch)
+                loss.backward()
+            else:
+                loss = par.step(batch)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        errors.append(abs(losses[0] - losses[1]))
+    held = dict(par.named_parameters())
+    return {
+        "errors": errors,
+        "modes": [m.training for m in par.modules()] == [m.training for m in alone.modules()],
+        "frozen": all(p.requires_grad == held[n].requires_grad for n, p in alone.named_parameters() if n in held),
+        "trained": sum(p.requires_grad for p in held.values()),
+    }
+
+
+def test_modes_and_groups_by_class_are_those_of_one_device(run_ranks: Callable[..., Any]) -> None:
+    for found in run_ranks(trained, 2, None, time_limit_seconds=240):
+        assert max(found["errors"]) < ROUNDING
+        assert found["modes"]
+        assert found["frozen"]
+        assert found["trained"] == 4
+
+
+def test_so_they_are_under_stages(run_ranks: Callable[..., Any]) -> None:
+    for found in run_ranks(trained, 2, 2, time_limit_seconds=240):
+        assert max(found["errors"]) < ROUNDING
+        assert found["modes"]
+        assert found["frozen"]
+
+
+class Taken(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.ones(4, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ getattr(self, self.name)).sum()
+
+
+def said(action: Callable[[], Any]) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sw.PlanWarning)
+        try:
+            action()
+        except (sw.ShardwiseError, sw.PlanWarning) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def what_is_said() -> dict[str, str]:
+    found = {}
+    for name in ("step", "plan", "latest", "weight"):
+        net, x = Taken(name), torch.randn(4, 4)
+        plan = sw.plan(net, x, 2, mode="data_parallel")
+        found[name] = said(lambda net=net, plan=plan: sw.parallelize(net, plan))
+    net, x = Detector(), torch.randn(8, 6)
+    par = sw.parallelize(net, sw.plan(net, x, 2, mode="data_parallel"))
+    new: dict[str, Callable[[], Any]] = {
+        "a module": lambda: setattr(par, "more", nn.Linear(3, 3)),
+        "a module in a part": lambda: par.backbone.add_module("more", nn.Linear(3, 3)),
+        "a parameter": lambda: setattr(par.head, "scale", nn.Parameter(torch.ones(3))),
+        "a buffer": lambda: par.register_buffer("count", torch.ones(3)),
+        "a mode of a part with its own": lambda: par.backbone.train(),
+        "a value": lambda: setattr(par, "note", 3),
+        "a mode": lambda: par.head.eval(),
+    }
+    found |= {name: said(add) for name, add in new.items()}
+    par.train()
+    file = io.BytesIO()
+    torch.save(par.backbone, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(par).backbone):
+        assert isinstance(other, Backbone)
+        assert isinstance(other.up, nn.Linear)
+        assert not isinstance(other.up, nn.BatchNorm1d)
+        assert other.norm.training is False
+        assert torch.equal(other.up.weight, par.backbone.up.weight)
+    return found
+
+
+def test_what_is_added_is_announced_and_names_that_are_taken_are_refused(run_ranks: Callable[..., Any]) -> None:
+    for found in run_ranks(what_is_said, 2, time_limit_seconds=240):
+        for name in ("step", "plan", "latest"):
+            assert found[name].startswith(f"PlanError: the module has {name} among its own parameters and buffers")
+        for name in ("a module", "a module in a part", "a parameter", "a buffer"):
+            assert "was added to what stands for a" in found[name], found[name]
+        assert "Backbone has a train() of its own" in found["a mode of a part with its own"]
+        assert found["weight"] == found["a value"] == found["a mode"] == "nothing"
