@@ -32,6 +32,7 @@
 #   make bench-known-answers  published settings of large trainings beside the plans that are found for them (BENCH_ARGS='--only-published gpt3-175b-64')
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
+#   make sweep-memory  predicted against measured bytes of training steps over models and settings of all levers, on two ranks (SWEEP_ARGS='--cases 60 --seed 3')
 #   make bench-published-memory  predicted against published bytes of training, for a file of published runs (BENCH_ARGS='--data FILE')
 #   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
 #   make bench-compile  seconds of compiling by depth, and bytes kept for backward beside torch.compile (BENCH_ARGS='--layers 2 8')
@@ -47,7 +48,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-trainer lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 OLDEST := 2.11.0
@@ -180,6 +181,9 @@ sweep-search: install
 
 sweep-pipelines: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.random_cuts $(SWEEP_ARGS)
+
+sweep-memory: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m costs.memory_matrix $(SWEEP_ARGS)
 
 sweep-trainer: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m hf.sweep $(SWEEP_ARGS)

@@ -7,12 +7,16 @@ read, each by its own definition of memory:
   those in 16 bits), gradients and optimizer of the layers of the first stage (the figure leaves embeddings out);
   activations of a layer times their number, where one pass is in flight. The figure has masks of dropout in it, a byte
   an element, which plans make again in backward from their seed: such rows are printed without and with them.
-* ``megatron_golden``: what torch's allocator had allocated after a step and at its peak, in tests of Megatron-LM with
-  tiny models. On a GPU that has workspaces of cuBLAS and buffers of the data loader in it, tens of MiB, which are
-  part of the reserve here and are some ten percent of models so small.
+* ``megatron_golden``: what torch's allocator had allocated after a step, and at its peak, on the last rank of tests of
+  Megatron-LM with tiny models. After a step that is: weights in 16 bits; Megatron's buffer of gradients, which is whole
+  on every rank also where the optimizer is distributed; float32 weights and both states of Adam, in parts there; and
+  workspaces, which are no part of a plan's peak but of its reserve (``workspaces``): for models so small an eighth to a
+  quarter of all. Under stages the last rank has the last one, with a copy of the table of words. The peak has besides
+  what forward keeps. Whether attention's scores are among that is chosen by variables of the environment, which the
+  rows do not have: both are printed, and neither is counted where they differ.
 
-The same model is built here without memory and split as Megatron splits it (columns, then rows, over one axis). Rows
-that need what no plan has yet are counted by what that is.
+The same model is built here without memory and split as Megatron splits it (columns, then rows, over one axis; ZeRO 1
+for the distributed optimizer). Rows that are not priced are counted by what that would take.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from shardwise.costs.memory import Memory, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
+from shardwise.search.zero import Zero
 
 GIB = 2**30
 DROPOUT = 0.1  # Megatron's default
@@ -45,25 +50,41 @@ VOCABULARY = 50_257  # of GPT-2, whose files these tests name; padded as Megatro
 MEGATRON = {"*.qkv": "n@tp", "*.out": "k@tp", "*.up": "n@tp", "*.down": "k@tp"}
 # Between the products, where the sequence is not split.
 WHOLE = dict.fromkeys(("*.before", "*.between", "*.after_out", "*.after_down"), "I@tp")
-# Options of Megatron's command line -> what it takes that plans of today do not have.
+# Options of Megatron's command line -> what stands between them and a price here.
 MISSING = {
-    "num-experts": "experts on axes of their own",
-    "context-parallel-size": "context parallelism by rings",
-    "recompute-granularity": "recompute",
-    "fp8-format": "fp8",
-    "use-megatron-fsdp": "Megatron's FSDP",
-    "use-distributed-optimizer": "states split, parameters whole (ZeRO 1)",
-    "num-layers-per-virtual-pipeline-stage": "pipelines",
-    "cuda-graph-impl": "CUDA graphs",
+    "num-experts": "experts in groups of ranks of their own",
+    "fp8-format": "weights in float8 beside those in 16 bits",
+    "use-megatron-fsdp": "buffers of Megatron's own FSDP",
+    "data-parallel-sharding-strategy": "buffers of Megatron's own FSDP",
+    "grad-reduce-in-bf16": "a buffer of gradients in 16 bits",
+    "fp16": "a loss scaler, and gradients in 16 bits",
     "qk-head-dim": "latent attention",
     "mtp-num-layers": "prediction of several tokens",
+    "ffn-hidden-size": "another width inside of layers",
+    "swiglu": "gated layers",
+    "group-query-attention": "keys and values of groups",
+    "untie-embeddings-and-output-weights": "a table and a head of their own",
+    "decoder-first-pipeline-num-layers": "stages of different lengths",
+    "decoder-last-pipeline-num-layers": "stages of different lengths",
+    "pipeline-model-parallel-layout": "stages of different lengths",
+    "position-embedding-type": "other positions",
+    "vocab-size": "another vocabulary",
+    "make-vocab-size-divisible-by": "another vocabulary",
+}
+# Of the peak alone.
+MISSING_AT_PEAK = {
+    "context-parallel-size": "what context parallelism keeps of keys and values",
+    "num-layers-per-virtual-pipeline-stage": "several stages of a rank",
+    "recompute-granularity": "which random numbers and inputs Megatron's recompute keeps",
+    "cuda-graph-impl": "the pools of CUDA graphs",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a model of Megatron. ``scores``: attention operator by operator, so that its scores are kept;
-    ``splits_sequence``: sequence parallelism; ``vocab``: 0: no embedding and no loss."""
+    ``splits_sequence``: sequence parallelism; ``vocab``: 0: no embedding and no loss; ``is_last``: the last stage of
+    several, which has the table for its scores and looks nothing up."""
 
     width: int
     heads: int
@@ -74,6 +95,7 @@ class Shape:
     splits_sequence: bool
     vocab: int = 0
     qk_norm: bool = False
+    is_last: bool = False
 
 
 class Layer(nn.Module):
@@ -111,19 +133,24 @@ class Gpt(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.vocab = shape.vocab
+        self.is_last = shape.is_last
         if shape.vocab:
-            self.tokens = nn.Embedding(shape.vocab, shape.width)
-            self.positions = nn.Embedding(shape.sequence, shape.width)
+            if shape.is_last:
+                self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+            else:
+                self.tokens = nn.Embedding(shape.vocab, shape.width)
+                self.positions = nn.Embedding(shape.sequence, shape.width)
             self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        if self.vocab:
+        if self.vocab and not self.is_last:
             x = F.dropout(self.tokens(x) + self.positions.weight, DROPOUT)
         for layer in self.layers:
             x = layer(x)
         if not self.vocab:
             return x.float().mean()
-        scores = self.norm(x) @ self.tokens.weight.t()
+        x = self.norm(x)
+        scores = self.head(x) if self.is_last else x @ self.tokens.weight.t()
         return F.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
 
 
@@ -131,30 +158,55 @@ MIXED = sw.Precision(torch.bfloat16, torch.float32)
 
 
 @cache
-def memory(shape: Shape, tp: int, dp: int = 1) -> Memory:
-    """Of Megatron's plan in 16 bits with float32 weights, gradients and Adam. ``shape.batch``: of all replicas."""
+def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1) -> Memory:
+    """Of Megatron's plan in 16 bits with float32 weights, gradients and Adam. ``shape.batch``: of all replicas;
+    ``zero``: 1: states are split over the replicas, or over each of ``over`` parts of these."""
     with torch.device("meta"):
         model = Gpt(shape).to(torch.bfloat16)
         size = (shape.batch, shape.sequence)
         labels = torch.empty(size, dtype=torch.int64)
-        x = labels if shape.vocab else torch.empty(*size, shape.width, dtype=torch.bfloat16)
-    axes = {"dp": dp, "tp": tp} if dp > 1 else {"tp": tp}
-    strategies = MEGATRON | ({} if shape.splits_sequence else WHOLE) | ({"tokens": "v@tp"} if shape.vocab else {})
+        looks_up = shape.vocab and not shape.is_last
+        x = labels if looks_up else torch.empty(*size, shape.width, dtype=torch.bfloat16)
+    named = {"copies": over, "dp": dp // over, "tp": tp}
+    axes = {name: count for name, count in named.items() if count > 1 or name == "tp"}
+    strategies = MEGATRON | ({} if shape.splits_sequence else WHOLE)
+    if shape.vocab:
+        strategies |= {"tokens": "v@tp"} if looks_up else {"head": "n@tp"}
+    split = Zero(1, over=("dp",)) if zero and "dp" in axes else None
+    cluster = Cluster.load("h100-16x8").with_devices(tp * dp)
     plan = sw.plan(
-        model, (x, labels), tp * dp, mesh=sw.Mesh(axes), strategies=strategies, search="sharding_propagation",
-        precision=MIXED,
+        model, (x, labels), cluster, mesh=sw.Mesh(axes), strategies=strategies, search="sharding_propagation",
+        precision=MIXED, zero=split,
     )  # fmt: skip
     spmd = program_of(plan, capture(model, (x, labels), {}, precision=MIXED).graph, training=True)
-    prices = Prices(Links(Cluster.load("h100-16x8").with_devices(tp * dp), plan.mesh), "adamw fused")
+    prices = Prices(Links(cluster, plan.mesh), "adamw fused")
     return memory_of(spmd, prices)
 
 
-def static(own: Memory) -> int:
-    """Parameters, gradients and optimizer states. Megatron keeps the 16-bit weights between steps; here a step casts
-    them anew, and they count as they are while it runs."""
-    weights = max(peak.parts["parameters"] for peak in own.peak_of.values())
-    parts = own.peak_of["update"].parts
-    return weights + parts["gradients"] + parts["optimizer states"]
+def static(own: Memory, whole: Memory) -> int:
+    """Parameters in float32 and in 16 bits, gradients, optimizer states: what Megatron keeps between steps. ``whole``:
+    of the plan without ZeRO, as the weights in 16 bits (here a step casts them anew) and the buffer of gradients are
+    whole in any case."""
+    parts, full = own.peak_of["update"].parts, whole.peak_of["update"].parts
+    return parts["parameters"] + parts["optimizer states"] + full["parameters"] // 2 + full["gradients"]
+
+
+def beyond(own: Memory) -> int:
+    """What a step holds at most beside parameters, gradients and states."""
+    held = ("parameters", "gradients", "optimizer states")
+    phases = [peak.parts for phase, peak in own.peak_of.items() if phase != "update"]
+    return max(sum(size for name, size in parts.items() if name not in held) for parts in phases)
+
+
+def workspaces(row: Mapping[str, Any]) -> int:
+    """Bytes that libraries hold on the GPU of a row, which torch's allocator counts. cuBLAS has a workspace for each of
+    two threads, forward's and backward's: 32 MiB with the setting for repeatable sums (``:4096:8``) and from Hopper on,
+    else 8,320 KiB (torch, "CUBLAS_WORKSPACE_CONFIG"). Transformer Engine has one: 32 MiB from Hopper on, else 4. Sums
+    are taken to be repeatable unless the test's name says otherwise, as its environment is not in the rows."""
+    mib = 2**20
+    is_new = row["platform"] != "a100" if row["env"] not in ("lts", "dev") else False
+    repeats = "nondeterministic" not in row["test"]
+    return int(2 * (32 * mib if is_new or repeats else 8320 * 1024) + (32 if is_new else 4) * mib)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +240,8 @@ def figure_1(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]
         ]
         layers = arch["layers"] // pp
         gib = [float(number) for number in re.findall(r"([0-9.]+) GiB", row["notes"])]
-        state = (static(per_layer[1]) - static(per_layer[0])) * layers
+        one, two = (static(own, own) for own in per_layer)
+        state = (two - one) * layers
         found.append(Row(row["id"], "parameters, gradients, states", state, gib[0] * GIB))
         if pp > 1:
             missing["activations of several passes in flight (pipelines)"] += 1
@@ -204,41 +257,52 @@ def figure_1(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]
 
 
 def golden(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]]:
-    """Rows of Megatron's own tests, and how many cannot be priced, by what they need."""
+    """Rows of Megatron's own tests, and how many figures cannot be priced, by what they need."""
     found, missing = [], Counter[str]()
     for row in rows:
         args = row["args"]
         if reason := _unpriced(row):
-            missing[reason] += 1
+            missing[reason] += 2
             continue
-        tp = args.get("tensor-model-parallel-size", 1)
-        dp, multiple = row["gpus"] // tp, 128 * tp
+        tp, pp = args.get("tensor-model-parallel-size", 1), args.get("pipeline-model-parallel-size", 1)
+        cp, multiple = args.get("context-parallel-size", 1), 128 * tp
+        dp = row["gpus"] // (tp * pp * cp)
+        zero = int(bool(args.get("use-distributed-optimizer")))
+        over = args.get("num-distributed-optimizer-instances", 1) if zero else 1
         shape = Shape(
             width=args["hidden-size"],
             heads=args["num-attention-heads"],
-            layers=args["num-layers"],
+            layers=args["num-layers"] // pp,
             sequence=args["seq-length"],
-            batch=args["micro-batch-size"] * dp,
+            batch=args["micro-batch-size"] * dp * cp,
             scores=False,
             splits_sequence=bool(args.get("sequence-parallel")),
             vocab=-(-VOCABULARY // multiple) * multiple,
             qk_norm=bool(args.get("qk-layernorm")),
+            is_last=pp > 1,
         )
-        own = memory(shape, tp, dp)
-        found.append(Row(row["id"], "after a step", static(own), row["mem_allocated_bytes"]))
-        found.append(Row(row["id"], "peak", own.peak.num_bytes, row["mem_max_allocated_bytes"]))
+        # Context parallelism copies parameters, and splits states, as more replicas do.
+        own, plain = memory(shape, tp, dp * cp, zero, over), memory(shape, tp, dp * cp)
+        held = static(own, plain) + workspaces(row)
+        found.append(Row(row["id"], "after a step", held, row["mem_allocated_bytes"]))
+        named = [what for option, what in MISSING_AT_PEAK.items() if args.get(option) not in (None, 1, False)]
+        if named or not row.get("mem_max_allocated_bytes"):
+            missing[f"at the peak, {named[0]}" if named else "the peak, not stated"] += 1
+            continue
+        for scores in (False, True):
+            kept = beyond(memory(replace(shape, scores=scores), tp, dp * cp))
+            what = f"peak, attention's scores {'kept' if scores else 'not kept'}"
+            found.append(Row(row["id"], what, held + kept, row["mem_max_allocated_bytes"]))
     return found, missing
 
 
 def _unpriced(row: Mapping[str, Any]) -> str:
-    """What a row needs that plans do not have, or that it does not say; empty where it can be priced."""
+    """What a row needs that is not priced, or that it does not say; empty where it can be priced."""
     args = row["args"]
     if row["group"] != "gpt":
         return f"a model of another kind ({row['group']})"
-    if not row.get("gpus") or not row.get("mem_max_allocated_bytes"):
-        return "the number of GPUs or the peak, not stated"
-    if args.get("pipeline-model-parallel-size", 1) > 1:
-        return "pipelines"
+    if not row.get("gpus") or not row.get("mem_allocated_bytes"):
+        return "the number of GPUs or the memory, not stated"
     found = [what for option, what in MISSING.items() if option in args and args[option] not in (1, False)]
     return found[0] if found else ""
 
@@ -257,6 +321,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             gib = f"{line.predicted / GIB:.3f} | {line.published / GIB:.3f}"
             print(f"| {family} | {line.name} | {line.what} | {gib} | {line.ratio:.3f} |")
         print(f"| {family} | {len(own)} rows: {len(found)} figures predicted, {missing.total()} not | | | | |")
+        for what in dict.fromkeys(line.what for line in found):
+            shares = sorted(line.ratio for line in found if line.what == what)
+            near = sum(0.98 <= share <= 1.05 for share in shares)
+            middle = shares[len(shares) // 2]
+            print(
+                f"| {family} | {what}: {len(shares)} figures, {near} of them at most 2 % under and 5 % over, "
+                f"{shares[0]:.3f} to {shares[-1]:.3f}, median {middle:.3f} | | | | |"
+            )
         for what, count in missing.most_common():
             print(f"| {family} | not: {count} need {what} | | | | |")
 

@@ -144,3 +144,33 @@ def test_counts_that_do_not_divide_the_heads_split_each_of_them() -> None:
         plan = sw.plan(module, x, 4, mesh=sw.Mesh(dp=4), mode="data_parallel", layouts={"q.weight": counts})
         assert str(plan.layouts["q.weight"]) == layout
         assert sw.verify(module, (x,), plan).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ({"mesh": sw.Mesh(dp=8), "mode": "data_parallel"}, "[(12 64@dp), 768]"),
+        ({"mesh": sw.Mesh(dp=8), "search": "dynamic_programming"}, "[(12 64@dp), 768]"),
+        (
+            {"mesh": sw.Mesh(dp=2, tp=4), "search": "sharding_propagation", "strategies": {"q": "n@tp"}},
+            "[(12 64@(dp,tp)), 768]",
+        ),
+    ],
+)
+def test_eight_devices_store_twelve_heads_of_64(options: dict[str, Any], layout: str) -> None:
+    """96 rows each, whatever divides the product: eight rows of every head."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv = nn.Linear(768, 768, bias=False), nn.Linear(768, 1536, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (12, 64)).transpose(1, 2) for t in (self.q(x), *self.kv(x).chunk(2, -1)))
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+    module, x = Attention(), torch.randn(8, 3, 768)
+    plan = sw.plan(module, x, 8, layouts={"q.weight": (8, 1)}, **options)
+    assert str(plan.layouts["q.weight"]) == layout
+    assert plan.layouts["q.weight"].max_local_numel == 96 * 768
+    assert sw.verify(module, (x,), plan, steps=1).ok

@@ -18,7 +18,7 @@ from shardwise.graph.capture import capture
 from shardwise.graph.text import format_graph, parse_graph
 from shardwise.plans.bind import program_of
 from shardwise.plans.file import digest_of
-from shardwise.programs import casts, differentiate, exchanges, gradients
+from shardwise.programs import casts, differentiate, exchanges, gradients, once
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, sent_by
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program
@@ -188,6 +188,61 @@ def test_verify_finds_a_cast_that_is_missing_or_wrong() -> None:
         report = sw.verify(model, batch, plan_of("llama", 2, sw.Precision(BF16, FP32), "dp"), steps=1).in_dtypes
     assert report is not None
     assert report.beyond
+
+
+STAGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "1F1B, gpt with ZeRO 1": ("gpt", {"stages": 2, "schedule": "1F1B", "micro_batch": 2, "zero": 1}),
+    "halves of backward, tied tables": ("gpt", {"stages": 4, "schedule": "ZBVZeroBubble", "micro_batch": 2}),
+    "uneven micro-batches": ("llama", {"stages": 2, "schedule": "GPipe", "micro_batch": 4}),
+    "one micro-batch of several": ("llama", {"stages": 2, "schedule": "GPipe", "micro_batch": 8, "global_batch": 16}),
+    "passes with ZeRO 2": ("llama", {"micro_batch": 2, "zero": 2}),
+    "uneven passes": ("gpt", {"micro_batch": 4, "zero": 3}),
+}
+
+
+def in_stages(case: str, precision: sw.Precision) -> tuple[nn.Module, Any, sw.Plan]:
+    name, options = STAGED[case]
+    mesh = {"mesh": sw.Mesh(dp=2)} if "stages" in options else {}
+    settings: dict[str, Any] = {"mode": "data_parallel", "optimizer": "sgd", "precision": precision, **mesh, **options}
+    model, batch = made(name), MODELS[name][1](0)
+    plan = sw.plan(model, batch, 4 if "stages" in options else 2, **settings)
+    return model, tuple(x[:6] for x in batch) if "uneven" in case else batch, plan
+
+
+@pytest.mark.parametrize("compute", [BF16, FP16])
+@pytest.mark.parametrize("case", STAGED)
+def test_verify_proves_the_casts_of_stages_and_passes(case: str, compute: torch.dtype) -> None:
+    report = sw.verify(*in_stages(case, sw.Precision(compute, FP32, FP32)))
+    assert report.ok, str(report)
+    assert report.in_dtypes is not None
+    found = {(difference.kind, difference.name) for difference, _ in report.in_dtypes.judged}
+    trained = [name for name, parameter in made(STAGED[case][0]).named_parameters() if parameter.requires_grad]
+    assert found >= {("gradient", name) for name in trained}
+    assert any(kind == "loss" for kind, _ in found)
+    assert max(bound for _, bound in report.in_dtypes.judged) < 1, "what is lost or doubled is seen"
+
+
+@pytest.mark.parametrize("case", ["1F1B, gpt with ZeRO 1", "passes with ZeRO 2"])
+def test_verify_finds_a_wrong_cast_of_stages_and_passes(case: str) -> None:
+    model, batch, plan = in_stages(case, MIXED)
+    if (
+        "stages" in STAGED[case][1]
+    ):  # where all is reduced once: sums of passes as they are kept, not as they are reduced
+        _, _, other = in_stages(case, sw.Precision(BF16, FP32, BF16))
+        with mock.patch.object(once, "cast", cast_to(FP32)):
+            report = sw.verify(model, batch, other, steps=1).in_dtypes
+        assert report is not None
+        assert "num_bytes" in report.wrong_messages
+    _, _, other = in_stages(case, sw.Precision(BF16, FP32))
+    with mock.patch.object(gradients, "cast", zeros_for):  # gradients that are lost on the way
+        report = sw.verify(model, batch, other, steps=1).in_dtypes
+    assert report is not None
+    assert report.beyond
+    with (
+        mock.patch.object(differentiate, "cast", cast_to(FP32)),  # parameters as they are stored
+        pytest.raises(RuntimeError, match=r"dtype|scalar type"),
+    ):
+        sw.verify(model, batch, plan, steps=1)
 
 
 def test_what_one_device_can_not_run_is_said() -> None:

@@ -80,7 +80,7 @@ def test_the_extra_copies_are_all_that_any_one_loss_needs_and_no_more(kind: str,
 def test_it_reads_as_one_would_say_it() -> None:
     text = str(plan_of(sw.Mesh(dp=4), zero=3).survives())
     assert "held nowhere else: back to the last checkpoint" in text
-    assert "cheapest extra copies for any one rank: 24.4 KiB in all, 6.12 KiB on a rank" in text
+    assert "cheapest extra copies for any one rank: 25 KiB in all, 6.26 KiB on a rank" in text
     text = str(plan_of(sw.Mesh(dp=4)).survives(2))
     assert text.splitlines() == [
         "loss of one machine of 2, with the states of adamw:",

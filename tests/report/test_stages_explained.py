@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -98,5 +99,77 @@ def test_what_another_choice_would_do_is_said_of_its_stage(plan: sw.Plan) -> Non
         plan.what_if("blocks.2/linear", "nothing@x")
     with pytest.raises(sw.PlanError, match="no stage has"):
         plan.what_if("blocks.9/linear", "n@x")
-    with pytest.raises(sw.PlanError, match=r"none over all of them.*\n.*top ranks the plans of one search"):
-        plan.top()
+
+
+@pytest.fixture(scope="module")
+def balanced() -> sw.Plan:
+    cluster = sw.Cluster.load("h100-1x4")
+    return sw.plan(Stack(), torch.zeros(1024, 64), cluster, stages=4, global_batch=1024, mesh=sw.Mesh(x=1))
+
+
+def test_the_best_pipelines_have_their_cuts_elsewhere(balanced: sw.Plan) -> None:
+    found = balanced.top(6)
+    first, *others = found.pipelines
+    assert first.plan is not None
+    assert first.plan.digest == balanced.digest
+    assert first.step_seconds == balanced.pipeline.step_seconds
+    assert len(others) == 5
+    assert others == sorted(others, key=lambda own: own.step_seconds)
+    moved = [own for own in others if "begins with" in own.changed]
+    assert moved
+    for own in moved:
+        assert own.plan is not None
+        assert own.plan.pipeline is not None
+        assert (own.step_seconds, own.bubble) == (own.plan.pipeline.step_seconds, own.plan.pipeline.bubble)
+        number, name = int(own.changed.split()[1]), own.changed.split()[4].rstrip(",")
+        assert own.plan.stages[number].operators[0].name == name
+        assert balanced.stages[number].operators[0].name != name
+        differing = [i for i, pair in enumerate(zip(own.plan.stages, balanced.stages, strict=True)) if _cut(*pair)]
+        assert differing == [number - 1, number], "one cut is elsewhere"
+    assert "the chosen pipeline" in str(found)
+    assert f"the best of {found.looked_at} others" in str(found)
+
+
+def _cut(one: Any, other: Any) -> bool:
+    """Whether stages have other operators."""
+    return [entry.name for entry in one.operators] != [entry.name for entry in other.operators]
+
+
+def test_a_pipeline_of_the_ranking_is_a_plan(balanced: sw.Plan) -> None:
+    model, x = Stack(), torch.randn(1024, 64)
+    for own in balanced.top(3).pipelines[1:]:
+        assert own.plan is not None
+        assert sw.verify(model, x, own.plan, steps=1).ok
+
+
+def test_micro_batches_that_were_looked_at_are_ranked(balanced: sw.Plan) -> None:
+    sizes = {own.plan.micro_batch for own in balanced.top(1000).pipelines if "micro-batch" in own.changed}
+    assert sizes
+    assert balanced.micro_batch not in sizes
+
+
+def test_marked_stages_stay_where_they_are(plan: sw.Plan) -> None:
+    found = plan.top()
+    assert [own.changed for own in found.pipelines] == [""], "cuts are the user's, and so is the micro-batch"
+    assert found.looked_at == 0
+
+
+def test_a_joint_search_ranks_its_settings_too() -> None:
+    chosen = sw.plan(
+        Stack(), torch.zeros(1024, 64), sw.Cluster.load("h100-1x4"), stages="auto", mesh=sw.Mesh(x=1), global_batch=1024
+    )
+    assert chosen.is_pipeline, "a mesh of one device leaves nothing else"
+    joint = chosen.explain("stages")
+    others = [str(one.setting) for one in joint.considered if one.step_seconds and one.setting != joint.taken]
+    assert others
+    assert set(others) <= {own.changed for own in chosen.top(1000).pipelines}
+
+
+def test_what_no_price_chose_has_no_best(plan: sw.Plan) -> None:
+    propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
+    with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
+        propagated.top()
+    with pytest.raises(sw.PlanError, match="the best 0 plans are asked for"):
+        plan.top(0)
+    with pytest.raises(sw.PlanError, match=r"none over all of them(.|\n)*top\(k\) for the best pipelines near it"):
+        pickle.loads(pickle.dumps(plan)).top()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import shardwise as sw
 from shardwise.layouts.placement import Placement
+from shardwise.runtime import compiled
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import take_all
 from shardwise.runtime.shards import shard
@@ -152,10 +154,10 @@ def test_indices_go_to_the_host_and_rows_come_back_around_the_lookups_only(run_r
 # -------------------------------------------------------------------------------------------------------- the numbers
 
 
-def train(name: str, host: tuple[str, ...], check: int | None = None) -> dict[str, Any]:
+def train(name: str, host: tuple[str, ...], check: int | None = None, *, compile: bool = False) -> dict[str, Any]:
     """On a rank: three steps of AdamW with clipping."""
     plan = plan_for(name)
-    par = sw.parallelize(Clicks(), plan, host=host, check_replicas=check)
+    par = sw.parallelize(Clicks(), plan, host=host, check_replicas=check, compile=compile)
     if host:  # as on a GPU: groups of their own
         par._host_ranks = Communicator(Placement.whole(plan.mesh), "Clicks", backend="gloo")
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
@@ -169,7 +171,9 @@ def train(name: str, host: tuple[str, ...], check: int | None = None) -> dict[st
 
 
 def train_all() -> dict[str, dict[str, Any]]:
-    return {name: train(name, HOST, check=1) for name in PLANS}
+    eager = {name: train(name, HOST, check=1) for name in PLANS}
+    with mock.patch.object(compiled, "inductor", compiled.interpreted):  # no code is generated, which takes long
+        return eager | {f"{name}, compiled": train(name, HOST, compile=True) for name in PLANS}
 
 
 def test_numbers_are_those_of_one_process(run_ranks: RunRanks) -> None:
@@ -184,8 +188,8 @@ def test_numbers_are_those_of_one_process(run_ranks: RunRanks) -> None:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-    for name in PLANS:
-        plan = plan_for(name)
+    for name in ranks[0]:
+        plan = plan_for(name.removesuffix(", compiled"))
         for rank, own in enumerate(result[name] for result in ranks):
             assert own["losses"] == pytest.approx(losses, rel=1e-10)
             assert own["norms"] == pytest.approx(norms, rel=1e-10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from runtime.test_hosted import devices
+from shardwise.runtime import compiled
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.shards import shard
@@ -51,10 +53,16 @@ def plan_for(num_ranks: int, schedule: str, stages: int) -> sw.Plan:
     return sw.plan(Visits(), batch(), num_ranks, stages=stages, schedule=schedule, micro_batch=2, **options)
 
 
-def train(num_ranks: int, schedule: str, stages: int) -> float:
-    """On a rank: how far three steps of AdamW with clipping are from one process."""
+def train(num_ranks: int, schedule: str, stages: int, compile: bool = False) -> float:
+    """On a rank: how far three steps of AdamW with clipping are from one process. ``compile``: with regions of kernels
+    between the copies, for which no code is generated."""
     plan, model = plan_for(num_ranks, schedule, stages), Visits()
-    par = sw.parallelize(copy.deepcopy(model), plan, host=HOST, check_replicas=2)
+    with mock.patch.object(compiled, "inductor", compiled.interpreted):
+        return trained(plan, model, compile)
+
+
+def trained(plan: sw.Plan, model: nn.Module, compile: bool) -> float:
+    par = sw.parallelize(copy.deepcopy(model), plan, host=HOST, check_replicas=0 if compile else 2, compile=compile)
     assert isinstance(par, Pipeline)
     for calls, stage in zip(par._calls_of, plan.stages, strict=True):  # as on a GPU: groups of their own
         calls.host_ranks = Communicator(stage.placement, "Visits", backend="gloo")
@@ -63,6 +71,9 @@ def train(num_ranks: int, schedule: str, stages: int) -> float:
     worst = 0.0
     for step in range(3):
         loss, wanted = par.step(*batch(step)), model(*batch(step))
+        assert par._latest is not None
+        runs = [own.compiled.in_passes for worker in par._latest.workers for own in worker.programs.values()]
+        assert all((own.compiling is not None and own.compiling.made is not None) == compile for own in runs)
         wanted.backward()
         assert loss is not None
         norm, wanted_norm = sw.clip_grad_norm(par, 0.05), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -85,6 +96,11 @@ def test_numbers_are_those_of_one_process(num_ranks: int, schedule: str, stages:
     assert len(shared) == 2, "the table of users is in two stages"
     # Sums in another order, in float64, through three steps of AdamW.
     assert max(run_ranks(train, num_ranks, num_ranks, schedule, stages, time_limit_seconds=240)) < 1e-11
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_compiled_they_are_those_of_one_process(num_ranks: int, run_ranks: RunRanks) -> None:
+    assert max(run_ranks(train, num_ranks, num_ranks, "1F1B", 2, True, time_limit_seconds=240)) < 1e-11
 
 
 def look(schedule: str, stages: int) -> list[str]:
@@ -150,8 +166,6 @@ class Tied(nn.Module):
 def refused() -> str:
     ids = torch.randint(0, 6, (8,))
     plan = sw.plan(Tied(), ids, 2, stages=2, micro_batch=2)
-    with pytest.raises(sw.PlanError, match="tables on the host are not compiled"):
-        sw.parallelize(Tied(), plan, host=("embed.weight",), compile=True)
     par = sw.parallelize(Tied(), plan, host=("embed.weight",))
     with pytest.raises(sw.ShardwiseError) as error:
         par.step(ids)

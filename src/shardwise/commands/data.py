@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
     from shardwise.report.alternatives import Ranking
     from shardwise.report.explain import Explanation
+    from shardwise.report.pipelines import PipelineRanking
     from shardwise.report.planned import InStage, MicroBatches
     from shardwise.search.micro_batch import Tried
 
@@ -144,8 +145,16 @@ def _renamed(message: dict[str, Any]) -> dict[str, Any]:
     return {"bytes" if key == "num_bytes" else key: value for key, value in message.items()}
 
 
-def ranking_data(found: Ranking) -> dict[str, Any]:
-    """The best plans of a search."""
+def ranking_data(found: Ranking | PipelineRanking) -> dict[str, Any]:
+    """The best plans of a search, or the best pipelines."""
+    from shardwise.report.pipelines import PipelineRanking
+
+    if isinstance(found, PipelineRanking):
+        named = ("step_seconds", "bubble", "num_bytes", "changed")
+        pipelines = [
+            {name.replace("num_bytes", "bytes"): getattr(own, name) for name in named} for own in found.pipelines
+        ]
+        return {"looked_at": found.looked_at, "refused": found.refused, "pipelines": pipelines}
     return {
         "exact": found.exact,
         "plans": [

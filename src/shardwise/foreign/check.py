@@ -37,8 +37,8 @@ from shardwise.graph.trees import flatten_output
 from shardwise.graph.widen import functions_opened
 from shardwise.layouts.mesh import Mesh
 from shardwise.progress import shown
-from shardwise.proof.comparison import Difference, Key, compare, difference, magnitude
-from shardwise.proof.runs import Values, widened
+from shardwise.proof.comparison import Difference, Key, Values, compare, difference, magnitude
+from shardwise.proof.runs import widened
 from shardwise.proof.verify import TOLERANCE, need_values, with_values
 
 STEPS = 2

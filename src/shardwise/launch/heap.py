@@ -16,8 +16,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     A message's buffer lives for a part of a step. glibc gives a block of its size back to the system at once, and the
     next one is made of new pages, each with a fault: to join 20 MiB of gradients took 6.5 ms instead of 1.0 (torch
     2.13, glibc 2.36, a 2-core AMD EPYC). From now on a process keeps its largest size, but for blocks of a GiB and
-    more. Nothing is changed where ``environ`` has what the user chose (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``,
-    ``GLIBC_TUNABLES``, an allocator in ``LD_PRELOAD``) or where there is another C library.
+    more. Nothing is changed where ``environ`` has what the user chose (``MALLOC_MMAP_THRESHOLD_``,
+    ``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, an allocator in ``LD_PRELOAD``) or where there is another C library.
     """
     if any(name in environ for name in _CHOSEN):
         return False

@@ -7,8 +7,9 @@ stored alike in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from statistics import fmean
 
@@ -111,6 +112,7 @@ def pipeline_of(
     Levers.of(captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload)  # or it refuses
     kinds = Kinds() if call.known is None else call.known.kinds
     best: Found | None = None
+    others: list[Plan] = []
     failure: PlanError | None = None
     statistics: frozenset[str] = frozenset()
     for passes in _divided(call, captured.graph, asked, how):
@@ -125,7 +127,9 @@ def pipeline_of(
                 break
             continue
         if best is not None and _seconds(found.plan) >= _seconds(best.plan):
+            others.append(found.plan)
             break
+        others += [] if best is None else [best.plan]
         best, statistics = found, passes.statistics
         if not by_price:
             break
@@ -133,7 +137,7 @@ def pipeline_of(
         assert failure is not None, "something was tried"
         raise failure
     announce_statistics(sorted(statistics), stacklevel=5)
-    return best
+    return replace(best, others=tuple(others))
 
 
 def _seconds(plan: Plan) -> float:
@@ -196,17 +200,29 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
 @dataclass(frozen=True, eq=False)
 class Found:
     """A plan, the search for each of its stages, and what these are parts of: the ``graph`` of a pass of its step, and
-    what the step computes ahead of its passes."""
+    what the step computes ahead of its passes. ``parts``: the operators of every stage; ``others``: plans with
+    micro-batches of other sizes that were looked at; ``again``: plans the same step with other parts."""
 
     plan: Plan
     searched: tuple[Searched | None, ...]
     graph: Graph
     prelude: Graph | None
+    parts: tuple[tuple[str, ...], ...]
+    is_marked: bool
+    again: Callable[[Sequence[Sequence[str]]], Found]
+    others: tuple[Plan, ...] = ()
 
 
-def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan, kinds: Kinds) -> Found:
-    """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at.
-    Raises PlanError where it can not be."""
+def plan_pipeline(
+    how: Pipelining,
+    graph: Graph,
+    passes: Passes,
+    template: Plan,
+    kinds: Kinds,
+    parts: Sequence[Sequence[str]] | None = None,
+) -> Found:
+    """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at;
+    ``parts``: the operators of every stage, where they are given. Raises PlanError where it can not be."""
     num_passes = len(passes.sizes)
     if fault := how.schedule.fault(how.num_places, num_passes):
         raise PlanError(
@@ -215,7 +231,9 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     order = how.order(how.schedule, how.num_places, num_passes)
     flying = _in_flight(how, order)
     prices = Prices(Links(how.part, how.meshes[0]), how.settings.optimizer, num_passes)
-    if how.marks is not None:
+    if parts is not None:
+        parts = [list(names) for names in parts]
+    elif how.marks is not None:
         parts = marked_parts(graph, dict(how.marks), how.num_stages)
     else:
         parts = _balanced(how, graph, prices, flying)
@@ -253,7 +271,9 @@ def plan_pipeline(how: Pipelining, graph: Graph, passes: Passes, template: Plan,
     lines = format_order(schedule.actions)
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    return Found(plan, tuple(one.searched for one in chosen), graph, passes.prelude)
+    again = partial(plan_pipeline, how, graph, passes, template, kinds)
+    searched = tuple(one.searched for one in chosen)
+    return Found(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
 
 
 def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:

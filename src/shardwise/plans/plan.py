@@ -229,7 +229,8 @@ class Plan:
         raise self._without_search()
 
     def top(self, k: int = 5) -> Any:
-        """The best ``k`` plans of the search. Raises as ``explain`` does."""
+        """The best ``k`` plans of the search; under stages the best pipelines near this one. Raises as ``explain``
+        does."""
         raise self._without_search()
 
     def cost_graph(self, path: str | Path) -> None:
@@ -258,7 +259,7 @@ class Plan:
                 problem(
                     "a plan of stages has a search for every stage, none over all of them and none in its file",
                     fix="sw.plan(..., stages=...) has explain(name) and what_if(name, choice) for an operator in its "
-                    "stage; top ranks the plans of one search, so plan without stages for it",
+                    "stage, and top(k) for the best pipelines near it",
                 )
             )
         why = "it was not chosen by price" if self.predicted is None else "a plan file has no search in it"

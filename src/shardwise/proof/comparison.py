@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.proof.runs import Values
-
 Key = tuple[str, str]  # kind, name
+Values = dict[Key, torch.Tensor]
 Local = Callable[[Key, torch.Tensor, int], torch.Tensor]  # a whole tensor -> what a rank should have of it
 
 

@@ -10,18 +10,18 @@ unit in the last place, moves every tensor by so much in one step; and the bound
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
-from shardwise.programs.lifetimes import backward_collectives
-from shardwise.proof.comparison import Difference, Key, compare
-from shardwise.proof.rounding import disturbed_runs, local_part, moved_in_step
-from shardwise.proof.runs import OneDevice, Ranks, Start, Values
+from shardwise.proof.comparison import Difference, Key, Values
+from shardwise.proof.rounding import disturbed_runs, moved_in_step
+from shardwise.proof.runs import OneDevice, Side, Start
 
 RUNS_MARGIN = 4.0  # the worst of five disturbed runs is not the worst of all
 
@@ -61,12 +61,42 @@ class InDtypes:
         return said + ([f"  wrong messages: {self.wrong_messages}"] if self.wrong_messages else [])
 
 
-def in_dtypes(start: Start, plan: Plan, steps: int) -> InDtypes:
-    """Compare ``steps`` steps, each from the state of one device. ``start``: in the dtypes of the plan's precision."""
-    original, before, ranks = OneDevice(start), OneDevice(start), Ranks(start)
+class OfPlan(Protocol):
+    """The ranks of a plan on virtual clusters: of a call, of passes, of stages."""
+
+    def adopt(self, device: OneDevice) -> None:
+        """Go on from where one device is."""
+
+    def step(self, step: int) -> list[Values]:
+        """Make a step: what every rank has then."""
+
+    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, Difference]) -> None:
+        """Note how far every rank is from what one device has."""
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """What is listed and what was sent in the last step."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """``ranks`` beside one device, which ``alone`` makes. ``passes``: of a step."""
+
+    ranks: OfPlan
+    alone: Callable[[Start], OneDevice] = OneDevice
+    passes: int = 1
+
+
+def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDtypes:
+    """Compare ``steps`` steps, each from the state of one device. ``start``: in the dtypes of the plan's precision.
+
+    One device takes the whole batch at once. A sum over devices or passes is rounded once for each of them, where one
+    device rounds once; and a loss that is added up has lost up to half a unit with every pass, which its disturbed runs
+    need not show."""
+    original, before, ranks = compared.alone(start), compared.alone(start), compared.ranks
     unit = _unit(start.captured.graph)
-    disturbed = disturbed_runs(start, unit)
-    margin = RUNS_MARGIN + plan.num_ranks  # a sum over devices is rounded once for each, where one device rounds once
+    disturbed = disturbed_runs(start, unit, compared.alone)
+    margin = RUNS_MARGIN + plan.num_ranks + (compared.passes if compared.passes > 1 else 0)
     judged: dict[Key, tuple[Difference, float]] = {}
     wrong: dict[str, None] = {}
     messages = ""
@@ -78,16 +108,17 @@ def in_dtypes(start: Start, plan: Plan, steps: int) -> InDtypes:
         except RuntimeError as error:  # kernels that torch does not have: a batch norm of mixed dtypes, say
             return InDtypes(not_run=str(error).split("\n", 1)[0])
         actual = ranks.step(step)
-        messages = messages or _wrong_messages(ranks)
+        messages = messages or _wrong_messages(ranks.sides)
         for rank, values in enumerate(actual):
             wrong.update(dict.fromkeys(_wrong_dtypes(expected, values, rank)))
         found: dict[Key, Difference] = {}
-        compare(expected, actual, local_part(start.spmd), found)
+        ranks.compare(expected, actual, found)
         moved = moved_in_step(before, disturbed, expected, step, unit)
         for key, difference in found.items():
             if ("gradient", key[1]) in expected and key[0] == "parameter":
                 continue  # judged by its gradient: an optimizer works element by element
-            bound = max(unit, margin * moved.get(key, 0.0))
+            floor = max(1.0, (compared.passes + 1) / 2) if key[0] == "loss" else 1.0
+            bound = max(floor * unit, margin * moved.get(key, 0.0))
             if key not in judged or _share(difference, bound) > _share(*judged[key]):
                 judged[key] = difference, bound
     ordered = sorted(judged.values(), key=lambda pair: -_share(*pair))
@@ -121,17 +152,13 @@ def _wrong_dtypes(expected: Values, actual: Mapping[Key, torch.Tensor], rank: in
     ]
 
 
-def _wrong_messages(ranks: Ranks) -> str:
+def _wrong_messages(sides: Sequence[Side]) -> str:
     """The first message that is not the program's own: kind, axes and bytes."""
-    spmd = ranks.spmd
-    sides = (
-        ("forward", spmd.forward_collectives(), ranks.forward_record),
-        ("backward", backward_collectives(ranks.programs[0]), ranks.backward_record),
-    )
-    for side, planned, performed in sides:
-        if planned != performed:
-            at = next((i for i, pair in enumerate(zip(planned, performed, strict=False)) if pair[0] != pair[1]), None)
+    for side in sides:
+        if side.planned != side.performed:
+            pairs = zip(side.planned, side.performed, strict=False)
+            at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
             if at is None:
-                return f"{side}: {len(planned)} planned, {len(performed)} sent"
-            return f"{side} {at}: {planned[at]} planned, {performed[at]} sent"
+                return f"{side.name}: {len(side.planned)} planned, {len(side.performed)} sent"
+            return f"{side.name} {at}: {side.planned[at]} planned, {side.performed[at]} sent"
     return ""

@@ -15,13 +15,15 @@ from shardwise.layouts.conversions import Collective
 from shardwise.plans.plan import Plan
 from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes, values_of_step
 from shardwise.programs.once import repeated
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Spmd
 from shardwise.programs.vjp import Kinds
-from shardwise.proof.runs import OneDevice, Ranks, Start, Values, stored
+from shardwise.proof.comparison import Values
+from shardwise.proof.runs import OneDevice, Ranks, Side, Start, stored
 from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import run_backward, run_forward
 from shardwise.runtime.passes import rows_of_pass, with_samples_in
@@ -48,13 +50,15 @@ class OneDeviceOfPasses(OneDevice):
 
 
 class RanksOfPasses(Ranks):
-    """The ranks of the virtual cluster, making the passes of a step one after another."""
+    """The ranks of the virtual cluster, making the passes of a step one after another. ``found``: per rank the
+    gradients of the last step, as the programs make them."""
 
     def __init__(
         self, start: Start, plan: Plan, passes: Passes, spmds: Mapping[int, Spmd], prelude: Spmd | None
     ) -> None:
         super().__init__(replace(start, spmd=spmds[passes.sizes[0]]))
         self.passes, self.split = passes, with_samples_in(plan)
+        self.found: list[dict[str, torch.Tensor]] = []
         kinds = Kinds()
         self.by_size = {size: list(map(repeated, self._programs(spmd, kinds))) for size, spmd in spmds.items()}
         for parts in chain.from_iterable(self.by_size.values()):
@@ -76,14 +80,15 @@ class RanksOfPasses(Ranks):
         for optimizer in self.optimizers:
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
+        self.found = [{} for _ in self.tensors]
         whole = self._whole(step)
-        totals = [torch.zeros((), dtype=torch.float64) for _ in self.tensors]
+        totals: dict[int, torch.Tensor] = {}  # by rank, in the dtype of the model's loss
         records: list[tuple[tuple[Collective, ...], tuple[Collective, ...]]] = []
         samples = zip(self.passes.starts, self.passes.sizes, strict=True)
         for size, group in groupby(samples, key=itemgetter(1)):
             records.append(self._passes(step, size, [start for start, _ in group], whole, totals))
         self.forward_record, self.backward_record = records[0]
-        return [self._finish(rank, total) for rank, total in enumerate(totals)]
+        return [self._finish(rank, totals[rank]) for rank in range(len(self.tensors))]
 
     def _passes(
         self,
@@ -91,7 +96,7 @@ class RanksOfPasses(Ranks):
         size: int,
         starts: Sequence[int],
         whole: Sequence[Mapping[str, torch.Tensor]],
-        totals: list[torch.Tensor],
+        totals: dict[int, torch.Tensor],
     ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
         """The passes of one size: losses are added to ``totals``, and gradients to those of the parameters. What the
         first pass and what is done once communicate, forward and backward."""
@@ -119,7 +124,8 @@ class RanksOfPasses(Ranks):
             backward += self._recorded() if start == starts[0] else ()
             is_last = start + size == sum(self.passes.sizes)
             for rank, (program, own, found) in enumerate(zip(each, values, gradients, strict=True)):
-                totals[rank] = totals[rank] + own[program.delivered[0]].detach()
+                loss = own[program.delivered[0]].detach()
+                totals[rank] = totals[rank] + loss if rank in totals else loss
                 for source, gradient in found.items():
                     sums[rank][source] = sums[rank][source] + gradient if source in sums[rank] else gradient.clone()
                 self._write(rank, program, own, is_last=is_last)
@@ -166,13 +172,20 @@ class RanksOfPasses(Ranks):
             bindings.append({name: value for name, value in binding.items() if name in spmd.graph.source_of})
         return bindings
 
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        program = self.programs[0]
+        return (
+            Side("forward", self.spmd.forward_collectives(in_passes=True), self.forward_record),
+            Side("backward", backward_collectives(program, in_passes=True), self.backward_record),
+        )
+
     def _add(self, rank: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add gradients to those of the parameters."""
-        own = self.tensors[rank]
         for source in stored(self.spmd):
             if source.value in gradients:
-                before, found = own[source.value].grad, gradients[source.value]
-                own[source.value].grad = found.clone() if before is None else before + found
+                before, found = self.found[rank].get(source.value), gradients[source.value]
+                self.found[rank][source.value] = found.clone() if before is None else before + found
 
     def _write(self, rank: int, program: Program, values: VirtualValues, *, is_last: bool) -> None:
         """Write the buffers that a pass writes."""
@@ -184,10 +197,12 @@ class RanksOfPasses(Ranks):
     def _finish(self, rank: int, loss: torch.Tensor) -> Values:
         """What a rank has at the end of a step."""
         collected: Values = dict.fromkeys((("loss", name) for name in self.losses), loss)
+        own = self.tensors[rank]
         for source in stored(self.spmd):
-            gradient = self.tensors[rank][source.value].grad
-            if gradient is not None:
-                collected["gradient", source.names[0]] = gradient.clone()
+            if source.value in self.found[rank]:
+                gradient = self.found[rank][source.value]
+                own[source.value].grad = gradient.clone().to(own[source.value].dtype)
+                collected["gradient", source.names[0]] = gradient
         return collected | self._updated(rank)
 
 

@@ -26,7 +26,7 @@ than disturbing the last bits does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,10 +34,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.graph.capture import Capture
-from shardwise.programs.spmd import Spmd
-from shardwise.proof.comparison import Difference, Key, Local, compare
-from shardwise.proof.runs import OneDevice, Ranks, Start, Values
-from shardwise.runtime.shards import shard
+from shardwise.proof.comparison import Difference, Key, Values, compare
+from shardwise.proof.runs import OneDevice, Ranks, Start
 
 RUNS = 5
 DISTURBANCE = 2.0**-50  # of every number, up or down: what the sum of some hundred terms in another order may err
@@ -118,7 +116,7 @@ def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> t
         ranks.adopt(original)
         expected = original.step(step)
         found: dict[Key, Difference] = {}
-        compare(expected, ranks.step(step), local_part(start.spmd), found)
+        ranks.compare(expected, ranks.step(step), found)
         wrong = sorted((d for d in found.values() if not d.error <= tolerance), key=lambda d: -d.error)
         judged = {key: ("gradient", _parameter(key, start.captured)) in expected for key in found}
         if hopeless := [d for d in wrong if not (d.error <= USELESS or judged[d.kind, d.name])]:
@@ -159,13 +157,15 @@ def _parameter(key: Key, captured: Capture) -> str:
     return name if kind == "parameter" else ""
 
 
-def disturbed_runs(start: Start, by: float = DISTURBANCE) -> list[OneDevice]:
-    """Runs whose inputs are disturbed, every number by the share ``by``."""
+def disturbed_runs(
+    start: Start, by: float = DISTURBANCE, alone: Callable[[Start], OneDevice] = OneDevice
+) -> list[OneDevice]:
+    """Runs whose inputs are disturbed, every number by the share ``by``. ``alone``: makes a run."""
     runs = []
     for number in range(RUNS):
         draw = torch.Generator().manual_seed(number)
         args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_off, draw=draw, by=by), (start.args, start.kwargs))
-        runs.append(OneDevice(replace(start, args=args, kwargs=kwargs)))
+        runs.append(alone(replace(start, args=args, kwargs=kwargs)))
     return runs
 
 
@@ -187,19 +187,6 @@ def _off(tensor: torch.Tensor, *, draw: torch.Generator, by: float = DISTURBANCE
 
 def _itself(_: Key, whole: torch.Tensor, __: int) -> torch.Tensor:
     return whole
-
-
-def local_part(spmd: Spmd) -> Local:
-    """What a rank should have of a whole tensor: outputs are whole."""
-    layouts = {source.names[0]: spmd.layouts[source.value] for source in spmd.graph.sources}
-
-    def local(key: Key, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        kind, name = key
-        if kind not in ("gradient", "parameter", "buffer") or name not in layouts:
-            return whole
-        return shard(whole, layouts[name], spmd.mesh.coordinates(rank))
-
-    return local
 
 
 def of_sources(values: Values, captured: Capture) -> Values:

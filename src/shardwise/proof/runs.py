@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +24,16 @@ from shardwise.graph.widen import Dtypes, reference_mode
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
 from shardwise.programs.vjp import Kinds
+from shardwise.proof.comparison import Difference, Key, Values, compare
 from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.runtime.memory_of_outputs import live, taken_apart, whole_buffers, written_back
 from shardwise.runtime.shards import shard
-
-Values = dict[tuple[str, str], torch.Tensor]  # (kind, name) -> tensor
 
 OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -60,6 +61,15 @@ class Start:
         """The data of a constant."""
         data = self.captured.constants[value]
         return widened(data) if self.precision is None else data.cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The collectives of one direction of a step: as a program lists them, and as they were performed."""
+
+    name: str
+    planned: tuple[Collective, ...]
+    performed: tuple[Collective, ...]
 
 
 class OneDevice:
@@ -207,11 +217,29 @@ class Ranks:
                     continue
                 optimizer.state.pop(own[source.value], None)
                 if state := device.optimizer.state.get(whole):
-                    optimizer.state[own[source.value]] = {
-                        key: (self.part(source, one, rank) if one.shape == whole.shape else one).clone()
-                        for key, one in state.items()
-                        if one is not None
-                    }
+                    optimizer.state[own[source.value]] = state_of_part(
+                        state, whole, partial(self.part, source, rank=rank)
+                    )
+
+    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, Difference]) -> None:
+        """Note how far every rank is from what one device has (``comparison``); outputs are whole."""
+        layouts = {source.names[0]: self.spmd.layouts[source.value] for source in self.spmd.graph.sources}
+
+        def local(key: Key, whole: torch.Tensor, rank: int) -> torch.Tensor:
+            kind, name = key
+            if kind not in ("gradient", "parameter", "buffer") or name not in layouts:
+                return whole
+            return shard(whole, layouts[name], self.cluster.coordinates[rank])
+
+        compare(expected, actual, local, worst)
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """What the program lists and what was sent in the last step."""
+        return (
+            Side("forward", self.spmd.forward_collectives(), self.forward_record),
+            Side("backward", backward_collectives(self.programs[0]), self.backward_record),
+        )
 
     def part(self, source: Source, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """What a rank holds of a parameter or buffer."""
@@ -280,6 +308,15 @@ class Ranks:
         if optimizer is not None:
             optimizer.step()
         return {(s.kind, s.names[0]): own[s.value].detach().clone() for s in stored(self.spmd)}
+
+
+def state_of_part(
+    state: Mapping[str, Any], whole: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """An optimizer's state for the part of a tensor, from that for the whole one."""
+    return {
+        key: (part(one) if one.shape == whole.shape else one).clone() for key, one in state.items() if one is not None
+    }
 
 
 def stored(spmd: Spmd) -> list[Source]:

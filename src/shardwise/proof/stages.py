@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ from shardwise.programs.program import localize
 from shardwise.programs.rank_program import Program, delivered_values
 from shardwise.programs.spmd import Spmd
 from shardwise.programs.vjp import Kinds
-from shardwise.proof.comparison import Difference, Key, compare
-from shardwise.proof.runs import Start, Values, optimizer_of
+from shardwise.proof.comparison import Difference, Key, Values, compare
+from shardwise.proof.runs import OneDevice, Side, Start, optimizer_of, state_of_part
 from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.runtime.passes import rows_of_pass, with_samples_in
@@ -49,7 +50,8 @@ Held = list[dict[str, Tensor]]  # per device of a stage, by name
 
 class Pipelined:
     """The ranks of all stages, each with its shards and its optimizer. ``forward_records``, ``backward_records``: per
-    stage the collectives of the first micro-batch of the last step."""
+    stage the collectives of the first micro-batch of the last step; ``made_in``: the dtypes in which programs made the
+    gradients of parameters."""
 
     def __init__(self, start: Start, plan: Plan, passes: Passes, bounds: Mapping[int, Bound]) -> None:
         self.start, self.plan, self.passes, self.bounds = start, plan, passes, bounds
@@ -85,6 +87,7 @@ class Pipelined:
         }
         self.forward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
         self.backward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
+        self.made_in: dict[str, torch.dtype] = {}
 
     def _programs(self, spmd: Spmd, kinds: Kinds) -> list[Program]:
         programs = [differentiate(localize(spmd, device), kinds) for device in range(spmd.mesh.num_devices)]
@@ -115,7 +118,7 @@ class Pipelined:
         given = {}
         for source in prelude.sources:
             if source.kind == "input":
-                given[source.value] = self.inputs[source.names[0]]
+                given[source.value] = self.inputs[source.names[0]].to(prelude.by_name[source.value].dtype)
             else:
                 is_constant = source.kind == "constant"
                 given[source.value] = self.start.constant(source.value) if is_constant else self.full[source.names[0]]
@@ -134,8 +137,8 @@ class Pipelined:
                 local = shard(self.full[source.names[0]], spmd.layouts[source.value], coordinates).clone()
                 own[source.names[0]] = local.requires_grad_(source.kind == "parameter" and source.trainable)
 
-    def step(self, step: int, expected: Values, worst: dict[Key, Difference]) -> None:
-        """Make a step, and note how far every rank is from what one device has (``compare``)."""
+    def step(self, step: int) -> list[Values]:
+        """Make a step: what every rank has then."""
         for optimizer in self._optimizers():
             optimizer.zero_grad(set_to_none=True)
         self.backward_records = [()] * len(self.clusters)
@@ -145,12 +148,18 @@ class Pipelined:
         self._add_shared()
         gradients = {
             ranks: [
-                {("gradient", name): t.grad.clone() for name, t in own.items() if t.grad is not None} for own in held
+                {
+                    ("gradient", name): t.grad.clone().to(self.made_in[name])
+                    for name, t in own.items()
+                    if t.grad is not None
+                }
+                for own in held
             ]
             for ranks, held in self.tensors.items()
         }
         for optimizer in self._optimizers():
             optimizer.step()
+        found: dict[int, Values] = {}
         for ranks in self.places:
             for device, rank in enumerate(ranks):
                 have: Values = gradients[ranks][device]
@@ -159,21 +168,58 @@ class Pipelined:
                     have[kind, name] = tensor.detach().clone()
                 if ranks == self.plan.stages[-1].placement.ranks:
                     have["loss", self.loss] = run.losses[device]
-                self._compare(ranks, device, rank, expected, have, worst)
+                found[rank] = have
+        return [found[rank] for rank in sorted(found)]
+
+    def adopt(self, device: OneDevice) -> None:
+        """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
+        tensors = device.tensors
+        for ranks, held in self.tensors.items():
+            for number, (own, optimizer) in enumerate(zip(held, self.optimizers[ranks], strict=True)):
+                for name, tensor in own.items():
+                    part = partial(self._local, ranks, name, device=number)
+                    with torch.no_grad():
+                        tensor.copy_(part(tensors[name].detach()))
+                    if optimizer is None or device.optimizer is None:
+                        continue
+                    optimizer.state.pop(tensor, None)
+                    if state := device.optimizer.state.get(tensors[name]):
+                        optimizer.state[tensor] = state_of_part(state, tensors[name], part)
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """What every stage lists, and what it sent for the first micro-batch of the last step."""
+        forward = self.bounds[self.passes.sizes[0]].spmds
+        return (
+            *(
+                Side(f"forward of stage {i}", spmd.forward_collectives(in_passes=True), self.forward_records[i])
+                for i, spmd in enumerate(forward)
+            ),
+            *(
+                Side(f"backward of stage {i}", self.planned_backward(i), self.backward_records[i])
+                for i in range(len(forward))
+            ),
+        )
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [one for optimizers in self.optimizers.values() for one in optimizers if one is not None]
+
+    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, Difference]) -> None:
+        """Note how far every rank is from what one device has of its stages (``comparison``)."""
+        for ranks, held in self.tensors.items():
+            for device, (rank, own) in enumerate(zip(ranks, held, strict=True)):
+                self._compare(ranks, device, rank, own, expected, actual[rank], worst)
 
     def _compare(
         self,
         ranks: tuple[int, ...],
         device: int,
         rank: int,
+        held: Mapping[str, Tensor],
         expected: Values,
         have: Values,
         worst: dict[Key, Difference],
     ) -> None:
-        held = self.tensors[ranks][device]
         wanted = {key: x for key, x in expected.items() if key in have or (key[0] == "gradient" and key[1] in held)}
 
         def local(key: Key, whole: Tensor, _: int) -> Tensor:
@@ -217,7 +263,7 @@ class _Run:
         self.returned: dict[tuple[int, int], Held] = {}
         self.given: dict[tuple[int, int], list[VirtualValues]] = {}  # what is made ahead, of a stage and a size
         self.sums: dict[tuple[int, int], Held] = {}  # gradients of micro-batches, by source
-        self.losses = [torch.zeros((), dtype=torch.float64) for _ in ranks.plan.stages[-1].placement.ranks]
+        self.losses: dict[int, Tensor] = {}  # in the dtype of the model's loss
 
     def execute(self) -> None:
         """All actions of all places, every one as soon as what it needs is there."""
@@ -285,7 +331,8 @@ class _Run:
         is_last = micro_batch == len(self.sizes) - 1
         for device, (program, own) in enumerate(zip(programs, values, strict=True)):
             if stage == self.last:
-                self.losses[device] = self.losses[device] + own[program.delivered[0]].detach()
+                loss = own[program.delivered[0]].detach()
+                self.losses[device] = self.losses[device] + loss if device in self.losses else loss
             for buffer, value in program.mutations:
                 name = part.source_of[buffer].names[0]
                 if is_last or name in ranks.passes.statistics:
@@ -375,8 +422,10 @@ class _Run:
             held = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
             for own, total, found in zip(held, sums, reduced, strict=True):
                 for name, gradient in {**total, **found}.items():
-                    tensor = own[sources[name].names[0]]
-                    tensor.grad = gradient.clone() if tensor.grad is None else tensor.grad + gradient
+                    stored = sources[name].names[0]
+                    tensor, ranks.made_in[stored] = own[stored], gradient.dtype
+                    made = gradient.to(tensor.dtype)
+                    tensor.grad = made.clone() if tensor.grad is None else tensor.grad + made
 
     @staticmethod
     def _wanted_back(one: Bound, stage: int) -> tuple[str, ...]:

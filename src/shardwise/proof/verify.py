@@ -8,8 +8,9 @@ Compared are the loss, every output, every gradient, the buffers, and parameters
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Spmd
 from shardwise.progress import each, shown
-from shardwise.proof.comparison import Difference, Key, compare
-from shardwise.proof.dtypes import InDtypes, in_dtypes, stored_module
+from shardwise.proof.comparison import Difference, Key, Values
+from shardwise.proof.dtypes import Compared, InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
 from shardwise.proof.passes import OneDeviceOfPasses, RanksOfPasses
-from shardwise.proof.rounding import Rounding, explain, local_part, of_sources
-from shardwise.proof.runs import OneDevice, Ranks, Start, Values, widened
+from shardwise.proof.rounding import Rounding, explain, of_sources
+from shardwise.proof.runs import OneDevice, Ranks, Start, widened
 from shardwise.proof.stages import Pipelined
 from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
@@ -68,7 +69,6 @@ class Report:
     rounding: Rounding | None = None  # what rounding does to tensors that differ by more than the tolerance
     first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
     in_dtypes: InDtypes | None = None  # of a plan with a precision: the comparison in its own dtypes
-    in_float64_only: bool = False  # a plan with a precision was not compared in its own dtypes
 
     @property
     def max_error(self) -> float:
@@ -93,7 +93,6 @@ class Report:
         lines += [] if self.rounding is None else [f"  {line}" for line in self.rounding.lines()]
         lines += [f"  first wrong: {self.first_wrong}"] if self.first_wrong else []
         lines += [] if self.in_dtypes is None else [f"  {line}" for line in self.in_dtypes.lines()]
-        lines += ["  in the plan's precision: not compared (several passes, or stages)"] if self.in_float64_only else []
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
         lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
         lines += [f"  backward of {name} is autograd's: {why}" for name, why in self.untraceable.items()]
@@ -120,8 +119,7 @@ def verify(
     ``seed``: of the initial values of parameters on the meta device. Raises PlanError when the plan does not fit.
 
     Under a plan of several micro-batches ``example_inputs`` are the whole batch of a step, of any size: the ranks make
-    its passes, one device makes one; only running statistics are those of every micro-batch in both. The plan's own
-    dtypes are compared where ``example_inputs`` are a single micro-batch.
+    its passes, one device makes one; only running statistics are those of every micro-batch in both.
     """
     if steps < 1:
         raise ShardwiseError(problem(f"steps is {steps}: nothing would be compared", fix="a whole number from 1"))
@@ -137,17 +135,19 @@ def verify(
     args, named = pytree.tree_map_only(torch.Tensor, widened, own_inputs)
     initial = with_values(module, seed)
     reference = copied(initial).double()
+    stored = None if plan.precision.is_models else stored_module(initial, plan)
     if plan.is_pipeline:
-        return _pipeline_report(plan, captured, reference, call, (args, named), steps, tolerance)
+        return _pipeline_report(plan, captured, reference, stored, call, (args, named), steps, tolerance)
     is_in_passes = plan.micro_batches > 1 and (batch_size(graph) or 0) > (plan.micro_batch or 0)
+    training = module.training if plan.micro_batches == 1 or is_in_passes else None
     if is_in_passes:
-        spmds, prelude, passes = _in_passes(plan, captured.graph, call)
+        narrow, passes = _passes(plan, captured.graph, call)
+        spmds, prelude = _programs(plan, passes, narrow, training=training)
         spmd = spmds[passes.sizes[0]]
         start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
         single: OneDevice = OneDeviceOfPasses(start, passes)
         ranks: Ranks = RanksOfPasses(start, plan, passes, spmds, prelude)
     else:
-        training = module.training if plan.micro_batches == 1 else None
         spmd = program_of(plan, graph, training=training, original=captured.graph)
         start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
         single, ranks = OneDevice(start), Ranks(start)
@@ -161,17 +161,19 @@ def verify(
             if step == 0:
                 records = [ranks.forward_record, ranks.backward_record]
             for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
-                compare(want, have, local_part(spmd), worst)
+                ranks.compare(want, have, worst)
             earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     in_own = None
-    if not plan.precision.is_models and not is_in_passes:
-        own_args, own_named = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), own_inputs)
-        own_spmd = program_of(plan, captured.graph, training=module.training if plan.micro_batches == 1 else None)
-        stored = stored_module(initial, plan)
-        own = Start(own_spmd, captured, stored, loss, plan.optimizer, own_args, own_named, plan.precision)
-        in_own = in_dtypes(own, plan, steps)
+    if stored is not None and is_in_passes:
+        spmds, prelude = _programs(plan, narrow, None, training=training)
+        own = _in_own(start, spmds[narrow.sizes[0]], stored, call, plan)
+        compared = Compared(RanksOfPasses(own, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes))
+        in_own = in_dtypes(own, compared, plan, steps)
+    elif stored is not None:
+        own = _in_own(start, program_of(plan, captured.graph, training=training), stored, call, plan)
+        in_own = in_dtypes(own, Compared(Ranks(own)), plan, steps)
     rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
     return Report(
         differences=differences,
@@ -185,7 +187,6 @@ def verify(
         rounding=rounding,
         first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
         in_dtypes=in_own,
-        in_float64_only=in_own is None and not plan.precision.is_models,
     )
 
 
@@ -193,13 +194,19 @@ def _pipeline_report(
     plan: Plan,
     captured: Capture,
     reference: torch.nn.Module,
+    stored: torch.nn.Module | None,
     call: Example,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     steps: int,
     tolerance: float,
 ) -> Report:
-    """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own."""
-    narrow, passes = _passes_of_stages(plan, captured.graph, call)
+    """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own.
+    ``stored``: the module as a plan with a precision stores it."""
+    graph = step_graph(captured.graph)
+    if plan.micro_batches == 1 or (batch_size(captured.graph) or 0) <= (plan.micro_batch or 0):
+        narrow, passes = Passes.single(graph), Passes.single(widen(graph))
+    else:
+        narrow, passes = _passes(plan, graph, call)
     is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
     training = call.module.training if is_planned else None
     bounds = {
@@ -207,18 +214,23 @@ def _pipeline_report(
         for size, graph in passes.graphs.items()
     }
     first = bounds[passes.sizes[0]]
-    everywhere = {name: layout for spmd in first.spmds for name, layout in spmd.layouts.items()}
-    start = Start(
-        replace(first.spmds[0], layouts=everywhere), captured, reference, call.loss, plan.optimizer, *arguments
-    )
+    start = Start(_of_stages(first.spmds), captured, reference, call.loss, plan.optimizer, *arguments)
     single, ranks = OneDeviceOfPasses(start, passes), Pipelined(start, plan, passes, bounds)
     worst: dict[Key, Difference] = {}
     for step in range(steps):
-        ranks.step(step, single.step(step), worst)
-    listed = all(
+        ranks.compare(single.step(step), ranks.step(step), worst)
+    listed = not is_planned or all(
         _listed(plan.alone(number), part, [ranks.forward_records[number], ranks.backward_records[number]])
         for number, part in enumerate(first.cut.parts)
     )
+    in_own = None
+    if stored is not None:
+        own_bounds = {
+            size: bound(plan, graph, prelude=narrow.prelude, training=training) for size, graph in narrow.graphs.items()
+        }
+        own = _in_own(start, _of_stages(own_bounds[narrow.sizes[0]].spmds), stored, call, plan)
+        compared = Compared(Pipelined(own, plan, narrow, own_bounds), _alone(narrow), len(narrow.sizes))
+        in_own = in_dtypes(own, compared, plan, steps)
     forward = tuple(c for record in ranks.forward_records for c in record)
     backward = tuple(c for record in ranks.backward_records for c in record)
     return Report(
@@ -230,34 +242,46 @@ def _pipeline_report(
         planned_backward=tuple(c for number in range(len(plan.stages)) for c in ranks.planned_backward(number)),
         matches_plan=listed,
         untraceable={name: why for program in ranks.first for name, why in program.untraceable.items()},
-        in_float64_only=not plan.precision.is_models,
+        in_dtypes=in_own,
     )
 
 
-def _passes_of_stages(plan: Plan, whole: Graph, call: Example) -> tuple[Passes, Passes]:
-    """The passes of a step in stages, in the model's dtypes and in float64."""
-    graph = step_graph(whole)
-    if plan.micro_batches == 1 or (batch_size(whole) or 0) <= (plan.micro_batch or 0):
-        return Passes.single(graph), Passes.single(widen(graph))
+def _of_stages(spmds: Sequence[Spmd]) -> Spmd:
+    """The program of the first stage with the layouts of all."""
+    return replace(spmds[0], layouts={name: layout for spmd in spmds for name, layout in spmd.layouts.items()})
+
+
+def _passes(plan: Plan, graph: Graph, call: Example) -> tuple[Passes, Passes]:
+    """The passes of a step over a whole batch, in the model's dtypes and in float64. ``graph``: of the batch."""
     assert plan.micro_batch is not None, "a plan of several passes has samples"
     narrow = Passes.of(graph, plan.micro_batch, call.graph)
     return narrow, Passes.of(widen(graph), plan.micro_batch, lambda samples: widen(call.graph(samples)))
 
 
-def _in_passes(plan: Plan, whole: Graph, call: Example) -> tuple[dict[int, Spmd], Spmd | None, Passes]:
-    """The programs of a step over a whole batch, by the samples of a pass, that of the prelude, and the passes, in
-    float64. ``whole`` is the graph of the call."""
-    assert plan.micro_batch is not None, "a plan of several passes has samples"
-    narrow = Passes.of(whole, plan.micro_batch, call.graph)
-    passes = Passes.of(widen(whole), plan.micro_batch, lambda samples: widen(call.graph(samples)))
+def _alone(passes: Passes) -> Callable[[Start], OneDevice]:
+    """What makes the one device that a step in passes is compared with."""
+    return partial(OneDeviceOfPasses, passes=passes)
+
+
+def _programs(
+    plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None
+) -> tuple[dict[int, Spmd], Spmd | None]:
+    """The programs of passes, by their samples, and that of the prelude. ``narrow``: the passes in the model's dtypes,
+    where ``passes`` are in float64."""
     spmds = {
-        size: program_of(plan, graph, training=call.module.training, original=narrow.graphs[size])
+        size: program_of(plan, graph, training=training, original=None if narrow is None else narrow.graphs[size])
         for size, graph in passes.graphs.items()
     }
     prelude = None
     if passes.prelude is not None:
-        prelude = program_of(plan, passes.prelude, original=narrow.prelude)
-    return spmds, prelude, passes
+        prelude = program_of(plan, passes.prelude, original=None if narrow is None else narrow.prelude)
+    return spmds, prelude
+
+
+def _in_own(start: Start, spmd: Spmd, stored: torch.nn.Module, call: Example, plan: Plan) -> Start:
+    """The start of the comparison in the plan's own dtypes."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), call.arguments)
+    return replace(start, spmd=spmd, module=stored, args=args, kwargs=kwargs, precision=plan.precision)
 
 
 def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: float) -> str:

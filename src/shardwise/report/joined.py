@@ -9,6 +9,7 @@ from shardwise.plans.plan import Plan
 from shardwise.report.alternatives import Ranking, WhatIf
 from shardwise.report.explain import Explanation
 from shardwise.report.page import Pass
+from shardwise.report.pipelines import PipelineRanking
 from shardwise.report.planned import InStage, Known, MicroBatches, Planned, Staged, WhatIfInStage, entries
 
 
@@ -37,9 +38,11 @@ class Joined(Known):
         found: WhatIf | WhatIfInStage = self.found.what_if(name, choice)
         return found
 
-    def top(self, k: int = 5) -> Ranking:
-        """The best ``k`` plans of the setting that was taken. Raises PlanError under stages, which have a search
-        each."""
+    def top(self, k: int = 5) -> Ranking | PipelineRanking:
+        """The best ``k`` plans of the setting that was taken; under stages the best pipelines, among them those of the
+        other settings (``Staged.top``)."""
+        if isinstance(self.found, Staged):
+            return self.found.top(k, joint=self.joint)
         found: Ranking = self.found.top(k)
         return found
 

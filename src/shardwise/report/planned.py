@@ -16,6 +16,8 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_layout
 from shardwise.plans.bind import program_of
 from shardwise.plans.chosen import Searched
+from shardwise.plans.joint import Joint
+from shardwise.plans.other_pipelines import ranked
 from shardwise.plans.pipelines import Found
 from shardwise.plans.plan import Plan
 from shardwise.plans.prices import prices_of
@@ -27,6 +29,7 @@ from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import Pass, Told, write_page
+from shardwise.report.pipelines import PipelineRanking
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
@@ -104,10 +107,7 @@ class Planned(Known):
 
     def top(self, k: int = 5) -> Ranking:
         """The best ``k`` plans of the search (up to ``MOST_PLANS``), by the same prices."""
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
-            fix = f"a whole number from 1 to {MOST_PLANS:,}"
-            raise PlanError(problem(f"the best {shown(k)} plans are asked for", fix=fix))
-        return top(self.finished_search, k)
+        return top(self.finished_search, _checked_count(k))
 
     def cost_graph(self, path: str | Path) -> None:
         """Write what the search minimised, with the chosen entries marked: JSON, or DOT if the path ends in
@@ -158,24 +158,24 @@ class WhatIfInStage:
 
 @dataclass(frozen=True, eq=False)
 class Staged(Known):
-    """The plan of a pipeline. No parts of the plan are ``searched``, the search for each stage, and what stages are
-    parts of: the ``graph`` of a pass, and the ``prelude`` of a step."""
+    """The plan of a pipeline. ``searched``: the search for each stage; ``found``: how it was found. Both are no part of
+    the plan."""
 
     searched: tuple[Searched | None, ...] = field(default=(), kw_only=True, repr=False)
-    graph: Graph = field(kw_only=True, repr=False)
-    prelude: Graph | None = field(default=None, kw_only=True, repr=False)
+    found: Found = field(kw_only=True, repr=False)
 
     @staticmethod
     def of(found: Found) -> Staged:
         """Equal stages have one search, and equal meshes have equal names."""
+        plan = found.plan
         called: dict[int, Search] = {}
         own = tuple(
             None
             if one is None
             else replace(one, search=called.setdefault(id(one.search), replace(one.search, called=stage.mesh)))
-            for stage, one in zip(found.plan.stages, found.searched, strict=True)
+            for stage, one in zip(plan.stages, found.searched, strict=True)
         )
-        return Staged(**entries(found.plan), searched=own, graph=found.graph, prelude=found.prelude)
+        return Staged(**entries(plan), searched=own, found=found)
 
     def explain(self, name: str) -> InStage:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
@@ -200,6 +200,13 @@ class Staged(Known):
         changed = tuple(change._replace(name=in_stage(change.name)) for change in found.changed)
         return WhatIfInStage(number, replace(found, changed=changed))
 
+    def top(self, k: int = 5, *, joint: Joint | None = None) -> PipelineRanking:
+        """The best ``k`` pipelines (up to ``MOST_PLANS``) of those that are near: every cut moved by a block (or an
+        operator, where there are none), and micro-batches of the other sizes that were looked at; each is planned and
+        simulated as the chosen one was. ``joint``: the settings of a joint search, which are compared as well. Raises
+        PlanError where no stage was chosen by price."""
+        return PipelineRanking(*ranked(self.found, _checked_count(k), joint))
+
     def _home(self, name: str) -> tuple[int, Searched]:
         """The stage that has an operator or a parameter, and its search."""
         for number, own in enumerate(self.searched):
@@ -213,7 +220,7 @@ class Staged(Known):
 
     def passes(self) -> tuple[StagePass, ...]:
         """Every stage with a simulated pass over a micro-batch."""
-        return stage_passes(self, self.graph, self.prelude)
+        return stage_passes(self, self.found.graph, self.found.prelude)
 
     def known(self) -> tuple[Pass, ...]:
         """Of every stage a simulated pass; of its operators the types, what they read and the alternatives there."""
@@ -262,6 +269,13 @@ def _told_by(graph: Graph, program: Program) -> tuple[Told, Told]:
         return tuple(makers[own] for own in graph.op_by_name[name].operands if own in makers)
 
     return types, reads
+
+
+def _checked_count(k: int) -> int:
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
+        fix = f"a whole number from 1 to {MOST_PLANS:,}"
+        raise PlanError(problem(f"the best {shown(k)} plans are asked for", fix=fix))
+    return k
 
 
 def alternatives_of(search: Search, name: str) -> Mapping[str, Any]:

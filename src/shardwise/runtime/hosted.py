@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -105,21 +105,27 @@ def with_copies(program: Program, on_host: frozenset[str]) -> tuple[Program, fro
         for instruction in program.forward
         if isinstance(instruction, Compute) and on_host.intersection(instruction.operands)
     }
-    placing = _Placing(program.spmd.layouts, lookups, set(on_host))
+    placing = _Placing(program.spmd.layouts, lookups, set(on_host), dict(program.forms))
     forward = placing.through(program.forward, (*program.delivered, *(value for _, value in program.mutations)))
-    placed = replace(program, forward=forward, backward=placing.through(program.backward, ()))
-    return placed, frozenset(placing.on_host)
+    backward = placing.through(program.backward, (), mark="'")
+    return replace(program, forward=forward, backward=backward, forms=placing.forms), frozenset(placing.on_host)
 
 
 @dataclass
 class _Placing:
-    """``on_host``: the names of what is there; ``values``: those of the Spmd program."""
+    """``on_host``: the names of what is there; ``values``: those of the Spmd program; ``forms``: of all names, to which
+    those of copies are added."""
 
     values: Collection[str]
     lookups: set[str]
     on_host: set[str]
+    forms: dict[str, Form]
 
-    def through(self, instructions: Sequence[Instruction], delivered: Sequence[str]) -> tuple[Instruction, ...]:
+    def through(
+        self, instructions: Sequence[Instruction], delivered: Sequence[str], mark: str = ""
+    ) -> tuple[Instruction, ...]:
+        """``mark``: ends the names of copies, which no other list has."""
+        self.mark = mark
         self.copies: dict[str, str] = {}  # name -> that of its copy on the other side
         self.placed: list[Instruction] = []
         for instruction in instructions:
@@ -157,6 +163,7 @@ class _Placing:
             return
         back = [name for name in instruction.results if name in self.values]  # what the device may want
         names = {name: f"{name}@host" if name in back else name for name in instruction.results}
+        self.forms.update({names[name]: forms[name] for name in back})
         self.on_host.update(names.values())
         self.copies.update({name: names[name] for name in back})
         self.placed.append(replace(instruction, results=tuple(names.values())))
@@ -166,11 +173,12 @@ class _Placing:
         """The name of a value's copy on the other side, made if it is not there yet."""
         if name not in self.copies:
             to_host = name not in self.on_host
-            self.copies[name] = f"{name}@{'host' if to_host else 'device'}"
-            form = Form((), (), torch.float32, False)
-            self.placed.append(Copy(name, self.copies[name], "host" if to_host else "device", form, instruction.origin))
+            side: Literal["host", "device"] = "host" if to_host else "device"
+            self.copies[name] = copied = f"{name}@{side}{self.mark}"
+            self.forms[copied] = self.forms[name]
+            self.placed.append(Copy(name, copied, side, self.forms[name], instruction.origin))
             if to_host:
-                self.on_host.add(self.copies[name])
+                self.on_host.add(copied)
         return self.copies[name]
 
 

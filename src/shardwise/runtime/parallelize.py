@@ -62,8 +62,7 @@ def parallelize(
     files lack of a module without values is an error, or is left to ``init``. ``compile``: whether
     PyTorch's compiler makes kernels of the programs. With ``"auto"``, the default on CUDA, the first ten training steps
     run eager and compiled in turns and the faster way stays; it is remembered on disk (``runtime.trials``; eager under
-    a schedule whose backward works on cotangents and on weights apart, under stages with tables on the host, and
-    within hooks for saved tensors). The default
+    a schedule whose backward works on cotangents and on weights apart, and within hooks for saved tensors). The default
     on CPUs is False: there it takes longer to compile than most runs gain. ``check_replicas``: in every so many
     training calls, the first included, what ranks must hold alike is compared (``runtime.replicas``), and a
     ReplicaError names the first operator, parameter or input that differs; such a call is not compiled. Rank 0's
@@ -102,8 +101,8 @@ def parallelize(
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
-        _check_pipeline(agreed, size, compile, host)
-        if host or schedule_of(agreed.schedule, agreed.order).splits_backward:
+        _check_pipeline(agreed, size, compile)
+        if schedule_of(agreed.schedule, agreed.order).splits_backward:
             compile = False
     else:
         _check_ranks(agreed, size)
@@ -145,7 +144,7 @@ def _check_ranks(plan: Plan, size: int) -> None:
         )
 
 
-def _check_pipeline(plan: Plan, size: int, compile: Compile | None, host: Sequence[str]) -> None:
+def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
     """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
@@ -153,13 +152,6 @@ def _check_pipeline(plan: Plan, size: int, compile: Compile | None, host: Sequen
             problem(
                 f"the plan is for {plan.num_ranks} devices ({places}); {size} ranks are running",
                 fix=f"start {plan.num_ranks} ranks, or plan for {size}",
-            )
-        )
-    if compile is True and host:
-        raise PlanError(
-            problem(
-                "under a plan of stages, programs with tables on the host are not compiled",
-                fix="leave compile=True out, or host=, or plan without stages",
             )
         )
     if compile is True and schedule_of(plan.schedule, plan.order).splits_backward:

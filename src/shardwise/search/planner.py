@@ -47,7 +47,7 @@ from shardwise.search.kept import Kept, keep
 from shardwise.search.levers import Levers, with_levers
 from shardwise.search.ranking import Ranked, Simulated, ranked
 from shardwise.search.transients import searches_within
-from shardwise.search.zero import Zero, stored_apart
+from shardwise.search.zero import Zero, stored_apart, summed_at_source
 
 RETRIES = 3
 # Of the searches with a cap on moments, how many become programs.
@@ -385,6 +385,8 @@ def built(
 ) -> tuple[Choice, Spmd]:
     """The program of a choice under some settings, and the choice with its parameters as they are stored."""
     by_block = settings.levers.gathered == "again"
+    if settings.zero is not None:
+        choice = summed_at_source(choice, graph, rules, mesh)
     spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     if settings.zero is not None:
         said = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}

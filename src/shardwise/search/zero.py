@@ -8,15 +8,18 @@ stage 2 what was gathered is held from forward to backward; stage 3 lets it go a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.errors import LayoutError, ShardwiseError, problem
-from shardwise.layouts.choice import Place, Where, layout_of, where_of
+from shardwise.graph.ir import Graph, Ref
+from shardwise.layouts.choice import INVARIANT, REPLICATED, Place, Places, Where, layout_of, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice, Spmd
+from shardwise.rules.rule import OpRule
 from shardwise.search.again import Gathered
 
 
@@ -75,6 +78,43 @@ def stored_apart(choice: Choice, spmd: Spmd, zero: Zero) -> Choice:
         if axes and not layout.windows and prod(layout.shape) >= zero.whole_below:
             sources[name] = _split(layout, axes, mesh)
     return replace(choice, sources=sources)
+
+
+def summed_at_source(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
+    """The choice in which what is made of parameters alone (a transposed weight, an expert's rows) hands partial
+    gradients on to them: they are summed where the parameter is, and what can be split over devices is the parameter.
+    So it is where all who read such a value do different work along an axis."""
+    made = {source.value for source in graph.sources if source.kind == "parameter"}
+    fixed = made | {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
+    views = []
+    for op in graph.ops:
+        if fixed.issuperset(op.operands) and made.intersection(op.operands):
+            if any(graph.by_name[name].requires_grad for name in op.results):
+                views.append(op)
+            made.update(op.results)
+            fixed.update(op.results)
+    given = {out.name for out in graph.outputs if isinstance(out, Ref)} | {value for _, value in graph.mutations}
+    strategies = dict(choice.strategies)
+    for op in reversed(views):
+        readers = {reader.name: reader for name in op.results for reader in graph.consumers[name]}
+        if not readers or given.intersection(op.results) or op.name not in strategies:
+            continue
+        places = {name: Places.of(rules[name]) for name in readers}
+        own = strategies[op.name].choice_of
+        summed = {
+            axis: REPLICATED
+            for axis in mesh.sub_axes
+            if own.get(axis, INVARIANT) == INVARIANT
+            and all(
+                places[reader.name].operand(i, strategies[reader.name].choice_of.get(axis, INVARIANT)) == "R"
+                for reader in readers.values()
+                for i, name in enumerate(reader.operands)
+                if name in op.results
+            )
+        }
+        if summed:
+            strategies[op.name] = Strategy.of({**own, **summed})
+    return replace(choice, strategies=strategies)
 
 
 def _copied(spmd: Spmd) -> dict[str, set[str]]:

@@ -1,0 +1,97 @@
+"""Other pipelines than the one that was chosen, planned and simulated as it was: with a cut elsewhere, with
+micro-batches of another size, and of a joint search with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardwise.errors import PlanError, problem
+from shardwise.graph.cut import free_values
+from shardwise.graph.ir import Graph
+from shardwise.graph.segments import block_of
+from shardwise.plans.joint import Joint, figures
+from shardwise.plans.pipelines import Found
+from shardwise.plans.plan import Plan
+
+MOST_STEPS = 3  # by which a cut is moved
+
+
+class RankedPipeline(NamedTuple):
+    """A pipeline as what is simulated for it, and in what it differs from the chosen one (nothing: it is that).
+    ``num_bytes``: of the device that holds most; ``bubble``: the share of all places' time in which they wait;
+    ``plan``: None where a joint search kept figures alone, of which ``bubble`` is none."""
+
+    step_seconds: float
+    num_bytes: float
+    changed: str
+    bubble: float | None = None
+    plan: Plan | None = None
+
+
+def ranked(found: Found, k: int, joint: Joint | None = None) -> tuple[tuple[RankedPipeline, ...], int, int]:
+    """The chosen pipeline, then the best ``k`` - 1 of the others; how many others were looked at, and how many of them
+    could not be. Cuts are moved one by one, by one block (or operator, where there are none), then by two, until there
+    are enough. Raises PlanError where nothing was chosen by price."""
+    if found.plan.pipeline is None:
+        raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
+    others = [_ranked(plan, _size(plan)) for plan in found.others]
+    refused = 0
+    if joint is not None:
+        planned = [one for one in joint.considered if one.setting != joint.taken]
+        others += [
+            RankedPipeline(one.step_seconds, one.num_bytes, str(one.setting)) for one in planned if one.step_seconds
+        ]
+        refused += sum(bool(one.refused) for one in planned)
+    for distance in range(1, MOST_STEPS + 1):
+        if distance > 1 and len(others) >= k - 1:
+            break
+        for changed, parts in _moved(found, distance):
+            try:
+                others.append(_ranked(found.again(parts).plan, changed))
+            except PlanError:
+                refused += 1
+    best = sorted(others, key=lambda own: own.step_seconds)[: k - 1]
+    return (_ranked(found.plan, ""), *best), len(others) + refused, refused
+
+
+def _ranked(plan: Plan, changed: str) -> RankedPipeline:
+    assert plan.pipeline is not None, "it was chosen by price"
+    return RankedPipeline(*figures(plan), changed, plan.pipeline.bubble, plan)
+
+
+def _size(plan: Plan) -> str:
+    return f"micro-batch {plan.micro_batch} ({plan.micro_batches} passes)"
+
+
+def _moved(found: Found, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
+    """What is moved, and the operators of every stage, with one cut so many places earlier or later. Stages that the
+    user marked stay."""
+    if found.is_marked:
+        return
+    names = [op.name for op in found.graph.ops]
+    at = {name: i for i, name in enumerate(names)}
+    starts = [at[part[0]] for part in found.parts]
+    places = _places(found.graph)
+    for number, start in enumerate(starts[1:], 1):
+        earlier = [place for place in places if starts[number - 1] < place < start]
+        after = starts[number + 1] if number + 1 < len(starts) else len(names)
+        later = [place for place in places if start < place < after]
+        for place in (*earlier[::-1][distance - 1 : distance], *later[distance - 1 : distance]):
+            own = [*starts[:number], place, *starts[number + 1 :], len(names)]
+            cut = [names[first:last] for first, last in pairwise(own)]
+            yield f"stage {number} begins with {names[place]}, not with {names[start]}", cut
+
+
+def _places(graph: Graph) -> list[int]:
+    """Where a stage may begin: with a repeated block or behind the last one; with any operator, where there are none.
+    What every stage makes by itself begins none."""
+    free = free_values(graph)
+    own = [i for i, op in enumerate(graph.ops) if not free.issuperset(op.results)]
+    blocks = [block_of(graph.ops[i].name) for i in own]
+    found = [i for i, before, block in zip(own[1:], blocks, blocks[1:], strict=False) if block != before]
+    return found if any(blocks) else own[1:]
+
+
+__all__ = ["RankedPipeline", "ranked"]
