@@ -278,7 +278,7 @@ def _step(question: Question, plan: Plan) -> Step:
         passes = found.passes()
         peaks = tuple(stage_peak(plan, number, own.step) for number, own in enumerate(passes))
         seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
-        return Step(seconds, peak, peaks, *_arithmetic(found.graph, plan, cluster))
+        return Step(seconds, peak, peaks, *_arithmetic(found.found.graph, plan, cluster))
     assert plan.predicted is not None, "it was chosen by price"
     arguments = question.args, dict(question.kwargs)
     call = Example(question.module, arguments, question.settings.get("loss"), precision=plan.precision)
