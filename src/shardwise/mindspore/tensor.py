@@ -135,7 +135,7 @@ class Parameter(nn.Parameter):
         return self
 
     def value(self) -> torch.Tensor:
-        return self.detach()
+        return Tensor(self.detach())
 
     def assign_value(self, value: Any) -> Parameter:
         """Give the parameter other values."""

@@ -28,8 +28,8 @@ class Cell(nn.Module):
 
     A cell may say its own backward: ``bprop(self, *inputs, out, dout)`` returns a tuple with a gradient per input of
     ``construct`` (``own_backward``). As in the reference a cell starts in evaluation mode; ``Model.train`` and
-    ``set_train`` change it. ``auto_prefix=False``: it does not lengthen the names of the parameters inside. ``flags`` are
-    accepted and mean nothing here.
+    ``set_train`` change it. ``auto_prefix=False``: it does not lengthen the names of the parameters inside. ``flags``
+    are accepted and mean nothing here.
     """
 
     is_wrapper = False  # of a network: it does not lengthen the names of parameters

@@ -262,7 +262,7 @@ class PipelineGradReducer(Cell):
 
 
 __all__ = [
-    "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "GradAccumulationCell", "MicroBatchInterleaved",
-    "ParameterUpdate", "PipelineCell", "PipelineGradReducer", "TimeDistributed", "TrainOneStepCell",
-    "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithGradCell", "WithLossCell",
+    "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "GradAccumulationCell",
+    "MicroBatchInterleaved", "ParameterUpdate", "PipelineCell", "PipelineGradReducer", "TimeDistributed",
+    "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithGradCell", "WithLossCell",
 ]  # fmt: skip

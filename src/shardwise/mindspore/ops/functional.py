@@ -20,7 +20,6 @@ from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, plain
 
-
 # Whether a call is inside of a function that value_and_grad differentiates, or that torch.func transforms.
 _DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)
 _TRANSFORMED: ContextVar[bool] = ContextVar("shardwise_transformed", default=False)
