@@ -41,6 +41,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformer import Shape, Transformer
 
 import shardwise
+from shardwise.launch.heap import keep_freed_memory
 
 LOSS_STEPS = 3  # compared before timing: the first shows the forward, the others gradients and optimizer too
 # Sums are taken in another order. AdamW turns the rounding of a tiny gradient into a whole step, but such a gradient
@@ -92,6 +93,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def rank_main(rank: int, job: Job, folder: str) -> None:
     """What every rank does; rank 0 leaves the result in ``folder``."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # for all contenders, as shardwise.init_ranks does
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.num_ranks, timeout=TIMEOUT)
     torch.manual_seed(0)

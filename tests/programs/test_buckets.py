@@ -156,9 +156,8 @@ def test_a_gradient_larger_than_a_bucket_leaves_early_too():
     assert not any(step.value in parameters for step in spmd.steps if isinstance(step, Conversion))
 
 
-def test_without_a_loss_what_is_frozen_does_not_share_a_message_with_what_is_not():
-    """One message is one function of autograd, all of whose results would carry a gradient: PyTorch refuses a target
-    that does."""
+def test_what_is_frozen_shares_a_message_with_what_is_not_where_backward_sends_none():
+    """PyTorch refuses a target that carries a gradient: results of one message have it one by one."""
 
     class Moved(nn.Module):
         def __init__(self):
@@ -172,5 +171,20 @@ def test_without_a_loss_what_is_frozen_does_not_share_a_message_with_what_is_not
             return F.soft_margin_loss(weight, target, reduction="none")
 
     plan = sw.plan(Moved(), (), 2, mesh=sw.Mesh(tp=2), search="sharding_propagation")
-    assert [entry.kind for entry in plan.collectives()] == ["all_gather", "all_gather"]
+    assert [entry.kind for entry in plan.collectives()] == ["all_gather"]
     assert sw.verify(Moved(), (), plan).ok
+
+
+def test_a_loss_and_the_number_of_its_tokens_are_summed_in_one_message():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 8)
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.head(x), labels, ignore_index=0)
+
+    batch = torch.randn(12, 16), torch.randint(8, (12,))
+    plan = sw.plan(Loss(), batch, 4, mesh=sw.Mesh(dp=4), mode="data_parallel")
+    assert [entry.kind for entry in plan.collectives()] == ["all_reduce"]
+    assert sw.verify(Loss(), batch, plan).ok

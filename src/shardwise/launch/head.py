@@ -30,6 +30,15 @@ _CALL_LIMIT = 0.3
 _CALL_SECONDS = 2.0  # between calls to a machine that is missing
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a machine says of its ranks' end. ``absent``: ranks that were in no collective when they were stopped."""
+
+    code: int
+    failure: Failure | None
+    absent: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Machine:
     """A launcher that said hello. ``address``, ``port``: where it listens; ``rank_port``: free there, for ranks to meet
@@ -43,7 +52,7 @@ class Machine:
     slots: list[int]
     spares: list[int]
     ranks: range = range(0)
-    ended: Mapping[str, Any] | None = None
+    ended: Ended | None = None
 
 
 @dataclass(slots=True)
@@ -142,7 +151,11 @@ class Head:
         if "beat" in message:
             self.course.reach(int(message["beat"]))
         elif "ended" in message and message["ended"] == self.number - 1:
-            machine.ended, machine.rank_port = message, int(message["rank_port"])
+            failure = _failure(message["failure"]) if message["failure"] else None
+            absent = tuple(int(rank) for rank in message["absent"])
+            machine.ended, machine.rank_port = Ended(int(message["code"]), failure, absent), int(message["rank_port"])
+        elif "port" in message:
+            machine.rank_port = int(message["port"])
         elif "leave" in message:
             self.finish(int(message["leave"]))
 
@@ -175,7 +188,7 @@ class Head:
         if not self.running:
             self._gather(now)
         elif not self.stopping:
-            codes = [machine.ended["code"] for machine in self._active if machine.ended]
+            codes = [machine.ended.code for machine in self._active if machine.ended]
             if self.lost or any(codes):
                 self._stop()
             elif len(codes) == len(self._active):
@@ -198,9 +211,9 @@ class Head:
         """The generation has ended on every machine that is left."""
         self.running = self.stopping = self.suspect = False
         reports = [machine.ended for machine in self._active if machine.ended]
-        failures = [_failure(report["failure"]) for report in reports if report["failure"]]
+        failures = [report.failure for report in reports if report.failure is not None]
         cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds), default=None)
-        code = next((report["code"] for report in reports if report["code"] and not report["failure"]), 0)
+        code = next((report.code for report in reports if report.code and report.failure is None), 0)
         # Machines that fell silent may go on by themselves, if they are more than half.
         self.least = -(-(len(self._active) + len(self.lost)) // 2) if self.unsure else 1
         lost, self.lost, self.unsure = self.lost, [], False
@@ -214,7 +227,7 @@ class Head:
             else:
                 self._regather(now, f"{text}; generation {self.number} goes on")
         elif cause is not None:
-            self._lose_a_rank(cause, [rank for report in reports for rank in report["absent"]], now)
+            self._lose_a_rank(cause, [rank for report in reports for rank in report.absent], now)
         else:
             came = name_machines(machine.node for machine in self._standing_by)
             self._regather(now, f"{came} came{self.course.after_step}; generation {self.number} goes on")
@@ -226,11 +239,14 @@ class Head:
             self.finish(lost.exit_code, f"{text}; {why}")
             return
         active = self._active
-        home = next((one for one in active if lost.rank in one.ranks), active[0])
-        total = sum(len(machine.slots) for machine in active)
-        slot = home.slots[lost.rank - home.ranks.start] if lost.rank in home.ranks else home.slots[0]
-        home.slots, home.spares, how = self.course.replaced(home.slots, home.spares, slot, total)
         self.suspect = lost.differs
+        home = next((one for one in active if lost.rank in one.ranks), None)
+        if home is None:  # its machine is gone as well
+            self._regather(now, f"{text}; generation {self.number} goes on")
+            return
+        total = sum(len(machine.slots) for machine in active)
+        slot = home.slots[lost.rank - home.ranks.start]
+        home.slots, home.spares, how = self.course.replaced(home.slots, home.spares, slot, total)
         self._regather(now, f"{text}; generation {self.number} goes on {how} of machine {home.node}")
 
     def _regather(self, now: float, how: str) -> None:

@@ -26,6 +26,7 @@ _TURN_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
 _TAKE_OVER_SECONDS = 15.0  # for the others to notice as well that the head is lost
 _HELLO_SECONDS = 2.0
+_PORT_SECONDS = 10.0  # for which a port that was free is taken to be so
 _MOST_STRANGERS = 64  # connections that have not said who they are
 
 
@@ -194,6 +195,7 @@ class Member:
         """The next generation, or the exit code of the job."""
         self.stopped = False
         limit = time.monotonic() + self.settings.wait_seconds
+        asked = time.monotonic()  # for a free port, of which the head was told
         while True:
             if self.caught:
                 if self.channel is not None:
@@ -207,6 +209,9 @@ class Member:
                 time.sleep(_TURN_SECONDS)
                 continue
             assert self.channel is not None
+            if time.monotonic() > asked + _PORT_SECONDS:  # whoever stands by does so for hours
+                asked = time.monotonic()
+                self.channel.send(port=self.free_port())
             messages = self.channel.messages(_TURN_SECONDS)
             if messages:
                 limit = time.monotonic() + self.settings.wait_seconds

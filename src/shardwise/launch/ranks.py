@@ -23,6 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 
 from shardwise.costs import probe
 from shardwise.errors import LaunchError, problem
+from shardwise.launch.heap import keep_freed_memory
 from shardwise.launch.places import Place, read_place
 from shardwise.runtime.generation import current, read_generation
 from shardwise.runtime.pages import PAGE
@@ -43,7 +44,8 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
     the CUDA device ``local_rank`` becomes current (or the only one, where Slurm shows each task its own).
     ``timeout_seconds`` bounds the wait for the others, here and in every collective. The group is destroyed when the
     process ends. Under a launcher that leaves OMP_NUM_THREADS unset (mpirun, srun) the ranks of a machine share its
-    cores: torch's threads are divided by their number.
+    cores: torch's threads are divided by their number. With gloo the process keeps the memory that it lets go
+    (``launch.heap``).
 
     Raises LaunchError if the environment is incomplete or contradictory, if a rank does not come in time or runs
     another version of torch or shardwise, or if the backend is not the existing group's.
@@ -68,7 +70,9 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
         what = f"local rank {place.local_rank} has no GPU: this machine shows {num_gpus}"
         raise LaunchError(problem(what, fix=f"start {num_gpus or 'no'} ranks here, or use the backend gloo"))
     device = torch.device("cuda", gpu) if backend == "nccl" else None
-    if device is not None:
+    if device is None:
+        keep_freed_memory()
+    else:
         torch.cuda.set_device(device)
     if place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // place.local_world_size))

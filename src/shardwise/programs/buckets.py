@@ -64,10 +64,11 @@ def fill_buckets(
     def message_kind(conversion: Conversion) -> object:
         """What conversions have in common that share their messages."""
         moves = tuple((move.cell, move.axes) for move in conversion.moves)
-        kinds = tuple(c.kind for side in _both(conversion) for c in side)
-        own, value = (conversion.differentiable, receives_gradient(conversion)), value_of(conversion.origin)
+        forward, backward = (tuple(c.kind for c in side) for side in _both(conversion))
+        gradient = (conversion.differentiable, receives_gradient(conversion)) if backward else ()
+        value = value_of(conversion.origin)
         block = block_of(conversion.op) if by_block and conversion.value in sources else ""
-        return moves, kinds, value.dtype, value.reduced, own, conversion.value in sources, block
+        return moves, forward, backward, value.dtype, value.reduced, gradient, conversion.value in sources, block
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)

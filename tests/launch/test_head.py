@@ -1,0 +1,84 @@
+"""The head of a job on several machines, told what launchers say."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+
+from shardwise.launch.channel import Channel
+from shardwise.launch.course import Course, Elastic
+from shardwise.launch.head import Head
+from shardwise.launch.processes import Failure
+
+RANKS = 2  # of each machine
+
+
+class Job:
+    """A head, and the launchers of two machines as it hears of them."""
+
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self.head = Head(Course(Elastic(min_ranks=1), 2 * RANKS), 0, 2, {0, 1}, now + 60, now + 60)
+        self.launchers = []
+        for node in range(2):
+            own, heads = map(Channel, socket.socketpair())
+            slots = list(range(RANKS))
+            hello = {"hello": node, "machines": 2, "ranks": 2 * RANKS, "slots": slots, "spares": [], "port": 1}
+            self.head.admit(heads, {**hello, "rank_port": 2, "name": f"host{node}"})
+            self.launchers.append(own)
+        self.head.turn()
+        assert all("ranks" in self.heard(node)[0] for node in range(2))
+
+    def heard(self, node: int) -> list[dict[str, object]]:
+        return [dict(message) for message in self.launchers[node].messages() if "beat" not in message]
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    for channel in (*made.launchers, *(machine.channel for machine in made.head.machines.values())):
+        channel.close()
+
+
+def test_a_rank_with_wrong_copies_on_a_machine_that_is_lost_costs_no_other_machine_a_slot(job: Job) -> None:
+    job.launchers[1].close()
+    job.head.turn()
+    assert job.heard(0) == [{"stop": 0}]
+    blamed = asdict(Failure(rank=0, seconds=1.0, exit_code=1, error="copies differ", blames=(3,), differs=True))
+    job.launchers[0].send(ended=0, code=1, failure=blamed, absent=[], rank_port=3)
+    job.head.turn()
+    job.head.turn()
+    (begin,) = job.heard(0)
+    assert begin["slots"] == [0, 1]
+    assert begin["ranks"] == [0, RANKS]
+    assert begin["suspect"] is True
+    assert str(begin["how"]).startswith("rank 3 failed with exit code 1")
+
+
+def test_ranks_meet_at_the_port_that_was_free_last(job: Job) -> None:
+    job.launchers[1].close()
+    job.head.turn()
+    assert job.heard(0) == [{"stop": 0}]
+    job.launchers[0].send(ended=0, code=0, failure=None, absent=[], rank_port=3)
+    job.launchers[0].send(port=5)
+    job.head.turn()
+    job.head.turn()
+    (begin,) = job.heard(0)
+    assert begin["master"] == ["host0", 5]
+
+
+@pytest.mark.parametrize("missing", ["code", "failure", "absent", "rank_port", "blames"])
+def test_an_incomplete_word_ends_its_connection_and_not_the_head(job: Job, missing: str) -> None:
+    failure = asdict(Failure(rank=2, seconds=1.0, exit_code=1))
+    word = {"code": 1, "failure": failure, "absent": [], "rank_port": 3}
+    (failure if missing == "blames" else word).pop(missing)
+    job.launchers[1].send(ended=0, **word)
+    job.head.turn()
+    job.head.turn()
+    assert 1 not in job.head.machines
+    assert job.heard(0) == [{"stop": 0}]
