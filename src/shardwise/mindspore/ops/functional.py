@@ -80,9 +80,9 @@ def value_and_grad(
     """A function that returns what ``fn`` returns, and gradients: of the inputs at ``grad_position`` and of
     ``weights``, as a pair where both are asked for.
 
-    With ``has_aux`` only the first output is differentiated, else the sum of all of them. Gradients of inputs need
-    parallel modes other than semi_auto and auto. In these, where every rank has rows of its own, the losses of the
-    ranks are summed, with ``gradients_mean`` averaged.
+    With ``has_aux`` only the first output is differentiated, else the sum of all of them. For gradients of
+    inputs every rank computes a split cell whole, which needs ``full_batch``. In semi_auto and auto mode, where every
+    rank has rows of its own, the losses of the ranks are summed, with ``gradients_mean`` averaged.
     """
     if return_ids:
         raise NotImplementedError("value_and_grad(return_ids=True): gradients are returned in order, without names")
