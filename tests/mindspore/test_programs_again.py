@@ -68,6 +68,14 @@ def test_parameters_of_equal_cells_have_the_paths_of_their_cells_in_their_names(
     assert list(holder.parameters_dict()) == ["net.0.w", "net.0.v", "net.1.w", "net.1.v"]
 
 
+def test_gradients_flow_through_the_value_of_a_parameter() -> None:
+    critic = Critic()
+    gradient = ms.grad(lambda x: (x * critic.w.value()).sum(), None, critic.trainable_params())
+    of_w, of_v = gradient(Tensor(np.full((1, 8), 3.0, np.float32)))
+    assert (of_w.asnumpy() == 3).all()
+    assert (of_v.asnumpy() == 0).all()
+
+
 def test_batches_have_the_sizes_that_a_function_says() -> None:
     rows = ds.NumpySlicesDataset(np.arange(8), ["x"], shuffle=False)
     batches = rows.batch(lambda info: info.get_batch_num() + 1)

@@ -135,7 +135,8 @@ class Parameter(nn.Parameter):
         return self
 
     def value(self) -> torch.Tensor:
-        return Tensor(self.detach())
+        """Its values, through which gradients flow, as in the reference."""
+        return self.view_as(self) if torch.compiler.is_exporting() else self.view_as(self).as_subclass(Tensor)
 
     def assign_value(self, value: Any) -> Parameter:
         """Give the parameter other values."""
