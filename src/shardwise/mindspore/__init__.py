@@ -83,6 +83,7 @@ from shardwise.mindspore.train import (
     SummaryCollector,
     SummaryRecord,
     TimeMonitor,
+    async_ckpt_thread_status,
     build_searched_strategy,
     data_sink,
     export,
@@ -132,6 +133,7 @@ __all__ = [
     "Tensor",
     "TimeMonitor",
     "amp",
+    "async_ckpt_thread_status",
     "bfloat16",
     "bool_",
     "build_searched_strategy",
@@ -212,4 +214,15 @@ __all__ = [
     "vjp",
     "vmap",
 ]  # fmt: skip
-__getattr__ = absent(__name__, lambda: __all__)
+_DENSE = "dense tensors: ops.matmul of a dense matrix, or ops.gather and ops.unsorted_segment_sum over edges"
+__getattr__ = absent(
+    __name__,
+    lambda: __all__,
+    {
+        **dict.fromkeys(("COOTensor", "CSRTensor", "RowTensor", "SparseTensor"), _DENSE),
+        "Profiler": "torch.profiler.profile(); of a split cell shardwise.Parallel.profile",
+        "mindrecord": "dataset.GeneratorDataset over files of one's own",
+        "mint": "ops and nn, which have the same functions",
+        "load_mindir": "load",
+    },
+)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,16 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.graph.trees import leaf_name
 from shardwise.graph.widen import in_reference_mode
-from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, staged, strict
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.holding import Held, gathered, held, hold, parameter_of, whole
+from shardwise.mindspore.holding import Held, gathered, held, hold, parameter_of, whole, with_whole_parameters
 from shardwise.mindspore.layout import AXIS
+from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import Options
+from shardwise.mindspore.own_rows import own_rows, rows_of
 from shardwise.mindspore.storage import copied_axes, parameter_plans, shard_axes
 from shardwise.mindspore.tensor import Tensor, plain
 from shardwise.runtime.agree import from_rank_zero
@@ -116,10 +118,27 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return pytree.tree_map(as_ours, nn.Module.__call__(cell, *args, **kwargs))
     if staged.is_on() and not hasattr(cell, "micro_size"):
         return pytree.tree_map(as_ours, _outside_of_stages(cell, args, kwargs))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
+        return pytree.tree_map(as_ours, _of_computed(cell, args, kwargs))
     split, result = run(cell, args, kwargs)
     if split.local and isinstance(split.par, sw.Parallel):
-        result = pytree.tree_map(partial(_own_rows, rows=_rows(split.par)), result)
+        result = pytree.tree_map(partial(own_rows, rows=rows_of(split.par)), result)
     return pytree.tree_map(as_ours, result)
+
+
+def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a cell returns for inputs whose gradients are wanted, such as what another cell returned: every rank
+    computes it whole. Raises RuntimeError where ranks have rows of their own."""
+    if staged.is_on() or _fed(context.options(), args, kwargs):
+        what = "the gradient of its input is wanted, which it is given in parts"
+        fix = "full_batch=True, or one cell that holds this one and what computes its input"
+        raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
+    note(f"{type(cell).__name__} is given what was computed with gradients: every rank computes it whole")
+    if cell not in _SPLITS:  # parameters are kept in the same way whatever comes first
+        given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        _SPLITS[cell] = _split(cell, *given)
+    with inside():
+        return torch.func.functional_call(cell, with_whole_parameters(cell), args, kwargs)
 
 
 def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -445,52 +464,3 @@ def detached(result: Any) -> Any:
 def as_ours(x: Any) -> Any:
     """A tensor with the reference's methods; anything else as it is."""
     return x.as_subclass(Tensor) if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter) else x
-
-
-def _rows(par: sw.Parallel) -> list[tuple[int, int]]:
-    """Which rows of the whole batch each rank is given: from, to. Empty: all ranks are given all of them."""
-    plan = par.plan
-    fed = [plan.layouts[entry.name] for entry in plan.inputs if entry.shape]
-    if not fed:
-        return []
-    batch = max(input_entry.shape[0] for input_entry in par.latest.inputs if input_entry.shape)
-    axes = [axis for atom in fed[0].dims[0] for axis in atom.axes]
-    return _parts(Layout(plan.mesh, ((Atom(batch, tuple(axes)),),))) if axes else []
-
-
-@lru_cache(maxsize=64)
-def _parts(layout: Layout) -> list[tuple[int, int]]:
-    """From, to: which elements of a dim each rank holds."""
-    numbers = torch.arange(layout.shape[0])
-    parts = [shard(numbers, layout, layout.mesh.coordinates(rank)) for rank in range(layout.mesh.num_devices)]
-    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
-
-
-def _own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:
-    if not rows or not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != max(stop for _, stop in rows):
-        return x
-    rows_here: torch.Tensor = _Rows.apply(x, rows)  # type: ignore[no-untyped-call]
-    return rows_here
-
-
-class _Rows(torch.autograd.Function):
-    """This rank's rows of a tensor that all ranks hold; its gradient is gathered, since all ranks hold that, too.
-
-    Every rank differentiates a loss of its rows: what is differentiated is the sum of these losses, with
-    ``gradients_mean`` their mean.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
-        ctx.rows, ctx.shape = rows, whole.shape
-        start, stop = rows[dist.get_rank()]
-        return whole[start:stop].clone()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        parts = [torch.empty_like(cotangent) for _ in ctx.rows]
-        dist.all_gather(parts, cotangent.contiguous())
-        whole = cotangent.new_zeros(ctx.shape)
-        for (start, stop), part in zip(ctx.rows, parts, strict=True):
-            whole[start:stop] = part
-        return whole / len(set(ctx.rows)) if context.options().gradients_mean else whole, None

@@ -114,6 +114,27 @@ def whole(cell: nn.Module) -> Iterator[None]:
             tensor.data = part
 
 
+class _Gathered(torch.autograd.Function):
+    """A whole parameter of its parts. Every rank has the same cotangent, whole, and keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        return gathered(parameter, held(parameter)).clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        part: torch.Tensor = own_shard(cotangent, ctx.parameter)
+        return part
+
+
+def with_whole_parameters(cell: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a cell by their names, those in parts gathered; all ranks call it."""
+    named = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
+    apply: Any = _Gathered.apply
+    return {name: apply(own) if (of := held(own)) and of.layout.positions else own for name, own in named.items()}
+
+
 def copies(parameter: torch.Tensor) -> int:
     """How many ranks hold the same shard of a parameter."""
     holding = held(parameter)

@@ -59,6 +59,9 @@ class Tensor(torch.Tensor):
 
     vars().update(METHODS)
 
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        return np.asarray(METHODS["asnumpy"](self), dtype)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = plain(self).detach().clone().as_subclass(Tensor).requires_grad_(self.requires_grad)
@@ -113,6 +116,7 @@ class Parameter(nn.Parameter):
         return parameter
 
     param_name: str | None
+    prefix: str = ""  # of update_parameters_name
     path: str | None = None  # in the cell whose parameters were asked for
     layerwise_parallel: bool
     parallel_optimizer: bool
@@ -131,7 +135,8 @@ class Parameter(nn.Parameter):
         return self
 
     def value(self) -> torch.Tensor:
-        return self.detach()
+        """Its values, through which gradients flow, as in the reference."""
+        return self.view_as(self) if torch.compiler.is_exporting() else self.view_as(self).as_subclass(Tensor)
 
     def assign_value(self, value: Any) -> Parameter:
         """Give the parameter other values."""

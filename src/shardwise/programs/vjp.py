@@ -31,6 +31,14 @@ aten = torch.ops.aten
 
 Call = tuple[Any, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # target, args, kwargs; operands are Ref("0"), ...
 
+
+def with_workspace(*args: Any) -> tuple[torch.Tensor, ...]:
+    """A layer of a recurrent network as oneDNN computes it. Only where gradients are recorded it returns what its
+    backward needs."""
+    with torch.enable_grad():
+        return tuple(result.detach() for result in aten.mkldnn_rnn_layer.default(*args))
+
+
 # Calls that hand on the tensor that they get.
 _SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 # Traced where strides were known; where they are not, a copy must be possible. Zeros without memory cannot be written
@@ -39,6 +47,7 @@ _INSTEAD_OF = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten._efficientzerotensor.default: aten.zeros.default,
+    aten.mkldnn_rnn_layer.default: with_workspace,
 }
 
 
@@ -192,8 +201,8 @@ class _Recorder(DispatchMode):
         call_kwargs = tuple((key, self._arg(value)) for key, value in kwargs.items())
         names, forms, places, shares, writes = [], [], [], [], []
         for place, tensor in tensors:
-            if id(tensor) in self.names:  # in place
-                writes.append(self.names[id(tensor)])
+            if id(tensor) in self.names:  # in place, or returned twice
+                writes += [own] if (own := self.names[id(tensor)]) not in names else []
                 continue
             name = f"{self.prefix}{self.count}"
             self.count += 1

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.pipeline import Dataset, PaddedBatch
+from shardwise.mindspore.dataset.batches import PaddedBatch
+from shardwise.mindspore.dataset.pipeline import Dataset
 from shardwise.mindspore.dataset.values import Row, once
 
 
@@ -38,25 +39,25 @@ class Buckets(PaddedBatch):
             raise ValueError(problem(what, fix=f"{len(boundaries) + 1}: one more"))
         if length is None and len(columns) != 1:
             raise ValueError(problem(f"the length of {list(columns)}", fix="element_length_function, or one column"))
-        self._boundaries, self._sizes, self._to_boundary = list(boundaries), list(sizes), to_boundary
+        self._boundaries, self._bucket_sizes, self._to_boundary = list(boundaries), list(sizes), to_boundary
         self._length, self._places = length or len, [self._columns.index(name) for name in columns]
         self._end: int | None = None  # to which the batch at hand is padded
         self._counted: int | None = None
 
     def rows(self, number: int) -> Iterator[Row]:
-        waiting: list[list[Row]] = [[] for _ in self._sizes]
+        waiting: list[list[Row]] = [[] for _ in self._bucket_sizes]
         for row in self._source.rows(number):
             size = int(np.asarray(self._length(*(row[place] for place in self._places))))
             bucket = bisect_right(self._boundaries, size)
             waiting[bucket].append(row)
-            if len(waiting[bucket]) == self._sizes[bucket]:
-                yield self._batch(waiting[bucket], bucket)
+            if len(waiting[bucket]) == self._bucket_sizes[bucket]:
+                yield self._row(waiting[bucket], bucket)
                 waiting[bucket] = []
         for bucket, rest in enumerate(waiting):
             if rest and not self._drop:
-                yield self._batch(rest, bucket)
+                yield self._row(rest, bucket)
 
-    def _batch(self, rows: list[Row], bucket: int) -> Row:
+    def _row(self, rows: list[Row], bucket: int) -> Row:
         last = bucket == len(self._boundaries)
         self._end = None if last or not self._to_boundary else self._boundaries[bucket] - 1
         columns = zip(self._columns, zip(*rows, strict=True), strict=True)

@@ -11,15 +11,13 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.dataset.transforms import PadEnd, applied
+from shardwise.mindspore.dataset.transforms import applied
 from shardwise.mindspore.dataset.values import (
     Array,
     Columns,
@@ -83,7 +81,7 @@ class Dataset(ABC):
 
     def batch(
         self,
-        batch_size: int,
+        batch_size: int | Callable[[Any], int],
         drop_remainder: bool = False,
         num_parallel_workers: int | None = None,
         per_batch_map: Callable[..., Any] | None = None,
@@ -93,15 +91,15 @@ class Dataset(ABC):
     ) -> Dataset:
         """Rows of so many items, stacked along a new dim 0; the last may have fewer, or is left out. ``per_batch_map``
         makes something else of the lists of some columns, before they are stacked: it is given them, and an object with
-        ``get_batch_num()`` and ``get_epoch_num()``."""
+        ``get_batch_num()`` and ``get_epoch_num()``, of which a function may say the size of each batch, too."""
+        from shardwise.mindspore.dataset.batches import Batch, MappedBatch
+
         unknown_words(settings, "python_multiprocessing", "max_rowsize")
-        source = self
-        if per_batch_map is not None:
-            inputs = named(input_columns, self._columns) if input_columns is not None else self._columns
-            outputs = inputs if output_columns is None else names_of(output_columns)
-            return _MappedBatch(source, count_of("batch_size", batch_size), drop_remainder, per_batch_map, inputs,
-                                outputs)  # fmt: skip
-        return _Batch(source, count_of("batch_size", batch_size), drop_remainder)
+        if per_batch_map is None:
+            return Batch(self, batch_size, drop_remainder)
+        inputs = named(input_columns, self._columns) if input_columns is not None else self._columns
+        outputs = inputs if output_columns is None else names_of(output_columns)
+        return MappedBatch(self, batch_size, drop_remainder, per_batch_map, inputs, outputs)
 
     def padded_batch(
         self,
@@ -112,7 +110,9 @@ class Dataset(ABC):
     ) -> Dataset:
         """As ``batch``, items of other lengths padded. ``pad_info``: column -> (shape or None for the longest,
         value)."""
-        return PaddedBatch(self, count_of("batch_size", batch_size), drop_remainder, pad_info)
+        from shardwise.mindspore.dataset.batches import PaddedBatch
+
+        return PaddedBatch(self, batch_size, drop_remainder, pad_info)
 
     def bucket_batch_by_length(
         self,
@@ -260,7 +260,7 @@ class _Passes(Iterator[Any]):
 # ------------------------------------------------------------------------------------------------------- operations
 
 
-class _Over(Dataset):
+class Over(Dataset):
     """A dataset made of another one's rows; by default as many."""
 
     def __init__(self, source: Dataset, columns: Sequence[str] | None = None) -> None:
@@ -272,95 +272,6 @@ class _Over(Dataset):
 
     def get_batch_size(self) -> int:
         return self._source.get_batch_size()
-
-
-class _Batch(_Over):
-    def __init__(self, source: Dataset, size: int, drop_remainder: bool) -> None:
-        super().__init__(source)
-        self._size, self._drop = size, drop_remainder
-
-    def rows(self, number: int) -> Iterator[Row]:
-        rows = self._source.rows(number)
-        while members := list(itertools.islice(rows, self._size)):
-            if len(members) == self._size or not self._drop:
-                yield tuple(
-                    self._stacked(name, parts)
-                    for name, parts in zip(self._columns, zip(*members, strict=True), strict=True)
-                )
-
-    def _stacked(self, name: str, parts: Sequence[Array]) -> Array:
-        shapes = sorted({part.shape for part in parts})
-        if len(shapes) > 1:
-            what = f'the column "{name}" has rows of the shapes {list(shapes[0])} and {list(shapes[1])} in one batch'
-            raise RuntimeError(problem(what, fix="pad them in map() first"))
-        return np.stack(parts)
-
-    def get_dataset_size(self) -> int:
-        full, rest = divmod(super().get_dataset_size(), self._size)
-        return full + (rest > 0 and not self._drop)
-
-    def get_batch_size(self) -> int:
-        return self._size * super().get_batch_size()
-
-
-@dataclass(frozen=True)
-class BatchInfo:
-    """Where a batch stands, for ``per_batch_map``."""
-
-    batch: int
-    epoch: int
-
-    def get_batch_num(self) -> int:
-        return self.batch
-
-    def get_epoch_num(self) -> int:
-        return self.epoch
-
-
-class _MappedBatch(_Batch):
-    def __init__(
-        self, source: Dataset, size: int, drop: bool, function: Any, inputs: Sequence[str], outputs: Sequence[str]
-    ) -> None:
-        super().__init__(source, size, drop)
-        self._function, self._inputs, self._outputs = function, tuple(inputs), tuple(outputs)
-        if self._inputs != self._outputs:
-            self._columns = (*(name for name in self._columns if name not in inputs), *outputs)
-
-    def rows(self, number: int) -> Iterator[Row]:
-        rows, names = self._source.rows(number), self._source.get_col_names()
-        for place in itertools.count():
-            members = list(itertools.islice(rows, self._size))
-            if not members or (len(members) < self._size and self._drop):
-                return
-            values: dict[str, Any] = dict(zip(names, map(list, zip(*members, strict=True)), strict=True))
-            mapped = self._function(*(values[name] for name in self._inputs), BatchInfo(place, number))
-            listed = mapped if isinstance(mapped, tuple) else (mapped,)
-            if len(listed) != len(self._outputs):
-                what = f"per_batch_map gives {len(listed)} values for the columns {', '.join(self._outputs)}"
-                raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
-            values |= zip(self._outputs, listed, strict=True)
-            yield tuple(self._stacked(name, [as_array(one) for one in values[name]]) for name in self._columns)
-
-
-class PaddedBatch(_Batch):
-    """Rows of other lengths, padded to the longest, or as ``pad_info`` says."""
-
-    def __init__(self, source: Dataset, size: int, drop: bool, pad_info: dict[str, tuple[Any, Any]] | None) -> None:
-        super().__init__(source, size, drop)
-        self._info = pad_info
-
-    def _stacked(self, name: str, parts: Sequence[Array]) -> Array:
-        if self._info is not None and name not in self._info:
-            return super()._stacked(name, parts)
-        shape, value = (None, 0) if self._info is None else self._info[name]
-        longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
-        asked = [self.filled(size) for size in shape or [None] * 9]
-        sizes = [own if size is None else size for own, size in zip(longest, asked, strict=False)]
-        return np.stack([PadEnd([int(size) for size in sizes], value)(part) for part in parts])
-
-    def filled(self, size: int | None) -> int | None:
-        """The size of a dim, if anything but the longest."""
-        return size
 
 
 class Zipped(Dataset):
@@ -394,12 +305,12 @@ class _Joined(Dataset):
         return sum(own.get_dataset_size() for own in self._sources)
 
 
-class _Renamed(_Over):
+class _Renamed(Over):
     def rows(self, number: int) -> Iterator[Row]:
         return self._source.rows(number)
 
 
-class _Filter(_Over):
+class _Filter(Over):
     def __init__(self, source: Dataset, predicate: Callable[..., Any], columns: Sequence[str]) -> None:
         super().__init__(source)
         self._predicate, self._places = predicate, [self._columns.index(name) for name in columns]
@@ -415,7 +326,7 @@ class _Filter(_Over):
         return self._counted
 
 
-class _Repeat(_Over):
+class _Repeat(Over):
     def __init__(self, source: Dataset, count: int | None) -> None:
         super().__init__(source)
         self._count = count
@@ -429,7 +340,7 @@ class _Repeat(_Over):
         return super().get_dataset_size() * (self._count or 1)
 
 
-class _Map(_Over):
+class _Map(Over):
     def __init__(
         self, source: Dataset, functions: Sequence[Callable[..., Any]], inputs: Sequence[str], outputs: Sequence[str]
     ) -> None:
@@ -454,7 +365,7 @@ class _Map(_Over):
             yield tuple(values[name] for name in self._columns)
 
 
-class _Project(_Over):
+class _Project(Over):
     def rows(self, number: int) -> Iterator[Row]:
         names = self._source.get_col_names()
         positions = [names.index(name) for name in self._columns]
@@ -462,7 +373,7 @@ class _Project(_Over):
             yield tuple(row[i] for i in positions)
 
 
-class _Shuffle(_Over):
+class _Shuffle(Over):
     def __init__(self, source: Dataset, size: int) -> None:
         super().__init__(source)
         self._size = size
@@ -478,7 +389,7 @@ class _Shuffle(_Over):
         yield from buffer
 
 
-class _Slice(_Over):
+class _Slice(Over):
     def __init__(self, source: Dataset, start: int, count: int | None, *, fixed: bool = False) -> None:
         super().__init__(source)
         self._start, self._count, self._fixed = start, count, fixed  # fixed: always of the first pass

@@ -41,8 +41,8 @@ class Origins:
         if source.kind not in ("parameter", "buffer"):
             return name
         owner, _, leaf = name.rpartition(".")
-        param_name: str | None = getattr(getattr(self.cell.get_submodule(owner), leaf, None), "param_name", None)
-        return name if param_name is None or param_name == leaf else param_name
+        param_name = getattr(getattr(self.cell.get_submodule(owner), leaf, None), "param_name", None) or leaf
+        return f"{owner}.{param_name}" if owner else str(param_name)
 
     def code(self, source: str) -> tuple[str, ...]:
         """``/home/me/net.py(45)/ out = self.matmul(x, self.weight)`` for ``net.py:45``."""

@@ -375,7 +375,7 @@ class LARS(Optimizer):
             ratio = self.coefficient * size / (length + decay[id(p)] * size + self.epsilon)
             ratio = torch.where((size > 0) & (length > 0), ratio, 1.0)
             scaled.append(g * ((ratio / rate).clamp(max=1.0) if self.use_clip else ratio) if self.lars_filter(p) else g)
-        self.global_step += 1
+        self._steps += 1
         return self.optimizer(scaled)
 
     construct = __call__

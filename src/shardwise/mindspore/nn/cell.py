@@ -28,7 +28,8 @@ class Cell(nn.Module):
 
     A cell may say its own backward: ``bprop(self, *inputs, out, dout)`` returns a tuple with a gradient per input of
     ``construct`` (``own_backward``). As in the reference a cell starts in evaluation mode; ``Model.train`` and
-    ``set_train`` change it. ``auto_prefix`` and ``flags`` are accepted and mean nothing here.
+    ``set_train`` change it. ``auto_prefix=False``: it does not lengthen the names of the parameters inside. ``flags``
+    are accepted and mean nothing here.
     """
 
     is_wrapper = False  # of a network: it does not lengthen the names of parameters
@@ -38,6 +39,7 @@ class Cell(nn.Module):
     def __init__(self, auto_prefix: bool = True, flags: Any = None) -> None:
         super().__init__()
         self.training = False
+        self.is_wrapper = self.is_wrapper or not auto_prefix
         self._stage: int | None = None
         self._float: torch.dtype | None = None
         self._again = False  # recomputed
@@ -77,10 +79,16 @@ class Cell(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if engine.is_outermost():
-            if any(isinstance(value, Optimizer) for value in vars(self).values()):  # a training step: its parts are
+            if self._is_step(args, kwargs):  # its parts are
                 return self.construct(*args, **kwargs)
             return engine.call(self, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _is_step(self, args: Any, kwargs: Any) -> bool:
+        """Whether this is a part of training and no network: it updates, differentiates, or has nothing to split."""
+        if any(isinstance(value, Optimizer) or hasattr(value, "get_by_list") for value in vars(self).values()):
+            return True
+        return not (args or kwargs or self._parameters or self._modules)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "bprop":
@@ -139,8 +147,8 @@ class Cell(nn.Module):
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Put a prefix before the names of all parameters."""
-        for name, parameter in list(checkpoint_names(self, recurse).items()):
-            vars(parameter)["param_name"] = prefix + name
+        for parameter in checkpoint_names(self, recurse).values():
+            vars(parameter)["prefix"] = prefix + vars(parameter).get("prefix", "")
 
     def get_inputs(self) -> Any:
         return getattr(self, "_inputs", None)
@@ -409,8 +417,11 @@ def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Pa
     for full_path, parameter in module.named_parameters(recurse=recurse):
         path = _without_wrappers(module, full_path)
         leaf = path.rpartition(".")[2]
-        param_name = getattr(parameter, "param_name", None)
-        name = path if param_name is None or param_name == leaf else param_name
+        name = (
+            getattr(parameter, "prefix", "")
+            + path.removesuffix(leaf)
+            + (getattr(parameter, "param_name", None) or leaf)
+        )
         if name in named:
             raise ValueError(f"two parameters are called {name!r}: give Parameter(..., name=...) different names")
         named[name] = parameter

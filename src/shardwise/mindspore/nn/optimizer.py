@@ -55,7 +55,7 @@ class Optimizer:
                 if members
             ]
         self.rates = [_rate(group.get("lr", learning_rate)) for group in groups]
-        self.weight_decay, self.loss_scale, self.global_step = float(weight_decay), float(loss_scale), 0
+        self.weight_decay, self.loss_scale, self._steps = float(weight_decay), float(loss_scale), 0
         grouped = [parameter for group in groups for parameter in group["params"]]
         for parameter in grouped:
             if not isinstance(parameter, nn.Parameter):
@@ -79,7 +79,7 @@ class Optimizer:
 
     def get_lr(self) -> Tensor:
         """The learning rate of the next step, of the first group."""
-        return Tensor(self.rates[0](self.global_step), torch.float64)
+        return Tensor(self.rates[0](self._steps), torch.float64)
 
     @property
     def learning_rate(self) -> Any:
@@ -90,6 +90,11 @@ class Optimizer:
     @learning_rate.setter
     def learning_rate(self, rate: Rate) -> None:
         self.rates = [_rate(rate)] * len(self.rates)
+
+    @property
+    def global_step(self) -> Tensor:
+        """How many steps were made: int32, of shape (1,)."""
+        return Tensor([self._steps], torch.int32)
 
     # For an optimizer of one's own, whose ``construct(gradients)`` updates ``self.parameters``.
 
@@ -128,12 +133,12 @@ class Optimizer:
         if type(self).construct is not Optimizer.construct:
             with engine.inside(), torch.no_grad():
                 self.construct(gradients)
-            self.global_step += 1
+            self._steps += 1
             return True
         optimizer = self._built()
         self._place_loaded()
         for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate(self.global_step)
+            group["lr"] = rate(self._steps)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             plain = gradient.as_subclass(torch.Tensor)
             parameter.grad = plain if self.loss_scale == 1.0 else plain / self.loss_scale
@@ -147,7 +152,7 @@ class Optimizer:
             parameter.grad = None
             if owner is not None:
                 parameter.data.copy_(rank_groups.broadcast(parameter.detach(), owner, find_group()))
-        self.global_step += 1
+        self._steps += 1
         return True
 
     def construct(self, gradients: Sequence[torch.Tensor]) -> Any:
@@ -184,9 +189,7 @@ class Optimizer:
     def states(self) -> dict[str, tuple[torch.Tensor, nn.Parameter | None]]:
         """What a checkpoint keeps, and the parameter to which each belongs: ``moments.w`` or ``moment1.w``, and so on,
         and ``global_step``."""
-        found: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {
-            "global_step": (torch.tensor(self.global_step), None)
-        }
+        found: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {"global_step": (torch.tensor(self._steps), None)}
         for name, parameter in self._named_parameters().items():
             for key, state in self._built().state.get(parameter, {}).items():
                 if state is not None:
@@ -197,7 +200,7 @@ class Optimizer:
         """Take the states of a checkpoint, by their names. Returns the names of those that were taken."""
         taken = []
         if "global_step" in entries:
-            self.global_step = int(entries["global_step"])
+            self._steps = int(entries["global_step"])
             taken.append("global_step")
         keys = {name: key for key, name in STATES.items()}
         for name, parameter in self._named_parameters().items():

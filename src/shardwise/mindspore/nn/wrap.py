@@ -110,8 +110,6 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         """The present scale."""
         return Tensor(float(self.manager.get_loss_scale()))
 
-    loss_scale = scale_sense
-
     def set_sense_scale(self, sens: Any) -> None:
         """Another scale, which stays."""
         self.manager = FixedLossScaleManager(float(sens))
@@ -244,6 +242,10 @@ class PipelineCell(Cell):
         return sum(losses[1:], losses[0])
 
 
+class GradAccumulationCell(PipelineCell):
+    """The same without stages: gradients are added up over ``micro_size`` parts of a batch, and updated once."""
+
+
 class PipelineGradReducer(Cell):
     """``PipelineGradReducer(parameters)(grads)``: the gradients of a ``PipelineCell``, sums over micro-batches and
     ranks already, divided by ``scale_sense``, and with ``gradients_mean`` by the ranks that hold the same."""
@@ -260,7 +262,7 @@ class PipelineGradReducer(Cell):
 
 
 __all__ = [
-    "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "MicroBatchInterleaved",
-    "ParameterUpdate", "PipelineCell", "PipelineGradReducer", "TimeDistributed", "TrainOneStepCell",
-    "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithGradCell", "WithLossCell",
+    "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "GradAccumulationCell",
+    "MicroBatchInterleaved", "ParameterUpdate", "PipelineCell", "PipelineGradReducer", "TimeDistributed",
+    "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithGradCell", "WithLossCell",
 ]  # fmt: skip

@@ -132,7 +132,7 @@ class Cast(Elementwise):
     """``Cast()(x, dtype)``. Its own strategy counts, which the reference ignores."""
 
     def compute(self, x: Any, dtype: torch.dtype) -> Any:
-        return torch.as_tensor(x).to(dtype)
+        return (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)
 
 
 class Elu(Elementwise):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,10 @@ from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, plain
+
+# Whether a call is inside of a function that value_and_grad differentiates, or that torch.func transforms.
+_DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)
+_TRANSFORMED: ContextVar[bool] = ContextVar("shardwise_transformed", default=False)
 
 
 def differentiate(
@@ -75,9 +80,9 @@ def value_and_grad(
     """A function that returns what ``fn`` returns, and gradients: of the inputs at ``grad_position`` and of
     ``weights``, as a pair where both are asked for.
 
-    With ``has_aux`` only the first output is differentiated, else the sum of all of them. Gradients of inputs need
-    parallel modes other than semi_auto and auto. In these, where every rank has rows of its own, the losses of the
-    ranks are summed, with ``gradients_mean`` averaged.
+    With ``has_aux`` only the first output is differentiated, else the sum of all of them. For gradients of
+    inputs every rank computes a split cell whole, which needs ``full_batch``. In semi_auto and auto mode, where every
+    rank has rows of its own, the losses of the ranks are summed, with ``gradients_mean`` averaged.
     """
     if return_ids:
         raise NotImplementedError("value_and_grad(return_ids=True): gradients are returned in order, without names")
@@ -88,15 +93,21 @@ def value_and_grad(
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         inputs = [plain(own) if place in positions else own for place, own in enumerate(args)]
-        is_inner = any(inputs[position].requires_grad for position in positions)  # of a function that is differentiated
-        if not is_inner:
-            for position in positions:
+        if _TRANSFORMED.get() and listed is None:  # by torch.func, whose tensors know no requires_grad_
+            return _transformed(fn, inputs, grad_position, positions, has_aux)
+        is_inner = _DIFFERENTIATED.get() or any(inputs[position].requires_grad for position in positions)
+        for position in positions:
+            if not (is_inner and inputs[position].requires_grad):
                 inputs[position] = inputs[position].detach().requires_grad_()
         wanted = [*(inputs[position] for position in positions), *(listed or ())]
         before = [tensor.grad for tensor in listed or ()]
         for tensor in wanted:
             tensor.grad = None
-        result = fn(*inputs, **kwargs)
+        token = _DIFFERENTIATED.set(True)
+        try:
+            result = fn(*inputs, **kwargs)
+        finally:
+            _DIFFERENTIATED.reset(token)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         losses = outputs[:1] if has_aux else outputs
         for loss in losses:
@@ -111,7 +122,7 @@ def value_and_grad(
             found = tuple(tensor.grad for tensor in wanted)
         grads = tuple(torch.zeros_like(x) if own is None else own for x, own in zip(wanted, found, strict=True))
         for tensor, grad in zip(listed or (), before, strict=True):
-            tensor.grad = grad
+            tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # it may be split by now
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
         of_inputs, of_weights = (
             as_tensors[: len(positions)],
@@ -208,10 +219,30 @@ def _plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as a part of a call: cells inside are not the outermost ones."""
 
     def call(*args: Any) -> Any:
-        with engine.inside():
-            return fn(*args)
+        token = _TRANSFORMED.set(True)
+        try:
+            with engine.inside():
+                return fn(*args)
+        finally:
+            _TRANSFORMED.reset(token)
 
     return call
+
+
+def _transformed(
+    fn: Callable[..., Any], inputs: list[Any], grad_position: Any, positions: tuple[int, ...], has_aux: bool
+) -> tuple[Any, Any]:
+    """What a function returns, and its gradients, by torch.func, which differentiates it again."""
+
+    def total(*wanted: Any) -> tuple[Any, Any]:
+        places = dict(zip(positions, wanted, strict=True))
+        result = fn(*(places.get(place, own) for place, own in enumerate(inputs)))
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        return torch.stack([loss.sum() for loss in (outputs[:1] if has_aux else outputs)]).sum(), result
+
+    own = (inputs[position] for position in positions)
+    grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*own)
+    return result, grads[0] if isinstance(grad_position, int) else grads
 
 
 def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:

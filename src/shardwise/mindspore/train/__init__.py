@@ -43,6 +43,7 @@ from shardwise.mindspore.train.recording import (
     SummaryRecord,
 )
 from shardwise.mindspore.train.serialization import (
+    async_ckpt_thread_status,
     export,
     load,
     load_checkpoint,
@@ -68,7 +69,7 @@ __all__ = [
     "ModelCheckpoint", "OnRequestExit",
     "Perplexity", "Precision", "Recall", "ReduceLROnPlateau",
     "RunContext", "SummaryCollector", "SummaryRecord", "TimeMonitor",
-    "Top1CategoricalAccuracy", "Top5CategoricalAccuracy", "TopKCategoricalAccuracy", "auc",
+    "Top1CategoricalAccuracy", "Top5CategoricalAccuracy", "TopKCategoricalAccuracy", "async_ckpt_thread_status", "auc",
     "build_searched_strategy", "data_sink", "export", "get_metric_fn", "load", "load_checkpoint",
     "load_distributed_checkpoint", "load_param_into_net", "merge_pipeline_strategys", "merge_sliced_parameter",
     "names", "rank_list_for_transform", "rearrange_inputs", "save_checkpoint", "transform_checkpoint_by_rank",

@@ -72,7 +72,8 @@ class RunContext:
 
 
 class Callback:
-    """Override what you need; the old names (``begin``, ``epoch_end``) are those that the rest calls."""
+    """Override what you need; the old names (``begin``, ``epoch_end``) are those that the rest calls. Training and
+    evaluation happen inside of ``with callback:``, whatever ends them."""
 
     def begin(self, run_context: RunContext) -> None: ...
     def epoch_begin(self, run_context: RunContext) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -146,28 +147,31 @@ class Model:
             dataset_sink_mode=dataset_sink_mode, eval_network=self._eval_network,
         )  # fmt: skip
         run, listed = RunContext(params), callbacks_of(callbacks)
-        told(listed, "on_train_begin", run)
-        first = max(initial_epoch, params.begin_epoch) + 1
-        done = max(params.cur_step_num - params.begin_epoch * params.batch_num, 0)  # steps of the first epoch
-        for number in range(first, epoch + 1):
-            params.cur_epoch_num = number
-            told(listed, "on_train_epoch_begin", run)
-            for inputs in islice(steps_of(train_dataset, sink_size), done if number == first else 0, None):
-                params.cur_step_num += 1
-                params.train_dataset_element = inputs
-                told(listed, "on_train_step_begin", run)
-                params.net_outputs = network(*inputs)
-                told(listed, "on_train_step_end", run)
+        with ExitStack() as opened:
+            for callback in listed:
+                opened.enter_context(callback)
+            told(listed, "on_train_begin", run)
+            first = max(initial_epoch, params.begin_epoch) + 1
+            done = max(params.cur_step_num - params.begin_epoch * params.batch_num, 0)  # steps of the first epoch
+            for number in range(first, epoch + 1):
+                params.cur_epoch_num = number
+                told(listed, "on_train_epoch_begin", run)
+                for inputs in islice(steps_of(train_dataset, sink_size), done if number == first else 0, None):
+                    params.cur_step_num += 1
+                    params.train_dataset_element = inputs
+                    told(listed, "on_train_step_begin", run)
+                    params.net_outputs = network(*inputs)
+                    told(listed, "on_train_step_end", run)
+                    if run.get_stop_requested():
+                        break
+                params.eval_results = {}
+                if evaluated is not None and evaluated[1](number):
+                    params.eval_results = params.metrics = self.eval(evaluated[0])
+                    network.train()
+                told(listed, "on_train_epoch_end", run)
                 if run.get_stop_requested():
                     break
-            params.eval_results = {}
-            if evaluated is not None and evaluated[1](number):
-                params.eval_results = params.metrics = self.eval(evaluated[0])
-                network.train()
-            told(listed, "on_train_epoch_end", run)
-            if run.get_stop_requested():
-                break
-        told(listed, "on_train_end", run)
+            told(listed, "on_train_end", run)
 
     def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
         """The metrics over a dataset: name -> value."""
@@ -178,22 +182,25 @@ class Model:
         params = CallbackParams(network=self._network, valid_dataset=valid_dataset, mode="eval",
                                 batch_num=size_of(valid_dataset, -1))  # fmt: skip
         run, listed = RunContext(params), callbacks_of(callbacks)
-        for metric in self._metrics.values():
-            metric.clear()
-        told(listed, "on_eval_begin", run)
-        for inputs in steps_of(valid_dataset, -1):
-            params.cur_step_num += 1
-            told(listed, "on_eval_step_begin", run)
-            with torch.no_grad():
-                params.net_outputs = network(*inputs)
-            outputs = params.net_outputs if isinstance(params.net_outputs, tuple) else (params.net_outputs,)
-            if self._eval_indexes:
-                outputs = tuple(outputs[place] for place in self._eval_indexes if place >= 0)
+        with ExitStack() as opened:
+            for callback in listed:
+                opened.enter_context(callback)
             for metric in self._metrics.values():
-                metric.update_from(outputs)
-            told(listed, "on_eval_step_end", run)
-        params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
-        told(listed, "on_eval_end", run)
+                metric.clear()
+            told(listed, "on_eval_begin", run)
+            for inputs in steps_of(valid_dataset, -1):
+                params.cur_step_num += 1
+                told(listed, "on_eval_step_begin", run)
+                with torch.no_grad():
+                    params.net_outputs = network(*inputs)
+                outputs = params.net_outputs if isinstance(params.net_outputs, tuple) else (params.net_outputs,)
+                if self._eval_indexes:
+                    outputs = tuple(outputs[place] for place in self._eval_indexes if place >= 0)
+                for metric in self._metrics.values():
+                    metric.update_from(outputs)
+                told(listed, "on_eval_step_end", run)
+            params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
+            told(listed, "on_eval_end", run)
         return params.metrics
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:

@@ -136,7 +136,11 @@ class SummaryCollector(Callback):
             self._record.record(params.cur_step_num)
 
     def end(self, run_context: RunContext) -> None:
-        if self._record is not None and run_context.original_args().mode == "train":
+        if run_context.original_args().mode == "train":
+            self.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._record is not None:
             self._record.close()
             self._record = None
 
@@ -209,7 +213,7 @@ class OnRequestExit(Callback):
     def begin(self, run_context: RunContext) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(problem("OnRequestExit is used in a thread", fix="signals reach the main thread"))
-        self._before = signal.signal(self._signal, self._request)
+        self._before = signal.signal(self._signal, self._request) or signal.SIG_DFL
 
     def _request(self, number: int, frame: Any) -> None:
         self._asked = True
@@ -225,8 +229,12 @@ class OnRequestExit(Callback):
         run_context.request_stop()
 
     def end(self, run_context: RunContext) -> None:
-        signal.signal(self._signal, self._before or signal.SIG_DFL)
-        self._before = None
+        self.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(self._signal, self._before)
+            self._before = None
 
 
 def _on_any_rank(flag: bool) -> bool:

@@ -16,6 +16,7 @@ from shardwise.launch.ranks import rank
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.mindspore import context, engine
+from shardwise.mindspore.dataset.values import unknown_words
 from shardwise.mindspore.holding import Held, gathered, held, hold, is_elsewhere, joined, own_shard
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
@@ -43,14 +44,16 @@ def save_checkpoint(
     async_save: bool = False,
     choice_func: Callable[[str], bool] | None = None,
     format: str = "ckpt",
+    **settings: Any,
 ) -> None:
     """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them; with
     ``integrated_save`` whole: all ranks call it then.
 
     Buffers (running statistics) are saved, too, and the states of an optimizer: of ``optimizer``, or of a cell that
     trains (``nn.TrainOneStepCell``). ``choice_func``: whether a parameter of this name is saved. ``async_save`` is
-    taken; the file is written when this returns.
+    taken; the file is written when this returns. NotImplementedError for ``enc_key``: files are not encrypted.
     """
+    _check_settings(settings)
     if format != "ckpt":
         raise ValueError(problem(f"format is {format!r}", fix="ckpt; safetensors.torch.save_file writes the other"))
     if isinstance(save_obj, nn.Module):
@@ -85,6 +88,23 @@ def save_checkpoint(
     path = Path(ckpt_file_name)
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
     write(path, entries, append_dict or {}, rank())
+
+
+def async_ckpt_thread_status() -> bool:
+    """Whether a checkpoint is still being written: never, they are written at once."""
+    return False
+
+
+# Settings of the reference that change nothing here, but for the keys, which are refused.
+_SETTINGS = ("crc_check", "enc_mode", "dec_mode", "format", "remove_redundancy", "enc_key", "dec_key")
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    unknown_words(settings, *_SETTINGS)
+    for name in ("enc_key", "dec_key"):
+        if settings.get(name) is not None:
+            what = f"{name}: checkpoints are not encrypted here"
+            raise NotImplementedError(problem(what, fix="leave it None, and encrypt the file, or its disk"))
 
 
 def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], writer: int) -> None:
@@ -128,10 +148,12 @@ def load_checkpoint(
     filter_prefix: str | Sequence[str] | None = None,
     specify_prefix: str | Sequence[str] | None = None,
     choice_func: Callable[[str], bool] | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. ``filter_prefix``: beginnings of
     names that are left out; ``specify_prefix``: of those that are read; ``choice_func``: whether a name is. Raises
-    ValueError for another kind of file, or if nothing is left of it."""
+    ValueError for another kind of file, or if nothing is left of it, NotImplementedError for ``dec_key``."""
+    _check_settings(settings)
     parameters, info, _ = read(ckpt_file_name)
     without, only = (() if own is None else (own,) if isinstance(own, str) else tuple(own)
                      for own in (filter_prefix, specify_prefix))  # fmt: skip
@@ -145,7 +167,7 @@ def load_checkpoint(
         what = f"none of the {len(parameters)} parameters of {ckpt_file_name} is chosen"
         raise ValueError(problem(what, fix=f"prefixes of {', '.join(list(parameters)[:3])}, ..."))
     parameters = kept
-    info = {name: _as_value(name, own) for name, own in info.items()}
+    info = {} if only else {name: _as_value(name, own) for name, own in info.items()}
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
     return {**parameters, **info}
