@@ -46,6 +46,14 @@ def browser() -> Iterator[Any]:
         own.close()
 
 
+def focused(page: Any) -> str:
+    """What a link has led to. Browsers follow links within a page after the click."""
+    name = "document.activeElement.parentElement.dataset.name"
+    page.wait_for_function(f"{name} !== undefined")
+    found: str = page.evaluate(name)
+    return found
+
+
 @pytest.mark.parametrize("name", ["plan", "staged"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_opens_without_complaints_in_light_and_dark(browser: Any, folder: Path, name: str, scheme: str) -> None:
@@ -122,7 +130,7 @@ def test_it_answers_to_the_mouse_and_to_keys(browser: Any, folder: Path) -> None
     assert operator.locator("table.why tr.chosen").is_visible()
     graph.locator("input").fill("")
     operator.locator("a").first.click()
-    target = page.evaluate("document.activeElement.parentElement.dataset.name")
+    target = focused(page)
     assert target in operator.locator("a").all_text_contents()
     page.close()
 
@@ -171,5 +179,5 @@ def test_a_stage_has_its_own_timeline_and_memory_by_the_keyboard(browser: Any, f
         assert first != says.text_content() == chart.locator(".now").get_attribute("data-says")
     longest = page.locator("h3", has_text="The longest operators").first.locator("+ table a").first
     longest.click()
-    assert page.evaluate("document.activeElement.parentElement.dataset.name") == longest.text_content()
+    assert focused(page) == longest.text_content()
     page.close()
