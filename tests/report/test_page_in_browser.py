@@ -48,9 +48,8 @@ def browser() -> Iterator[Any]:
 
 def focused(page: Any) -> str:
     """What a link has led to. Browsers follow links within a page after the click."""
-    name = "document.activeElement.parentElement.dataset.name"
-    page.wait_for_function(f"{name} !== undefined")
-    found: str = page.evaluate(name)
+    page.locator("summary:focus").wait_for()
+    found: str = page.evaluate("document.activeElement.parentElement.dataset.name")
     return found
 
 
