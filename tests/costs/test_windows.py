@@ -91,4 +91,5 @@ def test_updates_on_a_cpu_take_what_was_measured(optimizer: str, numel: int, mea
     prices = Prices(Links(LOCAL, sw.Mesh(dp=2)), optimizer)
     assert 0.5 < prices.update(value, numel) * 1e6 / measured < 2
     twice = replace(prices, passes=2)
-    assert twice.update(value, numel) == pytest.approx(prices.update(value, numel) / 2)
+    added = 3 * 4 * numel / LOCAL.device.bytes_per_second() / 2  # of two passes, the second adds to the first's sum
+    assert twice.update(value, numel) == pytest.approx(prices.update(value, numel) / 2 + added)

@@ -133,7 +133,7 @@ def test_a_wrong_bucket_size_is_refused(wrong):
 
 
 def test_a_conversion_by_itself_is_no_bucket():
-    filled = fill_buckets([], frozenset(), {}.__getitem__, lambda _: True)
+    filled = fill_buckets([], frozenset(), {}.__getitem__, lambda _: True, ends=())
     assert filled == ()
     plan = sw.plan(
         nn.Sequential(nn.Linear(4, 4, bias=False)),
@@ -188,3 +188,21 @@ def test_a_loss_and_the_number_of_its_tokens_are_summed_in_one_message():
     plan = sw.plan(Loss(), batch, 4, mesh=sw.Mesh(dp=4), mode="data_parallel")
     assert [entry.kind for entry in plan.collectives()] == ["all_reduce"]
     assert sw.verify(Loss(), batch, plan).ok
+
+
+def test_what_only_a_call_returns_shares_no_message_with_what_a_step_needs():
+    class Returned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 8)
+
+        def forward(self, x, labels):
+            found = sw.constrain(labels * 3, "[12@dp]")
+            targets = sw.constrain(sw.constrain(labels.abs(), "[12@dp]"), "[12]")
+            return {"loss": F.cross_entropy(self.head(x), targets), "found": found}
+
+    batch = torch.randn(12, 16), torch.randint(8, (12,))
+    plan = sw.plan(Returned(), batch, 4, mesh=sw.Mesh(dp=4), search="sharding_propagation")
+    gathered = [entry for entry in plan.conversions if any(one.kind == "all_gather" for one in entry.forward)]
+    assert [(entry.op == "", entry.bucket) for entry in gathered] == [(False, 0), (True, 0)], "each by itself"
+    assert sw.verify(Returned(), batch, plan).ok

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.costs.ledger import Category, Ledger, Peak, Storage, Tensor
+from shardwise.costs.ledger import STAYING, Category, Ledger, Peak, Storage, Tensor, stays_at
 from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
 from shardwise.costs.optimizers import states_of, temporary_bytes, waits_on_host
 from shardwise.costs.prices import Prices
@@ -38,6 +38,13 @@ class Memory:
     host_bytes: int = 0
     over: tuple[Peak, ...] = ()
     held: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def rests(self) -> dict[str, int]:
+        """What a stage holds between two micro-batches, with one saved, by category: no more than while it works."""
+        fullest = max(self.peak_of.values(), key=stays_at)
+        stays = {name: fullest.parts.get(name, 0) for name in STAYING}
+        return {**stays, "saved": min(self.kept_bytes, self.peak.num_bytes - sum(stays.values()))}
 
 
 def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:

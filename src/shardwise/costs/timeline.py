@@ -18,6 +18,7 @@ from shardwise.costs.memory import busiest_program, memory_of_program, passes_of
 from shardwise.costs.optimizers import states_of, waits_on_host
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
+from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.constants import with_constants_apart
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
@@ -53,7 +54,8 @@ class SimulatedStep:
     update; ``communication``: of all messages; ``exposed``: how long operators wait for messages, or are slowed down by
     them; ``peak``: the most
     memory; ``events``: by their start on every stream; ``held``: (phase, operator) -> the most memory while it runs;
-    ``kept_bytes``: what forward saves for backward."""
+    ``kept_bytes``: what forward saves for backward; ``rests``: what is held between two passes, that included, by
+    category."""
 
     seconds: float
     compute: float
@@ -64,10 +66,16 @@ class SimulatedStep:
     events: tuple[Event, ...] = ()
     held: Mapping[tuple[str, str], int] = field(default_factory=dict)
     kept_bytes: int = 0
+    rests: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
         return self.peak.num_bytes
+
+
+def added_up(source: Source) -> str:
+    """What the addition of a pass's gradient is called."""
+    return f"gradient of {source.names[0]}, added up"
 
 
 def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> SimulatedStep:
@@ -94,6 +102,7 @@ def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
         events,
         memory.held,
         memory.kept_bytes,
+        memory.rests,
     )
 
 
@@ -157,7 +166,7 @@ class Timeline:
                 if seconds:
                     before = self.compute
                     self._start()
-                    self._work(f"gradient of {self.parameters[source].names[0]}, added up", seconds)
+                    self._work(added_up(self.parameters[source]), seconds)
                     self.on_weights += self.compute - before
 
     def _share(self, parts: Repeated) -> None:

@@ -160,7 +160,7 @@ class _Reader:
                 self.read(f"positional arguments of a {name}", one.args)
                 self.read(f"arguments of a {name}", one.keywords)
             elif isinstance(one, nn.Module):  # maybe the model as it was before it was split
-                self._read_attributes(name, vars(one), self.names)
+                self._read_attributes(name, vars(one), self.names - OF_TORCH - {"training"})
             else:
                 self.read(f"the {name}", one)
         if loss is not None:

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.costs.collectives import Links
-from shardwise.costs.ledger import stays_at
 from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline import StageSeconds, send_seconds, stage_seconds
 from shardwise.costs.prices import Prices
@@ -60,10 +59,8 @@ def _timed(how: Pipelining, part: Graph, spmd: Spmd, sends: Sequence[str], kinds
     send = send_seconds(on_links, how.part.num_devices, sent) if sends else 0.0
     memory = memory_of(spmd, prices, kinds=kinds)
     seconds = stage_seconds(spmd, prices, send, kinds)
-    # A place's other stages find it between two micro-batches: with no more than it has while it works on one.
-    rests = memory.kept_bytes + max(stays_at(own) for own in memory.peak_of.values())
-    peak = float(memory.peak.num_bytes)
-    return Timed(seconds, peak, float(memory.kept_bytes), min(peak, float(rests)), sent)
+    peak, kept, rests = map(float, (memory.peak.num_bytes, memory.kept_bytes, sum(memory.rests.values())))
+    return Timed(seconds, peak, kept, rests, sent)
 
 
 def _without_names(part: Graph, choice: Choice, spmd: Spmd) -> Hashable:

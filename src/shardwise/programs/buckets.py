@@ -12,7 +12,7 @@ travels while the layers before it are computed. Buckets are therefore filled fr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.graph.ir import Value
@@ -50,16 +50,19 @@ def fill_buckets(
     receives_gradient: Callable[[Conversion], bool],
     bucket_bytes: int = BUCKET_BYTES,
     *,
+    ends: Collection[str],
     by_block: bool = False,
 ) -> tuple[Step | Conversion | Bucket, ...]:
     """The steps with conversions put into buckets.
 
     ``sources``: the parameters; ``value_of``: a value by its name, whose dtypes decide what may share a message and how
-    many bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself); ``by_block``: parameters
-    share messages with others of their block only, so that they can be let go with it.
+    many bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself); ``ends``: what a training
+    step makes, which leaves out what other outputs need; ``by_block``: parameters share messages with others of their
+    block only, so that they can be let go with it.
     """
     if bucket_bytes == 0:
         return tuple(steps)
+    trained = _made_for(steps, ends)
 
     def message_kind(conversion: Conversion) -> object:
         """What conversions have in common that share their messages."""
@@ -68,7 +71,8 @@ def fill_buckets(
         gradient = (conversion.differentiable, receives_gradient(conversion)) if backward else ()
         value = value_of(conversion.origin)
         block = block_of(conversion.op) if by_block and conversion.value in sources else ""
-        return moves, forward, backward, value.dtype, value.reduced, gradient, conversion.value in sources, block
+        own = conversion.value in sources, conversion.result in trained
+        return moves, forward, backward, value.dtype, value.reduced, gradient, own, block
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
@@ -120,6 +124,17 @@ def fill_buckets(
         elif position not in taken or position in members:
             result.append(step)
     return tuple(result)
+
+
+def _made_for(steps: Sequence[Step | Conversion], ends: Collection[str]) -> set[str]:
+    """The values that some values are made of, and these."""
+    found = set(ends)
+    for step in reversed(steps):
+        if isinstance(step, Conversion):
+            found.update((step.value,) if step.result in found else ())
+        elif found.intersection(step.placed.op.results):
+            found.update(step.operands)
+    return found
 
 
 def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:

@@ -190,9 +190,17 @@ def fill(spmd: Spmd, bucket_bytes: int, original: Graph | None = None, *, by_blo
         values.__getitem__,
         spmd.receives_gradient,
         bucket_bytes,
+        ends=_trained(spmd),
         by_block=by_block,
     )
     return replace(spmd, steps=steps)
+
+
+def _trained(spmd: Spmd) -> set[str]:
+    """What a training step makes: the loss (all outputs, where there is none), what is sent to other stages, and what
+    is written to buffers."""
+    ends = {spmd.loss} if spmd.loss is not None else {*refs(spmd.outputs)}
+    return {*ends, *spmd.cotangents, *(value for _, value in spmd.mutations)}
 
 
 def with_buckets(spmd: Spmd, buckets: Sequence[Bucket]) -> Spmd:

@@ -105,7 +105,8 @@ def with_saved(peak: Peak, more: int) -> Peak:
 
 
 def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
-    """What a device of the place that holds most has of all of its stages, with their micro-batches in flight."""
+    """What a device of the place that holds most has of all of its stages, with their micro-batches in flight, while
+    the one of them that has most besides works."""
     place_of, order = places_of(plan), order_in(plan)
     kept = [float(own.step.kept_bytes) for own in passes]
     seconds = tuple(StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0) for _ in passes)
@@ -114,11 +115,12 @@ def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
     for place, in_flight in enumerate(work.peaks(order)):
         parts = Counter[str](dict.fromkeys(CATEGORIES, 0))
         parts["saved"] = round(in_flight)
-        for number in work.stages_of(place):
-            parts.update(passes[number].step.peak.parts)
-            parts["saved"] -= passes[number].step.kept_bytes
-        number = max(work.stages_of(place), key=lambda own: passes[own].step.peak_bytes)
+        stages = work.stages_of(place)
+        number = max(stages, key=lambda own: passes[own].step.peak_bytes - sum(passes[own].step.rests.values()))
         own = passes[number].step.peak
+        for other in stages:
+            parts.update(own.parts if other == number else passes[other].step.rests)
+            parts["saved"] -= passes[other].step.kept_bytes
         found.append(Peak(sum(parts.values()), f"stage {number}, {own.phase}", own.op, parts))
     return max(found, key=lambda peak: peak.num_bytes)
 

@@ -53,8 +53,12 @@ class Hands:
         """This rank leaves the call with an error that others may not have. One of a collective they have as well, and
         see for themselves who did not arrive."""
         if isinstance(error, Exception) and not isinstance(error, CollectiveError):
+            notes = getattr(error, "__notes__", [])  # of where in a schedule, whose own errors only wrap another
+            while not isinstance(error, ShardwiseError) and isinstance(error.__cause__, Exception):
+                error = error.__cause__
             first = str(error).strip().partition("\n")[0]
-            self._raise(Hand(self.call, "left", f"{type(error).__name__}: {first}"))
+            text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+            self._raise(Hand(self.call, "left", ", ".join([text, *notes])))
 
     def wait(self, work: Any) -> None:
         """Wait for a collective of gloo's. Raises its error; CollectiveError where a rank has left this call, and

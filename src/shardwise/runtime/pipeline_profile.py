@@ -184,7 +184,7 @@ def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: tor
         dist.all_gather_object(found, value, group=group)
         return found
 
-    run = steps_of(own, tensors, 1)
+    run = steps_of(own, tensors, plan.micro_batches)
     return profile_step(run, lambda: own, plan.alone(worker.number), held, device, steps, gather=gather)
 
 

@@ -19,11 +19,16 @@ from shardwise.runtime.step import Forward
 from shardwise.runtime.trials import Compiling, Turn
 
 
+def _add(source: str, total: Tensor, gradient: Tensor) -> None:
+    total.add_(gradient)
+
+
 @dataclass
 class RepeatedStep:
     """The programs of a pass and of what is done once (``programs.once.Repeated``), emitted. ``program``: a pass that
     does all of it by itself, not emitted; ``emitted``: a pass as it is written; ``constants``: what passes are given
-    besides what is made ahead of them; ``compiling``: the pass that runs instead, always or while it is faster."""
+    besides what is made ahead of them; ``compiling``: the pass that runs instead, always or while it is faster;
+    ``add``: adds the gradient of a source to the sum of earlier passes."""
 
     program: Program
     ahead: Emitted
@@ -31,6 +36,7 @@ class RepeatedStep:
     behind: Emitted
     constants: Constants
     compiling: Compiling[Emitted] | None = None
+    add: Callable[[str, Tensor, Tensor], None] = _add
 
     def begin(self, tensors: Sequence[Tensor], *, observed: bool = False) -> Running:
         """Cast and gather what all passes take. ``tensors``: of all sources; inputs are not read; ``observed``: the
@@ -93,7 +99,7 @@ class Running:
             held = [_extent(tensor) for tensor in (*read, *self.given)]
         for source, gradient in gradients.items():
             if source in self.sums:
-                self.sums[source].add_(gradient)
+                self.step.add(source, self.sums[source], gradient)
                 continue
             # A compiler may return one tensor for two gradients: what is added to is nobody else's. Gradients that came
             # in one message lie beside each other.

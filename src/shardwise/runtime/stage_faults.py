@@ -31,7 +31,7 @@ class StageFaults:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, CollectiveError):
-                return CollectiveError(f"{cause}\n  stage:  rank {self.everyone.rank} is at {where}")
+                return CollectiveError(f"{cause}\n  stage:  rank {self.everyone.rank} is at {where}", cause.blames)
             if isinstance(cause, ShardwiseError):
                 return cause
             cause = cause.__cause__
@@ -55,7 +55,14 @@ class StageFaults:
         own = self.everyone.rank
         waiting = Waiting(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (own, *ranks))
         found = exchange_failed(error, own, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
-        return None if found is None else hands.explained() or found
+        if found is None:
+            return None
+        said = hands.explained()
+        return (
+            CollectiveError(f"{what} failed: {said}", said.blames)
+            if isinstance(said, CollectiveError)
+            else said or found
+        )
 
     @contextmanager
     def exchange(self, what: str, ranks: Sequence[int]) -> Iterator[None]:

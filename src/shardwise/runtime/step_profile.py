@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.costs.collectives import Links
 from shardwise.costs.kernels import Called, work_of
-from shardwise.costs.timeline import ONCE, Event, simulate_program
+from shardwise.costs.timeline import ONCE, Event, added_up, simulate_program
 from shardwise.costs.trace import write_trace
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
@@ -236,6 +236,15 @@ class _Clock:
                 self._add(Event(one.kind, part, one.axes, self.now, seconds * share, one.num_bytes))
         return result
 
+    def add(self, source: str, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add a pass's gradient to that of earlier ones."""
+        _finish(self.device)
+        start = time.perf_counter()
+        total.add_(gradient)
+        _finish(self.device)
+        name = added_up(self.program.spmd.graph.source_of[source])
+        self._add(Event(name, "backward", (), self.now, time.perf_counter() - start))
+
     def count(self, values: Iterable[Any]) -> None:
         """Note how much memory there is."""
         if self.device.type != "cpu":
@@ -307,12 +316,16 @@ def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
     for half in halves:
         vars(half.module)["forward"] = run(half)
     before, step.compiling = step.compiling, None
+    if isinstance(step, RepeatedStep):
+        own, step.add = step.add, clock.add
     try:
         yield
     finally:
         for half in halves:
             del vars(half.module)["forward"]
         step.compiling = before
+        if isinstance(step, RepeatedStep):
+            step.add = own
 
 
 def _compared(

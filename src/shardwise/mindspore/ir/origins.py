@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.graph.ir import Graph, Op, Source
 from shardwise.mindspore.ir import names
+from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.ops.primitive import Primitive
 
 
@@ -41,8 +42,7 @@ class Origins:
         if source.kind not in ("parameter", "buffer"):
             return name
         owner, _, leaf = name.rpartition(".")
-        param_name = getattr(getattr(self.cell.get_submodule(owner), leaf, None), "param_name", None) or leaf
-        return f"{owner}.{param_name}" if owner else str(param_name)
+        return self._checkpoint_names.get(id(getattr(self.cell.get_submodule(owner), leaf, None)), name)
 
     def code(self, source: str) -> tuple[str, ...]:
         """``/home/me/net.py(45)/ out = self.matmul(x, self.weight)`` for ``net.py:45``."""
@@ -56,6 +56,11 @@ class Origins:
         """The variable to which a line of code assigns, or ''."""
         matches = [re.match(r"\s*(\w+)\s*=[^=]", code.partition(")/")[2]) for code in self.code(source)]
         return matches[0][1] if matches and matches[0] else ""
+
+    @cached_property
+    def _checkpoint_names(self) -> dict[int, str]:
+        named = {**checkpoint_names(self.cell), **checkpoint_buffers(self.cell)}
+        return {id(tensor): name for name, tensor in named.items()}
 
     @cached_property
     def primitives(self) -> dict[str, tuple[str, Primitive | None]]:
