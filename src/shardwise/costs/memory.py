@@ -43,7 +43,7 @@ class Memory:
     def rests(self) -> dict[str, int]:
         """What a stage holds between two micro-batches, with one saved, by category: no more than while it works."""
         fullest = max(self.peak_of.values(), key=stays_at)
-        stays = {name: fullest.parts.get(name, 0) for name in STAYING}
+        stays: dict[str, int] = {name: fullest.parts.get(name, 0) for name in STAYING}
         return {**stays, "saved": min(self.kept_bytes, self.peak.num_bytes - sum(stays.values()))}
 
 

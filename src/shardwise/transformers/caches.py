@@ -62,7 +62,8 @@ class Caches(torch.nn.Module):
             assert isinstance(layer, StaticLayer), "another kind was refused"
             layer.keys = getattr(self, f"{kind}keys_{number}")
             layer.values = getattr(self, f"{kind}values_{number}")
-            layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+            layer.device = layer.keys.device
+            vars(layer)["dtype"] = layer.keys.dtype  # which transformers 5.23 has, and later ones have not
             layer.cumulative_length = start.clone()
             layer.is_initialized = True
 
