@@ -70,6 +70,8 @@ REFUSED: dict[str, Any] = {
     "penalty_alpha": 0.6,
     "output_attentions": True,
     "cache_implementation": "static",
+    "past_key_values": (),
+    "cache": (),  # as it is called from transformers 5.24 on
 }
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 

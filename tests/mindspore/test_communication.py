@@ -253,6 +253,25 @@ def test_ranks_and_groups_know_their_members(run_ranks: RunRanks) -> None:
     assert run_ranks(who_is_who, 4) == [None, 0, None, 1]
 
 
+def sums_in_groups() -> list[float]:
+    """On a rank: the sums of its groups, of which the ranks have 3, 1 and 2."""
+    D.init()
+    found = []
+    for name, members in (("a", [0, 1]), ("b", [0, 2]), ("again", [0, 2])):
+        D.create_group(name, members)
+        if D.get_rank() in members:
+            found.append(float(AllReduce(group=name)(torch.tensor(10.0 ** D.get_rank()))))
+    D.destroy_group("b")
+    D.create_group("b", [0, 2])
+    if D.get_rank() != 1:
+        found.append(float(AllReduce(group="b")(torch.tensor(1.0))))
+    return found
+
+
+def test_members_may_have_different_numbers_of_groups(run_ranks: RunRanks) -> None:
+    assert run_ranks(sums_in_groups, 3) == [[11.0, 101.0, 101.0, 2.0], [11.0], [101.0, 101.0, 2.0]]
+
+
 def test_bad_groups_are_refused() -> None:
     for arguments, kind, message in [
         (("g", [0, 1]), ValueError, "there are the ranks 0 to 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import Purpose
+from shardwise.runtime.torch_schedules import position_groups
 from shardwise.runtime.transit import stages
 
 RunRanks = Callable[..., list[Any]]
@@ -63,3 +65,29 @@ def test_collectives_of_a_placement_are_among_its_ranks(run_ranks: RunRanks) -> 
             assert found == [told[0], odd, told[1]]
         else:
             assert found == [even, outside.format(rank, "tp", "1, 3"), even]
+
+
+def asked_to_split() -> list[int]:
+    """On a rank of a job that looks like one of NCCL: how often torch has it split the communicator of all ranks, for
+    groups of gloo and for another one."""
+    source, mesh = Mock(), sw.Mesh(dp=2, tp=2)
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    found = []
+    with patch.object(dist.distributed_c10d, "_get_split_source", lambda group: source):
+        ranks = Communicator(Placement.whole(mesh), backend="gloo")
+        ranks.create_groups([("dp",), ("tp",)])
+        groups = [*position_groups([(0, 1), (2, 3)], "gloo"), ranks.group(("dp",))]
+        found.append(source.perform_nocolor_split.call_count)
+        if dist.get_rank() > 1:
+            dist.new_group([0, 1])  # as torch has it otherwise
+        found.append(source.perform_nocolor_split.call_count)
+    assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+    number = torch.ones(1)
+    dist.all_reduce(number, group=groups[dist.get_rank() % 2])
+    dist.all_reduce(number, group=groups[2])
+    return [*found, int(number)]
+
+
+def test_groups_on_the_host_do_not_split_those_of_gpus(run_ranks: RunRanks) -> None:
+    """The ranks outside would wait in NCCL for members that never come."""
+    assert run_ranks(asked_to_split, 4) == [[0, 0, 4], [0, 0, 4], [0, 1, 4], [0, 1, 4]]

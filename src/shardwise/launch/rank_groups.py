@@ -6,10 +6,13 @@ process too. ``recording`` lists what is exchanged. Nothing here is differentiab
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -69,6 +72,10 @@ def recording() -> Iterator[list[Exchange]]:
         _records[:] = [other for other in _records if other is not record]
 
 
+# By the group of all ranks: how many groups of some ranks this process has made, also those that it has left.
+_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
 def is_connected() -> bool:
     """Whether this process has joined the others (``init_ranks``, or the script's own ``init_process_group``)."""
     return dist.is_initialized()
@@ -96,7 +103,12 @@ def make_group(ranks: Sequence[int]) -> RankGroup:
         return whole
     if len(members) == 1 or rank() not in members:
         return RankGroup(members)
-    handle = dist.new_group(list(members), timeout=group_timeout(), use_local_synchronization=True)
+    made = _made.setdefault(whole.handle, Counter())
+    made[members] += 1
+    name = f"shardwise/{'-'.join(map(str, members))}/{made[members]}"
+    # Members meet under a name. Torch's counts all groups of a rank, of which another member may have more or fewer.
+    with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name):
+        handle = dist.new_group(list(members), timeout=group_timeout(), use_local_synchronization=True)
     return RankGroup(members, handle)
 
 

@@ -173,7 +173,6 @@ class Communicator:
 
         Their collectives time out as those of all ranks do (torch gives new groups half an hour).
         """
-        timeout = group_timeout()
         wanted = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
         if not self._has_all_ranks:
             wanted.add(self.mesh.sub_axes)  # of those in the placement
@@ -186,7 +185,7 @@ class Communicator:
             devices = range(self.mesh.num_devices)
             for group_devices in dict.fromkeys(tuple(sorted(self.mesh.group(axes, device))) for device in devices):
                 members = [self.place.ranks[device] for device in group_devices]
-                group = dist.new_group(members, timeout=timeout, backend=self.backend)
+                group = new_group(members, self.backend)
                 if self.rank in members or self.rank not in self.place.ranks:
                     self._groups[frozenset(axes)] = group
 
@@ -393,6 +392,19 @@ class Message:
         received = self.buffer_like(sent, sum(self.totals))
         work = dist.all_to_all_single(received, sent, self.totals, given, group=self.group, async_op=not wait)
         return received.view(tensors[0].dtype), InFlight(work, sent, self.is_gloos)
+
+
+def new_group(members: Sequence[int], backend: str | None = None) -> Any:
+    """A process group of some ranks; all ranks of the job make it. ``backend``: another one than that of all ranks."""
+    everyone: Any = dist.group.WORLD
+    device = everyone.bound_device_id
+    if backend is not None:
+        # torch has the ranks outside split the communicator of NCCL, for which a group that is gloo's never comes.
+        everyone.bound_device_id = None
+    try:
+        return dist.new_group(list(members), timeout=group_timeout(), backend=backend)
+    finally:
+        everyone.bound_device_id = device
 
 
 def group_timeout() -> timedelta | None:

@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from shardwise.costs.pipeline import Action, Kind, Order
 from shardwise.plans.schedule import Schedule, format_order, schedule_of
-from shardwise.runtime.communicator import group_timeout
+from shardwise.runtime.communicator import new_group
 from shardwise.runtime.trail import trail
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
@@ -353,7 +353,7 @@ def position_groups(places: Sequence[Sequence[int]], backend: str | None = None)
     """Per position the group of the ranks that have it in every place; all ranks make all of them. ``backend``: another
     one than that of all ranks."""
     positions = zip(*places, strict=True)
-    return [dist.new_group(sorted(ranks), timeout=group_timeout(), backend=backend) for ranks in positions]
+    return [new_group(sorted(ranks), backend) for ranks in positions]
 
 
 __all__ = ["Scheduled", "Timed", "Worker", "order_of", "position_groups"]

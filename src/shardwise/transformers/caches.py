@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache, StaticCache, StaticLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardwise.api import plan as make_plan
 from shardwise.plans.plan import Plan
@@ -23,6 +24,9 @@ from shardwise.runtime.parallel import Parallel
 # Factors of products and tables, as their rules name them: of which the program that takes one token has 1, and of
 # which it has as many as there are samples.
 _TOKENS, _SAMPLES = {"b1"}, {"b", "b0", "m"}
+
+# What models and their outputs call a cache. transformers 5.24 renamed it; for models, the older name warns there.
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ class Decoder(Caches):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=self.cache(start),
             use_cache=True,
+            **{CACHE: self.cache(start)},
         )
         logits: torch.Tensor = output.logits.index_select(1, last)[:, 0]
         return logits
@@ -120,8 +124,8 @@ class _Translation(Caches):
             **source,
             decoder_input_ids=tokens,
             decoder_attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE: cache},
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
@@ -239,6 +243,7 @@ def planned(
 
 
 __all__ = [
+    "CACHE",
     "Caches",
     "Decoder",
     "FirstToken",

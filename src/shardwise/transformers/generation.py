@@ -29,6 +29,7 @@ from shardwise.runtime.parallelize import parallelize
 from shardwise.runtime.shards import shard
 from shardwise.train.agreement import here
 from shardwise.transformers.caches import (
+    CACHE,
     Caches,
     Decoder,
     FirstToken,
@@ -275,6 +276,7 @@ _REFUSED = (
     "constraints",
     "force_words_ids",
     "prefill_chunk_size",
+    "cache",
     "past_key_values",
     "encoder_outputs",
     "inputs_embeds",
@@ -295,9 +297,9 @@ def _front(model: Any, generation: _Generation) -> Any:
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
         **others: Any,
     ) -> Any:
+        cache = others.pop(CACHE, None)
         if translates:
             input_ids, attention_mask = (
                 others.pop("decoder_input_ids", None),
@@ -306,12 +308,12 @@ def _front(model: Any, generation: _Generation) -> Any:
             others.pop("encoder_outputs", None)
         wanted = sorted(k for k, v in others.items() if v is not None and k not in _UNDERSTOOD)
         wanted += ["logits_to_keep"] if others.get("logits_to_keep") not in (None, 0, 1) else []
-        if input_ids is None or not isinstance(past_key_values, _Held) or wanted:
+        if input_ids is None or not isinstance(cache, _Held) or wanted:
             what = f"the generator does not know {wanted}" if wanted else "the generator takes tokens and keeps a cache"
             raise ShardwiseError(problem(what, fix="leave it out, or generate on one device"))
-        logits = generation.logits(past_key_values, input_ids, attention_mask, position_ids)
+        logits = generation.logits(cache, input_ids, attention_mask, position_ids)
         made: Any = Seq2SeqLMOutput if translates else CausalLMOutputWithPast
-        return made(logits=logits, past_key_values=past_key_values)
+        return made(logits=logits, **{CACHE: cache})
 
     def generate(self: Any, inputs: Any = None, **settings: Any) -> Any:
         config = settings.get("generation_config") or self.generation_config
@@ -324,9 +326,9 @@ def _front(model: Any, generation: _Generation) -> Any:
         return kind.generate(self, inputs, **settings)
 
     def prepare_cache(self: Any, config: Any, model_kwargs: dict[str, Any], *others: Any, **more: Any) -> None:
-        if config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+        if config.use_cache is False or model_kwargs.get(CACHE) is not None:
             raise ShardwiseError(problem("the generator keeps a cache of its own", fix="leave the cache out"))
-        model_kwargs["past_key_values"] = _Held(generation)
+        model_kwargs[CACHE] = _Held(generation)
 
     def read_source(self: Any, ids: torch.Tensor, model_kwargs: dict[str, Any], *others: Any) -> dict[str, Any]:
         """Where transformers would run the encoder: that is done with the first token."""
