@@ -79,7 +79,7 @@ def bert(tiny: bool) -> tuple[nn.Module, Inputs]:
 
 def vit(tiny: bool) -> tuple[nn.Module, Inputs]:
     """ViT base, 64 images of 224 x 224 in patches of 16 x 16."""
-    layers, width, heads, classes, batch, size = (2, 64, 2, 10, 2, 32) if tiny else (12, 768, 12, 1000, 64, 224)
+    layers, width, heads, classes, batch, size = (2, 64, 2, 10, 16, 32) if tiny else (12, 768, 12, 1000, 64, 224)
     config = transformers.ViTConfig(
         num_hidden_layers=layers, hidden_size=width, intermediate_size=4 * width, num_attention_heads=heads,
         image_size=size, num_labels=classes,
@@ -89,7 +89,7 @@ def vit(tiny: bool) -> tuple[nn.Module, Inputs]:
 
 def resnet(tiny: bool) -> tuple[nn.Module, Inputs]:
     """ResNet-50, 128 images of 224 x 224."""
-    widths, classes, batch, size = ([16, 32], 10, 4, 64) if tiny else ([256, 512, 1024, 2048], 1000, 128, 224)
+    widths, classes, batch, size = ([16, 32], 10, 16, 64) if tiny else ([256, 512, 1024, 2048], 1000, 128, 224)
     config = transformers.ResNetConfig(
         embedding_size=widths[0] // 4, hidden_sizes=widths, depths=[1, 1] if tiny else [3, 4, 6, 3], num_labels=classes
     )
