@@ -97,6 +97,44 @@ def test_the_examples_in_docstrings_are_true(path: Path) -> None:
         assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+MOST_PARAMETERS = 8  # what else a function takes belongs into a dataclass
+# Those that others' signatures decide, and what users call with names.
+OF_THE_DIALECT = "mindspore/"  # MindSpore's own
+AS_OPERATORS_ARE = {
+    "graph/operators.py": {"dropout", "uniform", "stream_dropout", "stream_uniform"},
+    "graph/widen.py": {"_attention"},
+    "rules/attention_kernels.py": {"_attention_rows"},
+    "rules/kernels.py": {"_scatter_rows", "_index_put_rows", "_triangle", "_cumulated"},
+    "rules/lowerings/normalization.py": {"batch_norm", "instance_norm"},
+    "rules/ring.py": {"__call__", "zigzag"},
+    "rules/window_kernels.py": {"_max_pool_window", "_avg_pool_window", "_resample_window"},
+}
+CALLED_BY_USERS = {
+    "api.py": {"plan", "compare"},
+    "foreign/check.py": {"check"},
+    "launch/launcher.py": {"launch"},  # the options of shardwise run
+    "runtime/parallelize.py": {"parallelize"},
+    "train/checkpoints.py": {"save_checkpoint"},
+    "train/data.py": {"__init__"},
+    "train/trainer.py": {"__init__"},
+}
+BUILDERS = {"rules/binding.py": {"build"}}  # of rules, one line each, whose options have names
+
+
+def test_no_other_function_has_more_than_eight_parameters() -> None:
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        where = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                own = node.args
+                names = [*own.posonlyargs, *own.args, *own.kwonlyargs, *filter(None, (own.vararg, own.kwarg))]
+                count = sum(one.arg not in ("self", "cls") for one in names)
+                if count > MOST_PARAMETERS and not where.startswith(OF_THE_DIALECT):
+                    found.setdefault(where, set()).add(node.name)
+    assert found == AS_OPERATORS_ARE | CALLED_BY_USERS | BUILDERS
+
+
 def test_no_module_that_a_rank_starts_beside_has_the_name_of_a_standard_one() -> None:
     clashes = [path.name for path in (PACKAGE / "runtime").glob("*.py") if path.stem in sys.stdlib_module_names]
     assert clashes == []

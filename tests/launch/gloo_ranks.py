@@ -28,6 +28,14 @@ from shardwise.launch.bootstrap import is_follow_up
 # What a rank of a test imports sooner or later: torch, what torch.export imports when it is first called, shardwise.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.export._trace", "shardwise.mindspore", "pytest")
 PRELOADED_OF_SHARDWISE = ("shardwise.api", "shardwise.proof.verify", "shardwise.runtime.parallelize", "rich.console")
+# What else takes long to import, where the tests of this run import its package: a rank executes their module again.
+PRELOADED_IF_HERE = {
+    "hypothesis": ("hypothesis",),
+    "transformers": (
+        *("shardwise.transformers", "transformers.trainer"),
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")),
+    ),
+}
 SETTLE_SECONDS = 1.0  # how long a lost connection waits for the exception that explains it
 
 
@@ -41,7 +49,8 @@ def run_on_ranks(
     """``function(*args)`` on every rank; returns the results in the order of ranks (see the fixture ``run_ranks``)."""
     assert "<locals>" not in function.__qualname__, f"{function.__qualname__} must be a module-level function"
     context = get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *PRELOADED_OF_SHARDWISE])
+    here = [name for package, names in PRELOADED_IF_HERE.items() if package in sys.modules for name in names]
+    context.set_forkserver_preload([*PRELOADED, *PRELOADED_OF_SHARDWISE, *here])
     source = (function.__module__, inspect.getfile(function), function.__qualname__)
     store, payload = str(folder / f"store-{uuid4().hex}"), pickle.dumps(args)
     processes, receivers = [], []

@@ -37,12 +37,13 @@ class Net(nn.Module):
         return self.down(self.norm(self.up(x).tanh()))
 
 
-def make(**settings: Any) -> tuple[Net, Net, sw.Plan]:
-    """(on one device, to be split, its plan)"""
+def make(**settings: Any) -> tuple[Net, Net, sw.Plan | None]:
+    """(on one device, to be split, its plan, which rank 0 makes for all)"""
     torch.manual_seed(0)
     net = Net().double()
     batch = (torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,)))
-    plan = sw.plan(net, batch, 4, loss=nn.functional.cross_entropy, **settings)
+    is_first = dist.get_rank() == 0
+    plan = sw.plan(net, batch, 4, loss=nn.functional.cross_entropy, **settings) if is_first else None
     return copy.deepcopy(net), net, plan
 
 
@@ -94,9 +95,9 @@ def trained(settings: dict[str, Any], calls: list[tuple[int, ...]]) -> tuple[flo
             for optimizer in optimizers:
                 optimizer.step()
     values = dict(alone.named_parameters()) | dict(alone.named_buffers())
-    coordinates = plan.mesh.coordinates(dist.get_rank())
+    coordinates = par.plan.mesh.coordinates(dist.get_rank())
     for name, own in [*par.named_parameters(), *par.named_buffers()]:
-        part = shard(values[name].detach(), plan.layouts[name], coordinates)
+        part = shard(values[name].detach(), par.plan.layouts[name], coordinates)
         worst = max(worst, float((own.detach() - part).abs().max()) if own.numel() else 0.0)
     return worst, [str(w.message) for w in caught if "gathered" in str(w.message)]
 
@@ -347,10 +348,10 @@ def replaced() -> tuple[float, list[str]]:
         kept = par.down.weight
     nn.functional.cross_entropy(alone(x), y).backward()
     par.step(x, y)
-    coordinates = plan.mesh.coordinates(dist.get_rank())
+    coordinates = par.plan.mesh.coordinates(dist.get_rank())
     parameters, buffers = dict(alone.named_parameters()), dict(alone.named_buffers())
     errors = [
-        float((own.grad - shard(parameters[name].grad, plan.layouts[name], coordinates)).abs().max())
+        float((own.grad - shard(parameters[name].grad, par.plan.layouts[name], coordinates)).abs().max())
         for name, own in par.named_parameters()
     ]
     errors += [float((own - buffers[name]).abs().max()) for name, own in par.named_buffers()]
@@ -436,9 +437,9 @@ def predictions() -> list[float]:
             errors += [float((a - b).abs().max()) for a, b in zip(alone.buffers(), par.buffers(), strict=True)]
             for loss in (want.square().mean(), have.square().mean()):
                 loss.backward()
-    coordinates = plan.mesh.coordinates(dist.get_rank())
+    coordinates = par.plan.mesh.coordinates(dist.get_rank())
     for (name, own), parameter in zip(par.named_parameters(), alone.parameters(), strict=True):
-        errors.append(float((own.grad - shard(parameter.grad, plan.layouts[name], coordinates)).abs().max()))
+        errors.append(float((own.grad - shard(parameter.grad, par.plan.layouts[name], coordinates)).abs().max()))
     return errors
 
 

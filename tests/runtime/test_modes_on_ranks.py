@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
@@ -52,6 +53,10 @@ MODES: dict[str, tuple[tuple[bool, bool], list[tuple[bool, bool]]]] = {
 }
 
 
+def tensor_parallel(net: nn.Module, batch: torch.Tensor) -> sw.Plan:
+    return sw.plan(net, batch, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp", "down": "k@tp"})
+
+
 def trained(name: str) -> list[float]:
     """Errors of losses and buffers, step by step."""
     at_first, steps = MODES[name]
@@ -59,7 +64,7 @@ def trained(name: str) -> list[float]:
     net, batches = Net().double(), torch.randn(3, 8, 6, dtype=torch.float64)
     set_modes(net, *at_first)
     alone = copy.deepcopy(net)
-    plan = sw.plan(net, batches[0], 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp", "down": "k@tp"})
+    plan = tensor_parallel(net, batches[0]) if dist.get_rank() == 0 else None
     par = sw.parallelize(net, plan)
     assert par.again is par.norm
     assert [m.training for m in par.modules()] == [m.training for m in net.modules()]
@@ -134,7 +139,7 @@ DRAWN: dict[str, Callable[[Any], Any]] = {
 def drawn() -> tuple[dict[str, str], list[str], bool]:
     torch.manual_seed(0)
     net, batch = Net().double(), torch.randn(8, 6, dtype=torch.float64)
-    plan = sw.plan(net, batch, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp", "down": "k@tp"})
+    plan = tensor_parallel(net, batch) if dist.get_rank() == 0 else None
     par = sw.parallelize(net, plan)
     messages = {}
     for name, draw in DRAWN.items():

@@ -4,6 +4,7 @@ dropout. Losses, gradients and parameters are those of plain PyTorch, step by st
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -112,6 +113,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
+@cache
 def planned(name: str) -> sw.Plan:
     make, axes, strategies, _, _ = CASES[name]
     mesh = sw.Mesh(axes)
@@ -139,7 +141,8 @@ def train_on_rank() -> dict[str, dict[str, Any]]:
     found = {}
     for name, (make, _, _, randomness, _) in CASES.items():
         own = {"randomness": randomness} if randomness else {}
-        found[name] = train(sw.parallelize(make().double(), planned(name), seed=5, **own), None)
+        plan = planned(name) if dist.get_rank() == 0 else None
+        found[name] = train(sw.parallelize(make().double(), plan, seed=5, **own), None)
     dist.barrier()
     return found
 

@@ -124,14 +124,18 @@ def test_in_bfloat16_ranks_differ_by_its_rounding(name: str, way: str, ranks: in
     over devices is rounded once more for each of them."""
     results = run_ranks(train, ranks, name, MIXED, way, time_limit_seconds=240)
     alone, unit = trained_alone(name, MIXED), torch.finfo(BF16).eps
+    disturbed = [trained_alone(name, MIXED, off=unit, seed=seed) for seed in range(5)]
     for rank, found in enumerate(results):
         own, expected = whole(results, rank, alone)
-        disturbed = [whole(results, rank, trained_alone(name, MIXED, off=unit, seed=seed))[1] for seed in range(5)]
-        moved = [apart(expected, one) for one in disturbed]
+        moved = [apart(expected, whole(results, rank, one)[1]) for one in disturbed]
         for key, error in apart(expected, own).items():
             assert error <= max(unit, (4 + ranks) * max(one[key] for one in moved)), (rank, key, error)
         assert found["kinds"] == {FP32}
         assert all(loss.dtype == expected.losses[0].dtype for loss in found["losses"])
+
+
+def sent_in(runs: list[tuple[str, sw.Precision, str]]) -> list[Any]:
+    return [train(*run)["sent"] for run in runs]
 
 
 def test_parameters_are_gathered_as_computed_and_gradients_reduced_as_asked(run_ranks: RunRanks) -> None:
@@ -141,13 +145,13 @@ def test_parameters_are_gathered_as_computed_and_gradients_reduced_as_asked(run_
         sw.Precision(parameter=FP64): (FP32, FP32),
         sw.Precision(parameter=FP64, reduce=BF16): (FP32, BF16),
     }
-    for precision, (gathered, reduced) in wanted.items():
-        for found in run_ranks(train, 2, "llama", precision, "zero", time_limit_seconds=240):
-            kinds = {kind: {dtype for one, dtype in found["sent"] if one == kind} for kind, _ in found["sent"]}
+    runs = [*(("llama", precision, "zero") for precision in wanted), ("gpt", MIXED, "dp")]
+    for *parted, replicated in run_ranks(sent_in, 2, runs, time_limit_seconds=240):
+        for sent, (gathered, reduced) in zip(parted, wanted.values(), strict=True):
+            kinds = {kind: {dtype for one, dtype in sent if one == kind} for kind, _ in sent}
             assert kinds["all_gather"] == {gathered}
             assert kinds["reduce_scatter"] == {reduced}
-    for found in run_ranks(train, 2, "gpt", MIXED, "dp", time_limit_seconds=240):
-        assert {dtype for kind, dtype in found["sent"] if kind == "all_reduce"} <= {FP32, torch.int64}
+        assert {dtype for kind, dtype in replicated if kind == "all_reduce"} <= {FP32, torch.int64}
 
 
 def converted() -> dict[str, Any]:

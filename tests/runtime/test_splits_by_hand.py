@@ -305,9 +305,10 @@ def test_windows_that_are_the_slices_are_no_windows_and_overlaps_are_not_left() 
 
 def train(axes: dict[str, int], strategy: str, tied: bool) -> dict[str, Any]:
     """On a rank: three steps of AdamW with clipping, and the collectives of the last forward."""
-    plan = sw.plan(
-        Words(tied), words(), 4, mesh=sw.Mesh(**axes), strategies={"embed": strategy}, search="sharding_propagation"
-    )
+    plan = None
+    if dist.get_rank() == 0:
+        chosen = {"mesh": sw.Mesh(**axes), "strategies": {"embed": strategy}, "search": "sharding_propagation"}
+        plan = sw.plan(Words(tied), words(), 4, **chosen)
     par = sw.parallelize(Words(tied), plan)
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
     losses, norms, gradient = [], [], torch.empty(0)
@@ -321,12 +322,12 @@ def train(axes: dict[str, int], strategy: str, tied: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    own = plan.mesh.coordinates(dist.get_rank())
-    start, length = plan.layouts["embed.weight"].atom_pieces(0, 0, own)
+    own = par.plan.mesh.coordinates(dist.get_rank())
+    start, length = par.plan.layouts["embed.weight"].atom_pieces(0, 0, own)
     return {
         "losses": losses, "norms": norms, "forward": forward, "rows": (start, length), "gradient": gradient,
         "table": par.embed.weight.detach(), "state": optimizer.state[par.embed.weight]["exp_avg"],
-        "planned": [(c.kind, c.num_bytes) for c in plan.collectives()],
+        "planned": [(c.kind, c.num_bytes) for c in par.plan.collectives()],
     }  # fmt: skip
 
 

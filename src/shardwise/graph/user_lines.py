@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,7 +46,14 @@ DATA_DEPENDENT = frozenset(
 
 def run_model(call: Callable[..., Any], *arguments: Any) -> Any:
     """``call(*arguments)``. Its frame is the outermost one of the model's."""
-    return call(*arguments)
+    _running.append(call)
+    try:
+        return call(*arguments)
+    finally:
+        _running.pop()
+
+
+_running: list[Any] = []  # the models that run now: where there is none, no frame need be looked at
 
 
 class UserLines(TorchFunctionMode):
@@ -140,17 +148,24 @@ def saved_tensors_hooks() -> Any:
     return None if hooks is None else hooks[0]
 
 
+@cache
+def _user_file(filename: str) -> str:
+    """The name of a file of the user's, or ""."""
+    return "" if filename.startswith(NOT_USER_CODE) else Path(filename).name
+
+
 def user_line(frame: FrameType | None) -> str:
     """``"model.py:41"`` of the innermost frame of the user's model, or "".
 
     Raises CaptureError inside a re-entrant checkpoint.
     """
-    line, reentrant = "", False
-    while frame is not None and frame.f_code is not run_model.__code__:
-        name = frame.f_code.co_filename
-        if not line and not name.startswith(NOT_USER_CODE):
-            line = f"{Path(name).name}:{frame.f_lineno}"
-        reentrant |= frame.f_code is CheckpointFunction.forward.__code__
+    if not _running:
+        return ""
+    line, reentrant, outermost, checkpoint = "", False, run_model.__code__, CheckpointFunction.forward.__code__
+    while frame is not None and (code := frame.f_code) is not outermost:
+        if not line and (name := _user_file(code.co_filename)):
+            line = f"{name}:{frame.f_lineno}"
+        reentrant |= code is checkpoint
         frame = frame.f_back
     if frame is not None and reentrant:
         what = "re-entrant activation checkpointing hides its gradients"

@@ -30,6 +30,7 @@ from shardwise.rules.window_kernels import (
     MAX_POOL_VALUES_WINDOW,
     MAX_POOL_WINDOW,
     RESAMPLE_WINDOW,
+    Resampling,
     sample_points,
 )
 from shardwise.rules.windows import Sliding, clipped, part_of
@@ -188,12 +189,12 @@ def _resampling(count: int, mode: str) -> RuleFunction:
 
         def window(i: int, offset: int, length: int) -> Ranges:
             """The rows that the first and the last row read, by the arithmetic of float32 and of float64."""
-            known = (mode, align, sizes[i], after[i], scales[i])
+            how = Resampling(mode, align, sizes[i], after[i], scales[i])
             rows = [
                 int(index.clamp(0, sizes[i] - 1))
                 for y in (offset, offset + length - 1)
                 for dtype in (torch.float32, torch.float64)
-                for index, _ in sample_points(*known, y, 1, dtype, torch.device("cpu"))
+                for index, _ in sample_points(how, y, 1, dtype, torch.device("cpu"))
             ]
             return clipped(min(rows), max(rows) + 1, sizes[i])
 

@@ -7,6 +7,7 @@ ATen calls, like those of ``rules.kernels``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -318,28 +319,27 @@ def _resample_window(
     for i in range(count):
         if split[i]:
             dim = x.dim() - count + i
-            rows = (sizes[i], sizes_after[i], scales[i], offsets[i], lengths[i], starts[i])
-            x = _resampled(x, dim, mode, align_corners, *rows)
+            how = Resampling(mode, align_corners, sizes[i], sizes_after[i], scales[i])
+            x = _resampled(x, dim, how, offsets[i], lengths[i], starts[i])
     return x
 
 
-def _resampled(
-    x: Tensor,
-    dim: int,
-    mode: str,
-    align_corners: bool,
-    size: int,
-    after: int,
-    scale: float,
-    offset: int,
-    length: int,
-    start: int,
-) -> Tensor:
-    """Rows [offset, offset + length) of ``after`` along one dim; x holds the rows from ``start`` on of ``size``."""
-    taps = sample_points(mode, align_corners, size, after, scale, offset, length, x.dtype, x.device)
+@dataclass(frozen=True)
+class Resampling:
+    """The interpolation of a dim: its rows, those of the result, and the operator's scale (0: none)."""
+
+    mode: str
+    align_corners: bool
+    size: int
+    after: int
+    scale: float
+
+
+def _resampled(x: Tensor, dim: int, how: Resampling, offset: int, length: int, start: int) -> Tensor:
+    """Rows [offset, offset + length) of ``how.after`` along one dim; x holds the rows from ``start`` on."""
     total: Tensor | None = None
-    for index, weight in taps:
-        rows = x.index_select(dim, index.clamp(0, size - 1) - start)
+    for index, weight in sample_points(how, offset, length, x.dtype, x.device):
+        rows = x.index_select(dim, index.clamp(0, how.size - 1) - start)
         if weight is not None:
             rows = rows * weight.to(x.dtype).reshape([-1 if i == dim else 1 for i in range(x.dim())])
         total = rows if total is None else total + rows
@@ -348,18 +348,11 @@ def _resampled(
 
 
 def sample_points(
-    mode: str,
-    align_corners: bool,
-    size: int,
-    after: int,
-    scale: float,
-    offset: int,
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device | None = None,
+    how: Resampling, offset: int, length: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Per tap the rows that it reads (maybe outside) and their weights (None: 1), as ATen computes them
     (aten/src/ATen/native/UpSample.h): nearest in float32, the others in float32 or, for float64, in that."""
+    mode, size, after, scale = how.mode, how.size, how.after, how.scale
     precision = torch.float64 if dtype == torch.float64 and not mode.startswith("nearest") else torch.float32
     j = torch.arange(offset, offset + length, device=device, dtype=precision)
     if mode.startswith("nearest"):
@@ -369,7 +362,7 @@ def sample_points(
         ratio = 1 / scale if scale and exact and after != size else ratio
         shifted = (j + 0.5 if exact else j) * torch.tensor(ratio, dtype=precision, device=device)
         return [(shifted.floor().long(), None)]
-    if align_corners:
+    if how.align_corners:
         ratio = (size - 1) / (after - 1) if after > 1 else 0.0
         x = j * torch.tensor(ratio, dtype=precision, device=device)
     else:

@@ -38,7 +38,6 @@ def run_alone(
     plan: Plan,
     rank: int,
     *,
-    kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
     device: torch.device | str | None = None,
     compile: bool = False,
@@ -69,7 +68,7 @@ def run_alone(
         raise ShardwiseError(problem(f"there is no {device} here", fix="name another device, such as cpu"))
     if device.type == "cuda":
         check_room(plan, {rank: room_on(device)})
-    call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)
+    call = Example(module, call_arguments(example_inputs), loss, precision=plan.precision)
     graph = planned_graph(call, plan)
     if graph.loss is None:
         fix = "return the loss first, or give a loss beside the inputs"
