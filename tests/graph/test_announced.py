@@ -106,6 +106,17 @@ def test_batch_norm_that_averages_over_all_batches(affine):
         assert report.ok, report
 
 
+@pytest.mark.parametrize("how", [{}, {"stages": 2}])
+def test_so_does_it_over_micro_batches_each_of_which_is_a_batch(how):
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(8, 4)
+    options = {"mode": "data_parallel", "global_batch": 8, "micro_batch": 4, **how}
+    with pytest.warns(sw.PlanWarning, match="running statistics"):
+        plan = sw.plan(net, x, 2, loss=lambda out: out.sin().mean(), **options)
+    report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
+    assert report.ok, report
+
+
 def test_a_loss_whose_backward_has_no_kernel_without_memory_is_planned():
     net, x, y = nn.Linear(4, 6), torch.randn(8, 4), torch.randint(6, (8,))
     plan = sw.plan(net, (x, y), 4, loss=F.multi_margin_loss)

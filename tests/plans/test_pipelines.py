@@ -17,7 +17,10 @@ from torch import nn
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import Action, StageSeconds, simulate_pipeline
+from shardwise.graph.capture import capture
+from shardwise.graph.cut import cut_apart
 from shardwise.graph.ir import Graph
+from shardwise.graph.stages import with_stages
 from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.plans.timed import Timed
@@ -110,6 +113,31 @@ def test_statistics_of_micro_batches_are_announced() -> None:
         found = sw.plan(Normed(), batch, 2, stages=2, micro_batch=4, search="sharding_propagation")
     assert found.micro_batches == 2
     assert sw.verify(Normed(), batch, found, steps=2).ok
+
+
+class NormedInOneOperator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))).square().mean()
+
+
+def test_a_call_goes_where_its_parameters_are_where_a_cut_parts_what_it_is_one_operator_of() -> None:
+    model, x = NormedInOneOperator(), torch.randn(8, 4)
+    trained = capture(model, (x,)).graph
+    names = [op.name for op in trained.ops]
+    at = names.index("norm/sum_1")  # the sum is in stage 0, all of the rest in stage 1
+    parts = cut_apart(trained, [names[:at], names[at:]]).parts
+    held = [{name for source in part.sources for name in source.names} for part in parts]
+    assert "norm.weight" not in held[0]
+    evaluated = capture(model.eval(), (x,)).graph
+    found = with_stages(evaluated, [names[:at], names[at:]], held)
+    assert found[0] == [op.name for op in evaluated.ops if op.name.startswith("first")]
+    assert "norm/batch_norm" in found[1]
+    cut = cut_apart(evaluated, found)
+    assert {name for source in cut.parts[0].sources for name in source.names} <= held[0]
 
 
 def test_what_is_sent_is_compared_with_what_is_listed() -> None:

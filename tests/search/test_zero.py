@@ -71,3 +71,26 @@ def test_what_the_module_returns_of_a_parameter_stays_whole() -> None:
     model, x = Returned(), torch.randn(8, 8)
     plan = sw.plan(model, x, 4, mode="data_parallel", mesh=sw.Mesh(dp=4), zero=3)
     assert sw.verify(model, x, plan, steps=2).ok
+
+
+class Taught(nn.Module):
+    """A teacher that requires gradients, as its copy does, and gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.head, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return nn.functional.mse_loss(self.head(self.student(x)), wanted)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_is_only_used_without_gradients_is_stored_like_what_it_is_an_average_of(zero: int) -> None:
+    model, x = Taught(), torch.randn(8, 8)
+    plan = sw.plan(model, x, 2, mode="data_parallel", zero=zero)
+    for name in ("weight", "bias"):
+        assert plan.layouts[f"teacher.{name}"] == plan.layouts[f"student.{name}"]
+        assert plan.layouts[f"teacher.{name}"].positions
+    assert sw.verify(model, x, plan).ok

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import shutil
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,12 @@ from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Windows
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime.shards import shard
-from shardwise.train.files import Reader
-from shardwise.train.manifest import FILE, parse_manifest, read_manifest
+from shardwise.train import retention, saving
+from shardwise.train.files import Reader, Staged
+from shardwise.train.manifest import FILE, Manifest, parse_manifest, read_manifest
 from shardwise.train.parts import Part
 from shardwise.train.retention import checkpoints_in, set_aside
+from shardwise.train.sharing import PlannedFile
 from shardwise.train.values import decode, encode
 
 
@@ -401,3 +404,86 @@ def test_damaged_folders_never_change_a_module_silently(tmp_path: Path, monkeypa
             )
         shutil.rmtree(copy)
     assert not (tmp_path / "trap-was-sprung").exists()
+
+
+# ------------------------------------------------------------------------------------------- two jobs, and odd places
+
+
+def test_two_jobs_that_save_to_one_place_are_told_and_mix_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    model, began = nn.Linear(8, 8), threading.Event()
+    go_on = threading.Event()
+    real = saving.write
+
+    def slow(path: Path, staged: Any) -> Any:
+        file = real(path, staged)
+        if threading.current_thread().name.startswith("shardwise-saves") and not began.is_set():
+            began.set()
+            go_on.wait(60)
+        return file
+
+    monkeypatch.setattr(saving, "write", slow)
+    first = sw.save_checkpoint(tmp_path / "step-1", model, step=1, blocking=False)
+    assert began.wait(60)
+    other = nn.Linear(8, 8)
+    sw.save_checkpoint(tmp_path / "step-1", other, step=1)  # the other job's
+    monkeypatch.setattr(saving, "write", real)
+    go_on.set()
+    with pytest.raises(sw.CheckpointError, match="step-1 was not saved: another job"):
+        first.wait()
+    again = nn.Linear(8, 8)
+    sw.load_checkpoint(tmp_path / "step-1", again)
+    assert torch.equal(again.weight, other.weight)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1"}
+
+
+def test_a_save_whose_folder_another_job_takes_ends_at_once_and_leaves_that_jobs_files(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    token = saving.make_room(path)
+    staged = Staged.empty(PlannedFile("one.safetensors", b"", (), 0), pinned=False)
+    manifest = Manifest(1, 2, "", {}, 1, {}, {}, {}, {})
+    job = saving.Job(path, token, 0, 2, [staged], manifest, None, 60.0)
+    saving.make_room(path)
+    (saving.incomplete(path) / "one.safetensors").write_text("the other job's")
+    with pytest.raises(sw.CheckpointError, match="another job began to save it"):
+        saving.Saving(job).wait()
+    assert (saving.incomplete(path) / "one.safetensors").read_text() == "the other job's"
+    assert not list(saving.incomplete(path).glob("failed-*"))
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "nul\0", "file/step", "/", "."])
+def test_places_that_cannot_be_are_errors_of_ours(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    model = nn.Linear(2, 2)
+    place = name if name in ("/", ".") else tmp_path / name
+    with pytest.raises(sw.CheckpointError):
+        sw.save_checkpoint(place, model, step=1)
+    if name != "/":
+        with pytest.raises(sw.CheckpointError):
+            sw.load_checkpoint(tmp_path / "x" if name == "." else place, model)
+
+
+def test_states_that_no_optimizer_takes_are_announced(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    sw.save_checkpoint(tmp_path / "one", model, optimizer, step=1)
+    fewer = torch.optim.Adam(model[1].parameters())
+    with pytest.warns(sw.PlanWarning, match=r"the states of 0\.bias, 0\.weight are not loaded"):
+        sw.load_checkpoint(tmp_path / "one", model, fewer)
+    assert len(fewer.state) == 2
+
+
+def test_a_checkpoint_that_another_job_deletes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: Any) -> None:
+    saved(tmp_path, 1)
+    saved(tmp_path, 2)
+    real = retention.read_manifest
+
+    def deleted(path: Path) -> Any:
+        manifest = real(path)
+        if path.name == "step-1":
+            shutil.rmtree(path)
+        return manifest
+
+    monkeypatch.setattr(retention, "read_manifest", deleted)
+    assert [path.name for path in checkpoints_in(tmp_path)[0]] == ["step-1", "step-2"]

@@ -189,3 +189,54 @@ def test_ranks_train_on_their_parts_of_the_order(run_ranks: RunRanks, tmp_path: 
     found = run_ranks(on_ranks, 2, str(tmp_path), time_limit_seconds=240)
     assert found[0] == found[1]
     assert len(set(found[0])) == 3
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(20)), Stream(20)], ids=["with len", "a stream"])
+def test_the_place_in_the_data_is_that_of_one_loop(dataset: Any) -> None:
+    loader = sw.DataLoader(dataset, nn.Identity(), 4, shuffle=False)
+    with pytest.raises(sw.ShardwiseError, match="place in the data was changed"):
+        for _ in zip(loader, loader, strict=True):
+            pass
+    again = sw.DataLoader(dataset, nn.Identity(), 4, shuffle=False)
+    inner = []
+
+    def nested() -> None:
+        for _ in again:  # an evaluation over the same loader inside
+            inner.append(sum(1 for _ in again))
+
+    with pytest.raises(sw.ShardwiseError, match="a loader of its own for evaluation"):
+        nested()
+    assert inner == [4]
+    last = sw.DataLoader(dataset, nn.Identity(), 20, shuffle=False)
+    outer = iter(last)
+    next(outer)
+    assert list(last) == []  # the epoch was read
+    with pytest.raises(sw.ShardwiseError):  # it would begin another one
+        next(outer)
+    assert last.epoch == 1
+    moved = sw.DataLoader(dataset, nn.Identity(), 4, shuffle=False)
+    running, before = iter(moved), moved.state_dict()
+    next(running)
+    moved.load_state_dict(before)
+    with pytest.raises(sw.ShardwiseError, match="load_state_dict"):
+        next(running)
+    assert sum(1 for _ in moved) == 5
+
+
+def unlike_loaders() -> None:
+    rank = dist.get_rank()
+    par = split("dp2", inputs="local")
+    for more, name in (
+        ({"length": 40 + rank}, "samples in the data set"),
+        ({"seed": rank}, "seed"),
+        ({"shuffle": rank == 0}, "shuffle"),
+    ):
+        settings: dict[str, Any] = {"length": 40, **more}
+        length = settings.pop("length")
+        dataset = TensorDataset(*torch.zeros(2, length, 5, dtype=torch.int64))
+        with pytest.raises(sw.ShardwiseError, match=f"ranks differ in their loaders: .* {name} on rank 0"):
+            sw.DataLoader(dataset, par, 12, **settings)
+
+
+def test_ranks_with_other_data_or_another_order_are_named(run_ranks: RunRanks) -> None:
+    run_ranks(unlike_loaders, 2, time_limit_seconds=240)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +129,48 @@ def test_the_loop_is_its_parts_and_survives_a_signal(run_ranks: RunRanks, tmp_pa
     assert all({"lr", "grad_norm", "samples_per_second"} <= line.keys() for line in steps.values())
     assert [line["step"] for line in lines if "validation" in line] == [4, 8, 9]
     assert list((tmp_path / "run").glob("events.*"))
+
+
+def odd_runs(folder: str) -> None:
+    """On a rank: metrics that are no numbers, a norm that stays in eval(), and a loop in a thread."""
+    where = Path(folder) / "odd"
+    found = iter((0.5, math.nan, math.inf, 0.7))
+    first = trainer(
+        where, keep=sw.Keep(last=1, best="v"), evaluate=lambda par: {"v": next(found)}, evaluate_every=1, save_every=1
+    )
+    norm = first.par.get_submodule("batch_norm")
+    norm.eval()
+    first.fit(4)
+    assert not norm.training
+    assert first.par.training
+    assert first.par.get_buffer("batch_norm.num_batches_tracked") == 0
+    dist.barrier()
+    assert {path.name for path in where.glob("step-*")} == {"step-1", "step-4"}
+    said: list[str] = []
+
+    def in_a_thread() -> None:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            second = trainer(None)
+            second.fit(1)
+            assert second.step == 1
+            said.extend(str(one.message) for one in heard)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert any("no signal reaches" in one for one in said), said
+
+
+def test_odd_metrics_modes_and_threads_end_no_run(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(odd_runs, 2, str(tmp_path), time_limit_seconds=240)
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = (tmp_path / "odd/log.jsonl").read_text().splitlines()
+    metrics = [line["v"] for line in (json.loads(text, parse_constant=no_constant) for text in lines) if "v" in line]
+    assert metrics == [0.5, "nan", "inf", 0.7]
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

@@ -7,7 +7,7 @@ in the names of operators; capture knows nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -119,9 +119,12 @@ def _innermost(op: Op, marks: dict[str, int]) -> str | None:
         path = path.rpartition(".")[0]
 
 
-def with_stages(graph: Graph, stages: Sequence[Iterable[str]]) -> list[list[str]]:
+def with_stages(
+    graph: Graph, stages: Sequence[Iterable[str]], sources: Sequence[Collection[str]] = ()
+) -> list[list[str]]:
     """The operators of every stage of a graph that may differ from the one that was divided (another size, evaluation):
-    an operator belongs to the first stage that names it, one that none names to that of the operator before it."""
+    an operator belongs to the first stage that names it, one that none names to that of the operator before it, or to
+    the next that holds what it reads. ``sources``: the names of parameters and buffers that every stage holds."""
     known: dict[str, int] = {}
     for number, names in enumerate(stages):
         for name in names:
@@ -129,7 +132,9 @@ def with_stages(graph: Graph, stages: Sequence[Iterable[str]]) -> list[list[str]
     parts: list[list[str]] = [[] for _ in stages]
     current = 0
     for op in graph.ops:
-        current = known.get(op.name, current)
+        read = [graph.source_of[name].names[0] for name in op.operands if name in graph.source_of]
+        holding = [n for n, held in enumerate(sources) if n >= current and all(name in held for name in read)]
+        current = known.get(op.name, holding[0] if read and holding else current)
         parts[current].append(op.name)
     return parts
 

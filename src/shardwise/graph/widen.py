@@ -7,7 +7,7 @@ that runs eagerly, and gives it the hashed dropout masks of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -118,12 +118,18 @@ def _memory(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def reference_mode(
-    seed: int, passes: Sequence[int] = (), *, widens: bool = True, dtypes: Dtypes | None = None
+    seed: int,
+    passes: Sequence[int] = (),
+    *,
+    widens: bool = True,
+    dtypes: Dtypes | None = None,
+    averaged: Collection[int] = (),
 ) -> Iterator[None]:
     """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
     its own. ``passes``: the samples of micro-batches, where batch norm in training takes its statistics of each, one
-    after another. ``dtypes``: those that tensors had before they were widened."""
-    with functions_opened(), Reference(seed, tuple(passes), widens, dtypes):
+    after another. ``dtypes``: those that tensors had before they were widened. ``averaged``: the identities of running
+    means that are averages over all batches so far."""
+    with functions_opened(), Reference(seed, tuple(passes), widens, dtypes, averaged):
         yield
 
 
@@ -165,8 +171,16 @@ class Reference(TorchFunctionMode):
     """Rewrites torch calls: types to float64, unless they are wanted as they are, and dropout and random numbers to the
     hashed ones, numbered in the order of execution."""
 
-    def __init__(self, seed: int, passes: tuple[int, ...], widens: bool, dtypes: Dtypes | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        passes: tuple[int, ...],
+        widens: bool,
+        dtypes: Dtypes | None = None,
+        averaged: Collection[int] = (),
+    ) -> None:
         super().__init__()
+        self.averaged = averaged
         self.passes, self.widens, self.dtypes = passes, widens, dtypes or Dtypes()
         self.seed = torch.tensor(seed, dtype=torch.int64)
         self.calls = 0
@@ -425,7 +439,12 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
     if len(mode.passes) < 2 or input.shape[0] != sum(mode.passes):
         result: torch.Tensor = widened_call(torch.batch_norm, (input, *args), kwargs)
         return result
-    parts = [widened_call(torch.batch_norm, (part, *args), kwargs) for part in input.split(list(mode.passes))]
+    parts = []
+    for number, part in enumerate(input.split(list(mode.passes))):
+        given = args
+        if len(args) > 5 and id(args[2]) in mode.averaged:  # momentum 1 / n: every micro-batch is one batch more
+            given = (*args[:5], 1.0 / (round(1.0 / args[5]) + number), *args[6:])
+        parts.append(widened_call(torch.batch_norm, (part, *given), kwargs))
     return torch.cat(parts)
 
 

@@ -107,7 +107,8 @@ def bound(
     ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64. Raises PlanError as
     ``plans.bind.program_of`` does, and where other values cross than the plan lists."""
     names = [[entry.name for entry in stage.operators] for stage in plan.stages]
-    cut = cut_for_stages(graph, with_stages(graph, names), prelude)
+    held = [stage.layouts.keys() for stage in plan.stages]
+    cut = cut_for_stages(graph, with_stages(graph, names, held), prelude)
     plans = [plan.alone(number) for number in range(len(plan.stages))]
     own = [
         bind(one, part, training=training, widened=original is not None)
@@ -116,7 +117,7 @@ def bound(
     choices = meeting(cut, own, [stage.mesh for stage in plan.stages])
     originals: tuple[Graph | None, ...] = (None,) * len(plans)
     if original is not None:
-        originals = cut_for_stages(original, with_stages(original, names), prelude).parts
+        originals = cut_for_stages(original, with_stages(original, names, held), prelude).parts
     spmds = tuple(
         program_of_choice(one, part, factored, choice, training=training, original=first)
         for one, part, (factored, _), choice, first in zip(plans, cut.parts, own, choices, originals, strict=True)

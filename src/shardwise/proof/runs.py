@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
@@ -109,7 +110,10 @@ class OneDevice:
             self.optimizer.zero_grad(set_to_none=True)
         around = nullcontext() if self.precision is None else self.precision.around_call()
         widens = self.precision is None
-        with reference_mode(step, self.passes_of_statistics, widens=widens, dtypes=self._dtypes()), around:
+        norms = (norm for norm in self.module.modules() if isinstance(norm, _BatchNorm) and norm.momentum is None)
+        averaged = {id(norm.running_mean) for norm in norms if norm.running_mean is not None}
+        passes = self.passes_of_statistics
+        with reference_mode(step, passes, widens=widens, dtypes=self._dtypes(), averaged=averaged), around:
             output = self._output()
         leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):

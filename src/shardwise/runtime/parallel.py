@@ -277,7 +277,7 @@ class Parallel(Split):
             key = call_key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
         if batch is None and (step is None or self._is_new(mode) or self._is_changed()):
-            check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+            check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
         self._compared(mode)
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
@@ -343,7 +343,7 @@ class Parallel(Split):
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
         if batch is None and (compiled is None or self._is_new(mode) or self._is_changed()):
-            check_equal(self._signature(own, flat, spec, mode), self._ranks, self.device)
+            check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
         self._compared(mode)
         if compiled is None:
             self._ranks.make_sure()

@@ -74,7 +74,7 @@ def parallelize(
     plan still count them on the device. ``outputs``: with ``"when read"`` a call's outputs beside its loss are tensors
     that stay split and are brought together when they are read, which every rank must do alike; with ``"whole"`` every
     call does it, and a rank may read them alone. By default those of a MiB or more stay split (logits of a language
-    model), and smaller ones come at once.
+    model), and smaller ones come at once. Under stages all come at once.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.

@@ -310,9 +310,9 @@ class Pipeline(Split):
             shapes = list(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
         elif key not in self._ready or self._is_new(mode):
-            check_equal(self._signature(own, flat, spec, mode), self._everyone, self.device, self.plan.holds)
+            check_equal(self._signature(own, flat, spec, mode), tensors, self._everyone, self.device, self.plan.holds)
         elif self._is_changed():  # ranks of other stages may have nothing to freeze
-            check_equal(self._signature(own, flat, spec, mode), self._ranks[self._stages[0]], self.device)
+            check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks[self._stages[0]], self.device)
         self._compared(mode)
         return key, Call(self._examples(flat, spec, shapes), *mode), batch
 

@@ -16,7 +16,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType
@@ -117,13 +117,40 @@ def in_other_mode(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
 
 
 def check_equal(
-    signature: Signature, ranks: Communicator, device: torch.device, holds: Holds = lambda _, __: True
+    signature: Signature,
+    tensors: Sequence[torch.Tensor],
+    ranks: Communicator,
+    device: torch.device,
+    holds: Holds = lambda _, __: True,
 ) -> None:
-    """Raise ShardwiseError, on all ranks, where they do not make the same call, or those that hold a tensor differ in
-    what became of it. ``holds``: whether a rank has a tensor."""
+    """Raise ShardwiseError, on all ranks, where they do not make the same call, do not pass the same ``tensors``, or
+    those that hold a tensor differ in what became of it. ``holds``: whether a rank has a tensor."""
     hands.ask(str(signature))
-    everywhere = gather_objects(signature, ranks, device, f"a call unlike the last of this rank ({signature})")
-    _check_same(everywhere, holds, with_shapes=True)
+    what = f"a call unlike the last of this rank ({signature})"
+    everywhere = gather_objects((signature, _prints(signature, tensors, wire(device))), ranks, device, what)
+    _check_same([own for own, _ in everywhere], holds, with_shapes=True)
+    for name, first in everywhere[0][1].items():
+        other = next((rank for rank, (_, prints) in enumerate(everywhere) if prints[name] != first), None)
+        if other is not None:
+            what = (
+                f"ranks 0 and {other} pass different {name}, {signature.described(name)}; each passes the whole batch"
+            )
+            fix = (
+                "give every rank the same samples (no DistributedSampler, and the same seed; sw.DataLoader does), or "
+                'each its part of the batch: sw.parallelize(..., inputs="local")'
+            )
+            raise ShardwiseError(problem(what, fix=fix))
+
+
+def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
+    """What tells the contents of the tensors of a call apart, by name."""
+    fingerprint = _fingerprint(device)
+    return {name: int(fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
+
+
+@cache
+def _fingerprint(device: torch.device) -> Fingerprint:
+    return Fingerprint(device)
 
 
 def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: bool) -> None:
@@ -197,7 +224,6 @@ class LocalInputs:
         # By the digest of this rank's call: the last combination, and whether the one before was the same.
         self._latest: dict[int, tuple[Combination, bool]] = {}
         self._found: Combination | None = None  # that of this call, once it is known
-        self._fingerprint = Fingerprint(self.device)
         self._has_said_gathered = False
         self._is_own: dict[object, bool] = {}  # by input, layout and parts
         self._faults: dict[tuple[int, int], tuple[Batch, Passes, str]] = {}
@@ -324,7 +350,7 @@ class LocalInputs:
         return ""
 
     def _agreed(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
-        prints = {name: int(self._fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
+        prints = _prints(signature, tensors, self.device)
         what = f"the parts of a batch ({signature})"
         everywhere = gather_objects((signature, prints), self.everyone, self.device, what)
         _check_same([own for own, _ in everywhere], self._holds, with_shapes=False)

@@ -52,7 +52,10 @@ class Step:
         self.positions = {value: position[value] for value in program.gradients}
         self.num_delivered = len(program.delivered)
         self.differentiable = tuple(name is not None for name in program.cotangents)
-        self.watched = _watched(program, None if self.constants is None else self.constants.program)
+        watched = _watched(program, None if self.constants is None else self.constants.program)
+        written = {source for source, _ in program.mutations}
+        self.watched = tuple((i, name) for i, name in watched if name not in written)
+        self.overwritten = tuple(i for i, name in watched if name in written)
         self._backward[self.differentiable] = self.emitted
 
     def __call__(
@@ -119,6 +122,8 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, step: Step, observed: Forward | None, turn: Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
         with turn.timed():
             delivered, written, saved = step.forward(tensors, observed=observed)
+        if step.overwritten:  # the end of the call writes what backward reads as it was
+            saved = tuple(x.clone() if i in step.overwritten else x for i, x in enumerate(saved))
         ctx.step, ctx.turn, ctx.num_tensors = step, turn, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(

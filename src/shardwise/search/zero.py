@@ -72,8 +72,9 @@ def stored_apart(choice: Choice, spmd: Spmd, zero: Zero) -> Choice:
             continue
         name, layout = source.value, sources[source.value]
         split = {axis for dim in layout.dims for atom in dim for axis in atom.axes}
-        # A frozen parameter has no gradient that would be summed: it is copied where the others are.
-        along = copied.get(name, set()) if spmd.graph.by_name[name].requires_grad else everywhere - split
+        # What is frozen, or only used without gradients (a teacher), has none that would be summed: it is copied where
+        # the others are.
+        along = copied.get(name, set()) if _may_have_gradient(spmd.graph, name) else everywhere - split
         axes = [axis for axis in mesh.sub_axes if axis in along & over]
         if axes and not layout.windows and prod(layout.shape) >= zero.whole_below:
             sources[name] = _split(layout, axes, mesh)
@@ -115,6 +116,14 @@ def summed_at_source(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], 
         if summed:
             strategies[op.name] = Strategy.of({**own, **summed})
     return replace(choice, strategies=strategies)
+
+
+def _may_have_gradient(graph: Graph, parameter: str) -> bool:
+    """Whether a parameter is to be trained, and nothing says that no gradient reaches it."""
+    results = [name for op in graph.consumers[parameter] for name in op.results]
+    return graph.by_name[parameter].requires_grad and (
+        not results or any(graph.by_name[name].requires_grad for name in results)
+    )
 
 
 def _copied(spmd: Spmd) -> dict[str, set[str]]:

@@ -141,27 +141,26 @@ def save_checkpoint(
     path = Path(path)
     state: State | None = None
     fault: ShardwiseError | None = None
-    made = False
+    token = ""
     try:
         state = state_of(par, several(optimizer), rank)
         state.values.update(values_of(step, several(schedulers), scaler, data, extra, metrics))
         if rank == 0:
-            make_room(path)
-            made = True
+            token = make_room(path)
     except ShardwiseError as error:
         fault = error
     try:
         raise_first(CheckpointError, fault)
         assert state is not None, "without a fault there is a state"
-        plain = _agree(saver, path, state)
+        plain, token = _agree(saver, path, state, token)
     except ShardwiseError:
-        if made:
+        if token:
             shutil.rmtree(incomplete(path))
         raise
     try:
         _stage(saver, state.parts, saver.shares.files[rank])
     except (RuntimeError, MemoryError) as error:  # no memory, above all
-        raise give_up(path, rank, str(error)) from error
+        raise give_up(path, token, rank, str(error)) from error
     manifest = Manifest(
         step=step,
         num_ranks=num_ranks,
@@ -173,7 +172,7 @@ def save_checkpoint(
         tied=saver.shares.model_names(),
         values={**state.values, "names": saver.shares.names, "plain": plain},
     )
-    saving = Saving(Job(path, rank, num_ranks, list(saver.staged.values()), manifest, keep, patience_seconds()))
+    saving = Saving(Job(path, token, rank, num_ranks, list(saver.staged.values()), manifest, keep, patience_seconds()))
     if blocking:
         try:
             with shown_once("saving a checkpoint"):
@@ -248,14 +247,14 @@ def values_of(
     return values
 
 
-def _agree(saver: _Saver, path: Path, state: State) -> dict[str, Any]:
-    """Brings the saver up to date with what all ranks hold; returns the optimizers' states that are no tensors. One
-    exchange where nothing has changed since the last save."""
+def _agree(saver: _Saver, path: Path, state: State, token: str) -> tuple[dict[str, Any], str]:
+    """Brings the saver up to date with what all ranks hold; returns the optimizers' states that are no tensors, and
+    rank 0's ``token``. One exchange where nothing has changed since the last save."""
     own = offers_of(state.parts)
     structure = _digest([own, dict(state.tied), state.names])
     common = {name: _digest(value) for name, value in {**state.values, "path": str(path)}.items()}
-    everywhere = from_all((structure, common, state.plain))
-    for rank, (_, other, _) in enumerate(everywhere):
+    everywhere = from_all((structure, common, state.plain, token))
+    for rank, (_, other, *_) in enumerate(everywhere):
         differing = [name for name, digest in other.items() if digest != everywhere[0][1].get(name)]
         if differing:
             raise ShardwiseError(
@@ -264,7 +263,7 @@ def _agree(saver: _Saver, path: Path, state: State) -> dict[str, Any]:
                     fix="give the same on every rank; what differs between ranks can be gathered into one value first",
                 )
             )
-    structures = [structure for structure, _, _ in everywhere]
+    structures = [structure for structure, *_ in everywhere]
     if structures != saver.structures:
         blind = [rank for rank, sees in enumerate(from_all(incomplete(path).is_dir())) if not sees]
         if blind:
@@ -273,7 +272,8 @@ def _agree(saver: _Saver, path: Path, state: State) -> dict[str, Any]:
         saver.shares = share_out(state)
         saver.staged.clear()
         saver.structures = structures
-    return {name: dict(kept) for _, _, plain in everywhere for name, kept in plain.items()}
+    plain = {name: dict(kept) for _, _, own, _ in everywhere for name, kept in own.items()}
+    return plain, everywhere[0][3]
 
 
 def share_out(state: State) -> Shares:

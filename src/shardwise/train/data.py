@@ -66,7 +66,7 @@ class DataLoader:
             raise ShardwiseError(problem(what, fix="give the data set in the order that is meant, and shuffle=False"))
         self.dataset, self.par, self.batch_size = dataset, par, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = self.cursor = 0
+        self.epoch = self.cursor = self._turn = 0
         self._collate = collate_fn or default_collate
         self._is_iterable = isinstance(dataset, IterableDataset)
         self._parts = _Parts(par)
@@ -77,9 +77,28 @@ class DataLoader:
             self._loader = TorchLoader(samples, batch_sampler=sampler, collate_fn=self._collate, **options)
             if not self._length:
                 raise ShardwiseError("the data set has no samples")
+            if isinstance(par, Split):
+                self._check_alike()
         elif shuffle or seed_samples or options:
             what = "an iterable data set gives its samples in its own order, in this process"
             raise ShardwiseError(problem(what, fix="shuffle=False, no seed_samples, and no workers; or one with len"))
+
+    def _check_alike(self) -> None:
+        """Raise ShardwiseError, on all ranks, where they would not draw the same samples."""
+        own = {
+            "samples in the data set": self._length,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+        everywhere = from_all(own)
+        for rank, other in enumerate(everywhere):
+            for name, value in other.items():
+                if value != everywhere[0][name]:
+                    what = f"{everywhere[0][name]!r} {name} on rank 0, {value!r} on rank {rank}"
+                    what = f"ranks differ in their loaders: {what}"
+                    raise ShardwiseError(problem(what, fix="give every rank the same data set and settings"))
 
     @property
     def _length(self) -> int:
@@ -95,11 +114,25 @@ class DataLoader:
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch; afterwards the next one begins."""
+        """The rest of the epoch; afterwards the next one begins. Raises ShardwiseError where a later iteration has
+        begun, or the place in the data is another one: it is one for all."""
+        self._turn = turn = self._turn + 1
         for count, batch in self._streamed() if self._loader is None else self._loaded(self._loader):
+            self._check_turn(turn)
             self.cursor += count
             yield batch
+        self._check_turn(turn)
         self.epoch, self.cursor = self.epoch + 1, 0
+
+    def _check_turn(self, turn: int) -> None:
+        if turn != self._turn:
+            raise ShardwiseError(
+                problem(
+                    "the loader's place in the data was changed during an iteration, by another one or by "
+                    "load_state_dict: samples would be lost or repeated",
+                    fix="make a loader of its own for evaluation, and begin a new loop where the place is loaded",
+                )
+            )
 
     def _loaded(self, loader: TorchLoader[Any]) -> Iterator[tuple[int, Any]]:
         """(samples of the step, this rank's part of its batch)."""
@@ -165,6 +198,7 @@ class DataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises as ``check_state_dict``, and goes on where it was as before."""
         self.check_state_dict(state)
+        self._turn += 1
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
 
 

@@ -135,10 +135,15 @@ def load_one(
             warnings.warn(f"{path} is skipped: {what}", PlanWarning, stacklevel=3)
         return None
     raise_first(CheckpointError, damage)
-    unexpected = _unexpected(load)  # all ranks ask
-    raise_first(ShardwiseError, fault or unexpected)
+    left, forgotten = _nobodys(load)  # all ranks ask
+    if load is not None and left:
+        fault = fault or _another(path, [f"{name} is in the checkpoint and not in the module" for name in left])
+    raise_first(ShardwiseError, fault)
     assert load is not None
     load.reader.prepare()
+    if rank == 0 and forgotten:
+        what = f"{path}: the states of {listed(forgotten)} are not loaded: no optimizer that goes on has them"
+        warnings.warn(what, PlanWarning, stacklevel=3)
     if rank == 0 and load.converted:
         warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
     try:
@@ -149,14 +154,14 @@ def load_one(
         raise CheckpointError(problem(what, fix=fix)) from error
 
 
-def _unexpected(load: _Load | None) -> ShardwiseError | None:
-    """What the checkpoint has of the model and no rank wants. Every rank calls this."""
-    left = None if load is None else load.left
-    everywhere = [names for names in from_all(left) if names is not None]
-    nobodys = sorted(set.intersection(*map(set, everywhere))) if everywhere else []
-    if load is None or not nobodys:
-        return None
-    return _another(load.path, [f"{name} is in the checkpoint and not in the module" for name in nobodys])
+def _nobodys(load: _Load | None) -> tuple[list[str], list[str]]:
+    """What the checkpoint has of the model and no rank wants; the parameters whose states no rank's optimizer has.
+    Every rank calls this."""
+    everywhere = [own for own in from_all(None if load is None else (load.left, load.forgotten)) if own is not None]
+    return (
+        sorted(set.intersection(*(set(left) for left, _ in everywhere))) if everywhere else [],
+        sorted(set.intersection(*(set(forgotten) for _, forgotten in everywhere))) if everywhere else [],
+    )
 
 
 def _another(path: Path, faults: Sequence[str]) -> ShardwiseError:
@@ -170,18 +175,21 @@ def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path
     is_folder = False
     fault: ShardwiseError | None = None
     if rank == 0:
-        if (path / FILE).is_file():
-            found = [path]
-        elif path.is_dir():
-            complete, torn = checkpoints_in(path)
-            fits = [one for one, manifest in complete.items() if not_after is None or manifest.step <= not_after]
-            found, is_folder = list(reversed(fits)), True
-            for name, reason in torn:
-                warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=3)
-        else:
-            fault = CheckpointError(
-                problem(f"there is no checkpoint {path}", fix="give the folder of one, or of several")
-            )
+        why = ""
+        try:
+            if (path / FILE).is_file():
+                found = [path]
+            elif path.is_dir():
+                complete, torn = checkpoints_in(path)
+                fits = [one for one, manifest in complete.items() if not_after is None or manifest.step <= not_after]
+                found, is_folder = list(reversed(fits)), True
+                for name, reason in torn:
+                    warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=3)
+        except (OSError, ValueError) as error:  # no permission, a name that is none
+            why = f": {error}"
+        if not found and not is_folder:
+            what = f"there is no checkpoint {str(path)!r}{why}"
+            fault = CheckpointError(problem(what, fix="give the folder of one, or of several"))
     raise_first(CheckpointError, fault)
     names, is_folder = from_all(([str(one) for one in found], is_folder))[0]
     return [Path(name) for name in names], is_folder
@@ -211,6 +219,7 @@ class _Load:
         self.parameters = self._parameters()
         self.settings = self._settings() if optimizers else []
         self.states = self._states() if optimizers else {}
+        self.forgotten = self._forgotten() if optimizers else []  # parameters whose states go on nowhere on this rank
 
     # -- what is to be read --------------------------------------------------------------------------------------------
 
@@ -288,6 +297,13 @@ class _Load:
                         for full in (state_name(own, key),)
                     }
         return found
+
+    def _forgotten(self) -> list[str]:
+        """The parameters that the checkpoint has states of and no optimizer here."""
+        names = names_in_groups(self.optimizers, self.module)
+        own = {self._canonical(name) for groups in names for group in groups for name in group}
+        kept = (full.removeprefix(STATE).rpartition(".")[0] for full in self.manifest.tensors if full.startswith(STATE))
+        return sorted(set(kept) - own)
 
     def _state(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, name: str, full: str

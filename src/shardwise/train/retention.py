@@ -66,8 +66,15 @@ def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path,
                 found[path] = read_manifest(path)
             except ShardwiseError as error:
                 torn.append((path, str(error).split("\n", 1)[0]))
-    written = {path: (path / FILE).stat().st_mtime_ns for path in found}
+    written = {path: _written(path) for path in found}
     return dict(sorted(found.items(), key=lambda item: (item[1].step, written[item[0]]))), torn
+
+
+def _written(path: Path) -> int:
+    """When a checkpoint was written, in nanoseconds; 0 where another job has just deleted it."""
+    with contextlib.suppress(OSError):
+        return (path / FILE).stat().st_mtime_ns
+    return 0
 
 
 def set_aside(folder: Path, step: int) -> None:

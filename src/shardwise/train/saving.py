@@ -3,7 +3,8 @@
 Ranks meet in the folder, not in a collective: the thread that writes may run beside steps whose collectives must not be
 disturbed. ``NAME.incomplete`` fills; a rank that is done leaves a note with its checksums, one that failed says why.
 When all notes are there, rank 0 writes the manifest and renames the folder. Whatever happens before, there is no
-``NAME``.
+``NAME``. The folder says which save it is of: another job that begins to save there takes it over, and this one finds
+out before it calls anything its own.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
 from shardwise.errors import CheckpointError, problem
 from shardwise.train.files import Staged, write
 from shardwise.train.manifest import FILE, DataFile, Manifest
 from shardwise.train.retention import INCOMPLETE, Keep, prune
 
+OWNER = "owner"  # the file that says which save a folder is of
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
 _LAST_SECONDS = 30.0  # that a process whose script has ended waits for the other ranks' files
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank has to do. ``manifest``: without files, whose checksums are not known yet."""
+    """What one rank has to do. ``token``: of this save (``make_room``); ``manifest``: without files, whose checksums
+    are not known yet."""
 
     path: Path
+    token: str
     rank: int
     num_ranks: int
     files: Sequence[Staged]
@@ -43,9 +48,13 @@ class Job:
     def folder(self) -> Path:
         return incomplete(self.path)
 
+    def note(self, rank: int) -> str:
+        """The file in which a rank says what it has written."""
+        return f"written-{rank}-{self.token}.json"
+
     def remove_files(self) -> None:
         """Give the space of this rank's files back: a rank has said that it failed, so nothing will come of them."""
-        for one in self.files:
+        for one in self.files if _is_own(self.folder, self.token) else ():
             with contextlib.suppress(OSError):
                 (self.folder / one.file.name).unlink()
 
@@ -89,11 +98,12 @@ def _save(job: Job) -> None:
     try:
         written = {one.file.name: write(job.folder / one.file.name, one) for one in job.files}
         note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
-        _place(job.folder, f"written-{job.rank}.json", json.dumps(note))
+        _place(job.folder, job.note(job.rank), json.dumps(note))
     except OSError as error:
-        give_up(job.path, job.rank, str(error))
+        give_up(job.path, job.token, job.rank, str(error))
         job.remove_files()
         if job.rank:
+            _check_own(job)
             raise _failed(job.path, f"rank {job.rank}: {error}") from error
     if job.rank == 0:
         _finish(job)
@@ -102,7 +112,7 @@ def _save(job: Job) -> None:
 
 
 def _finish(job: Job) -> None:
-    notes = [job.folder / f"written-{rank}.json" for rank in range(job.num_ranks)]
+    notes = [job.folder / job.note(rank) for rank in range(job.num_ranks)]
     try:
         _poll(job, lambda: all(note.exists() for note in notes), "all ranks have written their files")
         files: dict[str, DataFile] = {}
@@ -111,26 +121,30 @@ def _finish(job: Job) -> None:
         for note in notes:
             note.unlink()
         _place(job.folder, FILE, replace(job.manifest, files=files).to_text())
+        _check_own(job)
+        (job.folder / OWNER).unlink()
         os.rename(job.folder, job.path)
         _sync_folder(job.path.parent)
     except (OSError, CheckpointError) as error:
         if not isinstance(error, CheckpointError):
-            give_up(job.path, 0, str(error))
+            give_up(job.path, job.token, 0, str(error))
             error = _failed(job.path, f"rank 0: {error}")
         # What was written gives its space back, that of ranks that hang, too; the folder and the reason stay, for the
         # other ranks to see.
-        for file in job.folder.glob("*.safetensors"):
+        for file in job.folder.glob("*.safetensors") if _is_own(job.folder, job.token) else ():
             with contextlib.suppress(OSError):
                 file.unlink()
         raise error from None
     if job.keep is not None:
-        prune(job.path, job.keep)
+        with contextlib.suppress(OSError):  # the checkpoint is there; the next one deletes what this one could not
+            prune(job.path, job.keep)
 
 
 def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
     """Wait until something is done. Raises CheckpointError when a rank says that it failed, or time runs out."""
     pause, until, waited = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds, 0.0
     while not is_done():
+        _check_own(job)
         for rank in range(job.num_ranks):
             failed = job.folder / f"failed-{rank}"
             with contextlib.suppress(OSError):
@@ -146,11 +160,40 @@ def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
 
-def give_up(path: Path, rank: int, reason: str) -> CheckpointError:
+def give_up(path: Path, token: str, rank: int, reason: str) -> CheckpointError:
     """Tell the other ranks that this one cannot save; the error to raise here."""
-    with contextlib.suppress(OSError):
-        (incomplete(path) / f"failed-{rank}").write_text(reason)
+    folder = incomplete(path)
+    if _is_own(folder, token):
+        with contextlib.suppress(OSError):
+            (folder / f"failed-{rank}").write_text(reason)
     return _failed(path, f"rank {rank}: {reason}")
+
+
+def _is_own(folder: Path, token: str) -> bool:
+    """Whether a folder that fills is that of a save."""
+    return _owner(folder) == token
+
+
+def _owner(folder: Path) -> str | None:
+    """Which save a folder that fills is of; None where there is none."""
+    try:
+        return (folder / OWNER).read_text()
+    except OSError:
+        return None
+
+
+def _check_own(job: Job) -> None:
+    """Raise CheckpointError where another save has begun in the folder of this one, or it is gone; for other ranks than
+    0 it may just be complete."""
+    owner = _owner(job.folder)
+    if owner != job.token and (owner is not None or job.rank == 0):
+        raise CheckpointError(
+            problem(
+                f"{job.path} was not saved: another job began to save it, or removed what this one had written",
+                fix="end one of the two jobs, or give each a folder of its own; earlier checkpoints are as they were, "
+                "and training can go on",
+            )
+        )
 
 
 def _failed(path: Path, reason: str) -> CheckpointError:
@@ -186,20 +229,26 @@ def incomplete(path: Path) -> Path:
     return path.with_name(path.name + INCOMPLETE)
 
 
-def make_room(path: Path) -> None:
-    """An empty folder to fill, on rank 0, in place of what an earlier attempt left. Raises CheckpointError where a
-    checkpoint of that name is complete, or the folder cannot be made."""
-    if path.exists():
-        what = f"{path} exists already: a checkpoint is never overwritten"
-        raise CheckpointError(problem(what, fix="save under another name (the step in it), or delete that one first"))
-    folder = incomplete(path)
+def make_room(path: Path) -> str:
+    """An empty folder to fill, on rank 0, in place of what an earlier attempt left; what tells this save from others.
+    Raises CheckpointError where a checkpoint of that name is complete, or the folder cannot be made."""
+    token = uuid4().hex
     try:
+        folder = incomplete(path)
+        if path.exists():
+            what = f"{path} exists already: a checkpoint is never overwritten"
+            fix = "save under another name (the step in it), or delete that one first"
+            raise CheckpointError(problem(what, fix=fix))
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-    except OSError as error:
-        what = f"{folder} cannot be made: {error}"
+        (folder / OWNER).write_text(token)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"the folder {str(path)!r} cannot be made: {error}"
         raise CheckpointError(problem(what, fix="give a folder that all ranks can write to")) from error
+    return token
 
 
 __all__ = ["Job", "Saving", "give_up", "incomplete", "make_room"]

@@ -4,8 +4,11 @@ calls that anybody can make."""
 from __future__ import annotations
 
 import json
+import math
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import num_samples
 from shardwise.runtime.parallel import Parallel
 from shardwise.train.agreement import from_all, here
@@ -95,7 +98,8 @@ class Trainer:
         At SIGTERM to any rank, all of them finish the step they are in, save, and return: ``stopped`` is true then.
         """
         self._resume()
-        self.par.train()
+        if not self.par.training:  # else what is frozen in eval() stays so
+            self.par.train()
         with ExitStack() as stack:
             stack.enter_context(self._noticing_signals())
             log = stack.enter_context(_Log(self.folder, self.tensorboard, self.progress, num_steps))
@@ -132,7 +136,7 @@ class Trainer:
             self.optimizer,
             step=self.step,
             **self._given,
-            metrics=self.metrics,
+            metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
             keep=self.keep,
             blocking=False,
         )
@@ -191,18 +195,25 @@ class Trainer:
 
     def _evaluate(self) -> None:
         assert self.evaluate is not None
+        modes = [(module, module.training) for module in self.par.modules()]
         self.par.eval()
         try:
             with torch.no_grad():
                 self.metrics = {name: float(value) for name, value in self.evaluate(self.par).items()}
         finally:
-            self.par.train()
+            for module, training in modes:
+                module.training = training
 
     @contextmanager
     def _noticing_signals(self) -> Iterator[None]:
         def notice(number: int, frame: object) -> None:
             self._signalled = True
 
+        if threading.current_thread() is not threading.main_thread():
+            what = "fit() runs in a thread, which no signal reaches: at SIGTERM this process ends without a save"
+            warnings.warn(problem(what, fix="call fit() in the main thread"), PlanWarning, stacklevel=4)
+            yield
+            return
         before = signal.signal(signal.SIGTERM, notice)
         try:
             yield
@@ -237,8 +248,11 @@ class _Log:
         self._stack.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {
+            name: value if math.isfinite(value) else str(value) for name, value in values.items()
+        }  # JSON has no NaN
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
             self._file.flush()
         for name, value in values.items() if self._board is not None else ():
             self._board.add_scalar(name, value, step)

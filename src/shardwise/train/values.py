@@ -34,7 +34,7 @@ def encode(value: Any, where: str) -> Any:
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, np.generic):
         return encode(value.item(), where)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":  # numbers
         return {"$array": encode(torch.from_numpy(np.ascontiguousarray(value)), where)}
     if isinstance(value, torch.Tensor):
         return {"$tensor": [_dtype_name(value.dtype), list(value.shape), _text(_bytes_of(value))]}
@@ -58,10 +58,14 @@ def encode(value: Any, where: str) -> Any:
         return {"$dict": [[encode(key, where), item] for key, item in pairs]}
     raise ShardwiseError(
         problem(
-            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: reading it would run code",
+            f"{where} is {_kind(value)}, which a checkpoint cannot hold: reading it would run code",
             fix="numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
         )
     )
+
+
+def _kind(value: Any) -> str:
+    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 
 def decode(value: Any) -> Any:
