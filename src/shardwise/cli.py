@@ -34,6 +34,7 @@ from shardwise.progress import shown
 EXIT_USAGE = 2
 EXIT_BUILD = 1
 EXIT_PIPE = 141  # as shells say it of a program that SIGPIPE ended
+EXIT_INTERRUPT = 130  # or SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,13 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         code: int = chosen.execute(chosen)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before it started: >&-
+            sys.stdout.flush()
     except ShardwiseError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BuildError as error:
         error.show()
         return EXIT_BUILD
+    except KeyboardInterrupt:
+        print("shardwise: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPT
     except BrokenPipeError:  # whoever read the output has enough of it: head, say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE

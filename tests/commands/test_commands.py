@@ -12,9 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise import cli
+from shardwise.commands.models import add_model, model_of
 from shardwise.commands.settings import add_settings
 
 MODEL = """
@@ -156,6 +158,17 @@ def test_fits_of_a_configuration_on_disk(folder: Path, capsys: pytest.CaptureFix
     assert sum(data["peak_parts"].values()) == data["peak_bytes"]
     assert run("fits", "meta-llama/Llama-3.1-8B", "--cluster", "2") == 2
     assert "nothing is downloaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", [{}, {"architectures": ["LlamaForCausalLM"]}])
+def test_a_configuration_has_its_own_dtype(folder: Path, named: dict[str, list[str]]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {"model_type": "llama", "dtype": "bfloat16", "vocab_size": 64, **sizes, **named}
+    (folder / "config.json").write_text(json.dumps(config))
+    parser = argparse.ArgumentParser()
+    add_model(parser)
+    module = model_of(parser.parse_args(["config.json"])).module
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
 
 
 def test_fits_has_an_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,6 +323,17 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
     assert running.returncode == 141
 
 
+def test_an_interrupt_ends_a_command_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "slow.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+    assert run("plan", "slow.py:build", "--cluster", "2") == 130
+    assert capsys.readouterr().err == "shardwise: interrupted\n"
+
+
+def test_a_command_ends_well_without_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it after >&-
+    assert run("clusters", "h100") == 0
+
+
 def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     for shell in ("bash", "zsh"):
         with pytest.raises(SystemExit) as ended:
@@ -342,6 +366,7 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
         (("fits", "plan.json", "--cluster", "2"), "plan.json is a plan, and a model is asked for"),
         (("fits", "net.py:build", "--cluster", "2", "--batch", "-1"), "--batch is -1"),
         (("fits", "net.py:build", "--cluster", "2", "--sequence", "0"), "--sequence is 0"),
+        (("fits", "net.py:build", "--cluster", "2", "--batch", "4"), "--batch is for a configuration"),
         (("top", "net.py:build", "--cluster", "2", "-k", "-1"), "the best -1 plans are asked for"),
         (("top", "net.py:build", "--cluster", "2", "-k", str(10**21)), "a whole number from 1 to 1,000"),
         (("diff", "plan.json", "plan.json", "--max-growth", "nan"), "--max-growth is no number"),

@@ -146,7 +146,50 @@ def test_data_and_tensor_parallelism_together(config: str) -> None:
 
 def test_plans_of_parallelize_module() -> None:
     assert check(net(), batch(), megatron(), 2).ok
-    assert check(net(), batch(), megatron(), 4, mesh=sw.Mesh(dp=2, tp=2)).verdict == "wrong"  # nobody reduces over dp
+    report = check(net(), batch(), megatron(), 4, mesh=sw.Mesh(dp=2, tp=2))  # nobody reduces over dp
+    assert report.verdict == "wrong"
+    assert report.first_wrong.found == "f64[8] partial(avg@dp)"  # of head.bias
+    assert "nothing takes the mean of their gradients" in report.first_wrong.hint
+
+
+def test_a_star_is_one_part_of_a_path_as_torch_reads_it() -> None:
+    with pytest.raises(sw.ShardwiseError, match=r"names nothing in Net: \*\.up, \*\.down"):
+        check(net(), batch(), {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}, 2)
+    report = check(net(), batch(), {"*.[01].up": ColwiseParallel(), "layers.?.down": RowwiseParallel()}, 2)
+    assert report.ok
+    assert not report.plan.unused
+    wrapped: list[str] = []
+
+    def note(model: nn.Module, **_: Any) -> None:
+        wrapped.append(type(model).__name__)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.fsdp.fully_shard", note)
+        check(net(), batch(), {"fully_shard": ["layers.*"]}, 2)
+    assert sorted(set(wrapped)) == ["Block", "Net"]
+
+
+def test_a_style_that_torch_refuses_for_a_module_is_wrong_and_blames_no_operator() -> None:
+    report = check(net(), batch(), {**megatron(), "layers.*.before": ColwiseParallel()}, 2)
+    assert (report.verdict, report.first_wrong) == ("wrong", None)
+    assert "ColwiseParallel at 'layers.*.before'" in str(report)
+
+
+def test_operands_are_in_the_layouts_in_which_they_are_read() -> None:
+    plan = {**megatron(), "layers.*.down": RowwiseParallel(output_layouts=Shard(-1))}
+    report = check(net(), batch(), plan, 2)  # reduced and scattered before it is added
+    assert report.first_wrong.what == "layers.0/add"
+    assert report.first_wrong.operands == (
+        ("layers.0/add", "f64[4, 8, 16]"),
+        ("layers.0.down/linear", "f64[4, 8, 16@tp]"),
+    )
+    assert not report.first_wrong.hint
+
+
+def test_attention_of_transformers_is_the_models_own_code() -> None:
+    report = check(llama(num_key_value_heads=4), texts(), {"model.layers.*.self_attn.q_proj": "colwise"}, 2)
+    assert report.first_wrong.what == "model.layers.0.self_attn/scaled_dot_product_attention"
+    assert report.first_wrong.operands[0] == ("model.layers.0.self_attn/add", "f64[4, 4@tp, 8, 8]")
 
 
 def test_sequence_parallel_regions_are_proven_where_they_are_whole_and_refuted_where_not() -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+SAMPLES, TOKENS = 8, 1024  # that a configuration is given
+
+
 class BuildError(Exception):
     """An error of the user's own ``build()``: it is shown as his, from his first line on."""
 
@@ -51,22 +54,26 @@ def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
         help=f"model.py:build or package.module:build; build() returns module, inputs[, loss]{made}. Or a transformers "
         "config.json (or its folder)",
     )
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples, for a configuration (8)")
-    parser.add_argument("--sequence", type=int, default=1024, metavar="N", help="tokens of each (1024)")
+    parser.add_argument("--batch", type=int, metavar="N", help=f"samples, for a configuration ({SAMPLES})")
+    parser.add_argument("--sequence", type=int, metavar="N", help=f"tokens of each ({TOKENS})")
 
 
 def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
     """The model of ``add_model``. Raises ShardwiseError for what is none, BuildError for an error inside of it."""
     with shown("building the model"):
-        for name in ("batch", "sequence"):
-            if not 0 < getattr(chosen, name) <= MAX_NUMBER:
-                raise ShardwiseError(problem(f"--{name} is {getattr(chosen, name)}", fix="a whole number from 1"))
+        sizes = {name: getattr(chosen, name) for name in ("batch", "sequence") if getattr(chosen, name) is not None}
+        for name, size in sizes.items():
+            if not 0 < size <= MAX_NUMBER:
+                raise ShardwiseError(problem(f"--{name} is {size}", fix="a whole number from 1"))
         place = Path(chosen.model)
         if place.is_file() and place.suffix == ".json" and names_plan(place):
             what = f"{chosen.model} is a plan, and a model is asked for"
             raise ShardwiseError(problem(what, fix="give FILE:FUNCTION, such as model.py:build, or a config.json"))
         if chosen.model and (place.suffix == ".json" or place.is_dir()):
             return _of_config(place / "config.json" if place.is_dir() else place, chosen, values)
+        for name in sizes:
+            what = f"--{name} is for a configuration, and {chosen.model} returns its own inputs"
+            raise ShardwiseError(problem(what, fix="leave it out; --global-batch and --micro-batch divide a step"))
         made = called(chosen.model)
         if not isinstance(made, tuple) or len(made) not in (2, 3):
             kind = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
@@ -150,7 +157,8 @@ def _imported(place: str) -> Any:
 
 
 def _of_config(path: Path, chosen: argparse.Namespace, values: bool) -> Model:
-    """The model of a transformers configuration: the class that it names, or the causal one, with token ids."""
+    """The model of a transformers configuration, in its dtype: the class that it names, or the causal one, with token
+    ids."""
     import torch
 
     if not path.is_file():
@@ -174,8 +182,9 @@ def _of_config(path: Path, chosen: argparse.Namespace, values: bool) -> Model:
     head = getattr(transformers, names[0], None) if names else None
     device = torch.device("cpu" if values else "meta")
     with device:
-        module = transformers.AutoModelForCausalLM.from_config(config) if head is None else head(config)
-        ids = torch.zeros(chosen.batch, chosen.sequence, dtype=torch.int64)
+        make = transformers.AutoModelForCausalLM.from_config if head is None else head._from_config
+        module = make(config)  # head(config) would be in float32, whatever the configuration says
+        ids = torch.zeros(chosen.batch or SAMPLES, chosen.sequence or TOKENS, dtype=torch.int64)
         if values:
             ids = torch.randint(getattr(config.get_text_config(), "vocab_size", 2), ids.shape)
     inputs: Mapping[str, Any] = {"input_ids": ids, "labels": ids}

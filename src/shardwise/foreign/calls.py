@@ -29,7 +29,10 @@ _SITE = _TORCH.parent
 _OWN_FORWARD, _CALLS_HOOKS = str(_TORCH / "nn" / "modules"), str(_TORCH / "nn" / "modules" / "module.py")
 TOOLS = (
     str(_TORCH / "distributed"),
-    *(str(_SITE / name) for name in ("transformers/distributed", "transformers/integrations", "accelerate")),
+    *(
+        str(_SITE / name)
+        for name in ("transformers/distributed", "transformers/integrations/tensor_parallel", "accelerate")
+    ),
 )
 
 
@@ -51,11 +54,13 @@ class Call:
 @dataclass(frozen=True)
 class Made:
     """What a call returned: copies, without DTensor's wrapper. ``differentiable``: it has gradients. ``operands``: what
-    it read, as calls, parameters (their names) or "an input"."""
+    it read, as calls, parameters (their names) or "an input"; ``read``: their values then, which a tool's code may
+    have brought into another layout since they were made (None: a parameter)."""
 
     results: tuple[Tensor, ...]
     differentiable: bool
     operands: tuple[Call | str, ...]
+    read: tuple[Tensor | None, ...]
 
 
 class Calls(Reference):
@@ -64,6 +69,7 @@ class Calls(Reference):
     def __init__(self, records: bool = False, widens: bool = True) -> None:
         super().__init__(0, (), widens)
         self.records, self.made = records, dict[Call, Made]()
+        self.failed: dict[Call, tuple[Tensor | None, ...]] = {}  # calls that raised, and what they read
         self.drops = self.draws = False
         self.names: dict[int, str] = {}  # parameters
         self._path: list[str] = [""]
@@ -96,29 +102,36 @@ class Calls(Reference):
         self._path.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
-        if not self.records or _is_pending(result):
-            return result
+        if not self.records:
+            return super().__torch_function__(func, types, args, kwargs)
+        line = "" if getattr(func, "__name__", "") == "__get__" else _line(sys._getframe(1))
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if line else []
+        read = tuple(None if id(one) in self.names else _copy(one) for one in given)  # the call may write them
+        try:
+            result = super().__torch_function__(func, types, args, kwargs)
+        except Exception:
+            if line:
+                self.failed[self._call(func, line)] = read
+            raise
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        line = _line(sys._getframe(1)) if results else ""
-        if line:
-            self._note(func, line, results, (args, kwargs))
+        if line and results and not _is_pending(result):
+            call = self._call(func, line)
+            self._counts[call.module, call.function, call.source] += 1
+            operands = tuple(self._makers.get(id(one)) or self.names.get(id(one), "an input") for one in given)
+            differentiable = any(one.requires_grad for one in results)
+            self.made[call] = Made(tuple(map(_copy, results)), differentiable, operands, read)
+            self._kept.append(results)
+            self._makers.update((id(one), call) for one in results)
         return result
 
-    def _note(self, func: Callable[..., Any], line: str, results: list[Tensor], given: Any) -> None:
+    def _call(self, func: Callable[..., Any], line: str) -> Call:
         key = self._path[-1], getattr(func, "__name__", str(func)).strip("_"), line
-        call = Call(*key, self._counts[key])
-        self._counts[key] += 1
-        operands = tuple(
-            self._makers.get(id(leaf)) or self.names.get(id(leaf), "an input")
-            for leaf in pytree.tree_leaves(given)
-            if isinstance(leaf, Tensor)
-        )
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            copies = tuple(local(one).clone() for one in results)
-        self.made[call] = Made(copies, any(one.requires_grad for one in results), operands)
-        self._kept.append(results)
-        self._makers.update((id(one), call) for one in results)
+        return Call(*key, self._counts[key])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return local(tensor).clone()
 
 
 def _is_pending(result: Any) -> bool:

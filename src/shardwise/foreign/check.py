@@ -165,7 +165,8 @@ def check(
         if wrong:
             _, recorded = _one_device(call, records=True)
             again = _ranks(parts, foreign, records=True, work=None)
-            found = first_wrong(recorded, again, wrong, _gradients(expected, ranks), foreign.mesh, tolerance)
+            gradients = _gradients(expected, ranks)
+            found = first_wrong(recorded, again, wrong, gradients, foreign.mesh, foreign.data_axes, tolerance)
     return Checked(
         foreign,
         differences=tuple(differences),
@@ -201,17 +202,17 @@ def _one_device(call: _Call, records: bool) -> tuple[list[Values], Calls]:
 def _ranks(
     parts: Sequence[_Call], foreign: ForeignPlan, *, records: bool, work: Work | None, widens: bool = True
 ) -> list[Rank]:
-    """Every rank, with an ``_OfRank`` as its result, also where it failed."""
+    """Every rank, with an ``_OfRank`` as its result, also where it failed once the plan was applied."""
     copies = [copy.deepcopy(part.module) for part in parts]
 
     def body(rank: Rank) -> _OfRank:
         assert rank.mesh is not None, "ranks have a device mesh"
         calls = Calls(records, widens)
-        rank.result = _OfRank([], calls, 0, 0)
         module = copies[rank.rank]
         calls.follow(module)
         assert foreign.apply is not None, "the tool is run"
         module = foreign.apply(module, rank.mesh) or module
+        rank.result = _OfRank([], calls, 0, 0)
         own_work = work if rank.rank == 0 else None
         run = _Run(parts[rank.rank], module, calls, partial(_full, rank, own_work))
         held = sum(local(parameter).numel() for parameter in module.parameters())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, listed
 from shardwise.foreign.calls import Call, Calls, Made, raised_at
 from shardwise.foreign.ranks import DifferentExchangesError, Rank
 from shardwise.foreign.seen import multiple, seen, whole_text
@@ -82,12 +82,13 @@ def first_wrong(
     wrong: Sequence[Difference],
     gradients: Mapping[str, tuple[Tensor, list[Tensor]]],
     mesh: Mesh,
+    data_axes: Sequence[str],
     tolerance: float,
 ) -> FirstWrong | None:
     """The first call whose differentiable result is in no layout of that of one device; if all results are right, the
     wrong gradient that backward makes first."""
     found = wrong_call(one, ranks, mesh, tolerance)
-    return found or _of_gradient(one, wrong, gradients, mesh, tolerance)
+    return found or _of_gradient(one, wrong, gradients, mesh, data_axes, tolerance)
 
 
 def wrong_call(one: Calls, ranks: Sequence[Rank], mesh: Mesh, tolerance: float) -> FirstWrong | None:
@@ -95,7 +96,8 @@ def wrong_call(one: Calls, ranks: Sequence[Rank], mesh: Mesh, tolerance: float) 
     (a tool may add a bias later than the model does); or, where ranks stopped, the call that they did not come from."""
     if any(rank.result is None for rank in ranks):
         return None
-    made: list[Mapping[Call, Made]] = [rank.result.calls.made for rank in ranks]
+    calls: list[Calls] = [rank.result.calls for rank in ranks]
+    made: list[Mapping[Call, Made]] = [own.made for own in calls]
     readers: dict[Call, list[Call]] = {}
     for call, whole in one.made.items():
         for operand in whole.operands:
@@ -115,10 +117,10 @@ def wrong_call(one: Calls, ranks: Sequence[Rank], mesh: Mesh, tolerance: float) 
     for call, (tensor, held) in wrong.items():
         after = readers.get(call, [])
         if not after or any(reader in wrong or reader in absent for reader in after):
-            return _of_call(call, one, made, tensor, held, mesh, tolerance)
+            return _of_call(call, one, calls, tensor, held, mesh, tolerance)
     if absent and any(rank.error is not None for rank in ranks):
         call, whole = absent[0], one.made[absent[0]]
-        reads = _operands(call, one, made, mesh, tolerance)
+        reads = _operands(call, one, calls, mesh, tolerance)
         expected = f"{whole_text(whole.results[0])} or parts of it"
         return FirstWrong(f"{call.name}", call.source, (), float("inf"), expected, "an error", reads, _hint(reads))
     return None
@@ -127,14 +129,14 @@ def wrong_call(one: Calls, ranks: Sequence[Rank], mesh: Mesh, tolerance: float) 
 def _of_call(
     call: Call,
     one: Calls,
-    made: Sequence[Mapping[Call, Made]],
+    ranks: Sequence[Calls],
     whole: Tensor,
     held: Sequence[Tensor],
     mesh: Mesh,
     tolerance: float,
 ) -> FirstWrong:
     errors = _errors(whole, held)
-    reads = _operands(call, one, made, mesh, tolerance)
+    reads = _operands(call, one, ranks, mesh, tolerance)
     return FirstWrong(
         f"the result of {call.name}",
         call.source,
@@ -148,17 +150,21 @@ def _of_call(
 
 
 def _operands(
-    call: Call, one: Calls, made: Sequence[Mapping[Call, Made]], mesh: Mesh, tolerance: float
+    call: Call, one: Calls, ranks: Sequence[Calls], mesh: Mesh, tolerance: float
 ) -> tuple[tuple[str, str], ...]:
-    """What a call reads of other calls, with the layouts in which ranks hold it."""
-    operands = []
-    for name in dict.fromkeys(one.made[call].operands):
-        if not isinstance(name, Call):
+    """What a call reads of other calls, in the layouts in which ranks give it to the call."""
+    operands: dict[Call, tuple[str, str]] = {}
+    read = [own.made[call].read if call in own.made else own.failed.get(call, ()) for own in ranks]
+    for place, (maker, whole) in enumerate(zip(one.made[call].operands, one.made[call].read, strict=True)):
+        if not isinstance(maker, Call) or whole is None:
             continue
-        (before, *_), parts = one.made[name].results, [own[name].results for own in made if name in own]
-        layout = seen(before, [part[0] for part in parts], mesh, tolerance) if len(parts) == len(made) else None
-        operands.append((name.name, str(layout) if layout else "in no layout of it"))
-    return tuple(operands)
+        held = [own[place] for own in read if len(own) > place]
+        parts = [part for part in held if part is not None]
+        if not parts:
+            continue  # no rank came to the call
+        layout = seen(whole, parts, mesh, tolerance) if len(parts) == len(ranks) else None
+        operands.setdefault(maker, (maker.name, str(layout) if layout else "in no layout of it"))
+    return tuple(operands.values())
 
 
 def _hint(operands: Sequence[tuple[str, str]]) -> str:
@@ -170,6 +176,7 @@ def _of_gradient(
     wrong: Sequence[Difference],
     gradients: Mapping[str, tuple[Tensor, list[Tensor]]],
     mesh: Mesh,
+    data_axes: Sequence[str],
     tolerance: float,
 ) -> FirstWrong | None:
     reads = {name: call for call, made in one.made.items() for name in made.operands if isinstance(name, str)}
@@ -184,7 +191,7 @@ def _of_gradient(
         return layout is None or layout.is_summand
 
     suspects = {d.name for d in wrong if d.kind == "gradient"} & gradients.keys()
-    names = [name for name in suspects if is_wrong(*gradients[name])]
+    names = [name for name in sorted(suspects) if is_wrong(*gradients[name])]
     if not names:
         return None
     name = max(names, key=lambda name: order.get(reads[name], -1) if name in reads else -1)
@@ -197,6 +204,14 @@ def _of_gradient(
     errors = _errors(whole, held)
     found = _found(whole, held, mesh, tolerance)
     hint = "its ranks do different work on it: their gradients must be added up" if "partial" in found else ""
+    own = mesh.size_of(tuple(axis for name in data_axes for axis in mesh.expand(name)))
+    terms = seen(whole * own, held, mesh, tolerance) if own > 1 else None
+    if terms is not None and not terms.splits and set(terms.partial) == {f"sum@{name}" for name in data_axes}:
+        found = str(replace(terms, partial=tuple(f"avg@{name}" for name in data_axes)))
+        hint = (
+            f"its ranks have samples of their own along {listed(data_axes)}, and nothing takes the mean of their "
+            "gradients: give a function (module, device_mesh) that applies this plan and DDP or fully_shard"
+        )
     return FirstWrong(what, source, tuple(errors), max(errors.values()), whole_text(whole), found, (), hint)
 
 

@@ -109,7 +109,7 @@ def _nothing(unused: list[str], what: str, module: nn.Module) -> ShardwiseError:
         problem(
             f"the {what} names nothing in {type(module).__name__}: {listed(unused)}",
             facts=[("there is", listed(there))],
-            fix="write paths from the module that is checked, layers by a star: model.layers.*.mlp.up_proj",
+            fix="write paths from the module that is checked, a star for one part: model.layers.*.mlp.up_proj",
         )
     )
 
@@ -249,7 +249,10 @@ def _repeated(module: nn.Module) -> list[str]:
 
 
 def _matching(module: nn.Module, pattern: str) -> list[str]:
-    return [name for name, _ in module.named_modules() if name == pattern or (name and fnmatchcase(name, pattern))]
+    """The modules that a pattern names, as ``parallelize_module`` reads it: a star is one part of a path."""
+    wanted = pattern.split(".")
+    paths = ((name, name.split(".")) for name, _ in module.named_modules())
+    return [name for name, own in paths if len(own) == len(wanted) and all(map(fnmatchcase, own, wanted))]
 
 
 def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> ForeignPlan:
@@ -264,8 +267,16 @@ def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> Foreig
     def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         import copy
 
-        used = {path: copy.copy(style) for path, style in plan.items() if path not in unused}
-        return parallelize_module(own, _axis(device_mesh, own_axes), used)
+        for path, style in plan.items():
+            if path not in unused:
+                try:
+                    own = parallelize_module(own, _axis(device_mesh, own_axes), {path: copy.copy(style)})
+                except NotImplementedError as error:
+                    if not type(style).__module__.startswith("torch."):
+                        raise
+                    # This is what torch says of a style on a module of another kind, on any machine.
+                    raise TypeError(f"{type(style).__name__} at {path!r}: {error}") from error
+        return own
 
     return ForeignPlan("parallelize_module plan", mesh, apply, tuple(unused))
 
