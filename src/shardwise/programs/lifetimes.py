@@ -8,7 +8,7 @@ second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -28,6 +28,7 @@ from shardwise.programs.instructions import (
     with_operands,
     with_results,
 )
+from shardwise.programs.entries import cuts_windows
 from shardwise.programs.offload import offloaded
 from shardwise.programs.opaque import Record
 from shardwise.programs.passes import memories
@@ -91,6 +92,7 @@ def _made_again(program: Program) -> Program:
     together = _written_together(forward)
     again: dict[str, str] = {}
     backward: list[Instruction] = []
+    begins: dict[str, int] = {}  # operator -> where its backward does
     forms = dict(program.forms)
 
     def needed(names: Iterable[str]) -> list[int]:
@@ -112,11 +114,16 @@ def _made_again(program: Program) -> Program:
         return sorted(found)
 
     for instruction in program.backward:
+        begin = begins.setdefault(instruction.origin.op, len(backward))
+        repeated: list[Instruction] = []
         for position in needed(instruction.operands):
             made = _again(forward[position], again)
             again.update(zip(forward[position].results, made.results, strict=True))
             forms.update(zip(made.results, forms_of(made), strict=True))
-            backward.append(made)
+            repeated.append(made)
+        early, late = _sent_ahead(repeated, {again.get(name, name) for name in instruction.operands})
+        begin = _behind(backward, begin, early)
+        backward[begin:] = [*early, *backward[begin:], *late]
         backward.append(with_operands(instruction, lambda name: again.get(name, name)))
     backward = _leaving_early(backward)
     return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
@@ -168,6 +175,59 @@ def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
     if isinstance(made, (Depart, Arrive)):
         made = replace(made, flight=made.flight + AGAIN)
     return replace(made, origin=replace(made.origin, again=True))
+
+
+def _sent_ahead(
+    repeated: Sequence[Instruction], read: Collection[str]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """What is repeated for an instruction of backward that reads these names, in two parts: messages that bring some of
+    these, with what they need, so that they travel beside what the operator does before; and the rest, in which they
+    arrive."""
+    early: list[Instruction] = []
+    late: list[Instruction] = []
+    for made in repeated:
+        is_message = isinstance(made, Convert) and len(sent_by(made)) == 1 and not made.of_parameters
+        if is_message and read.issuperset(made.results) and not cuts_windows(made.conversions):
+            needs = _ancestors(made, late)
+            if all(map(_is_local, needs)):
+                departure, arrival = _apart(made)
+                early += [*needs, departure]
+                late = [*(own for own in late if own not in needs), arrival]
+                continue
+        late.append(made)
+    return early, late
+
+
+def _is_local(instruction: Instruction) -> bool:
+    """Whether it neither sends nor waits, nor writes into what another one made."""
+    if isinstance(instruction, Compute):
+        return not instruction.writes
+    return isinstance(instruction, Convert) and not sent_by(instruction)
+
+
+def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Those of the instructions ahead of it that make what it needs."""
+    wanted, found = set(instruction.operands), list[Instruction]()
+    for own in reversed(instructions):
+        if wanted.intersection(own.results):
+            wanted.update(own.operands)
+            found.append(own)
+    return found[::-1]
+
+
+def _apart(convert: Convert) -> tuple[Depart, Arrive]:
+    """The message leaves; the message arrives."""
+    conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
+    return (
+        Depart(flight, conversions, convert.backward, convert.operands, convert.origin),
+        Arrive(flight, conversions, convert.backward, results, convert.forms, convert.shares, convert.origin),
+    )
+
+
+def _behind(backward: Sequence[Instruction], begin: int, early: Sequence[Instruction]) -> int:
+    """The first position from ``begin`` where all that is needed is made."""
+    needs = {name for own in early for name in own.operands}
+    return max((i + 1 for i in range(begin, len(backward)) if needs.intersection(backward[i].results)), default=begin)
 
 
 def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
