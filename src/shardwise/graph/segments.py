@@ -59,10 +59,11 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
     one to call inside ``forward``. ``how``: ``"full"``: of every call only what comes in and what goes out is kept
     (Chen et al. 2016, arXiv:1604.06174); ``"all"``: what goes out is made again, too; ``"cheap"``: results of
     element-wise operators, norms and the like are made again, results of products and attention are kept;
-    ``"gathers"``: nothing is computed again, and what a message brought (a sequence that tensor parallelism gathers) is
-    let go where keeping what was sent takes fewer bytes: the message is sent again, beside the backward that needs it
-    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); ``"cheap+gathers"``: both; ``"none"``: everything is
-    kept, also where ``sw.plan(..., recompute="full")`` asks for the others. ``messages``, of the first two: ``"values"``: what ranks exchange inside is exchanged again; ``"none"``: what it brought is kept;
+    ``"gathers"``: nothing is computed again, but of what a message brought (a sequence that tensor parallelism gathers)
+    only what was sent is kept, where that takes fewer bytes: the message is sent again, beside the backward that needs
+    it (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); ``"cheap+gathers"``: both; ``"none"``: everything is
+    kept, also where ``sw.plan(..., recompute="full")`` asks for the others. ``messages``, of the first two:
+    ``"values"``: what ranks exchange inside is exchanged again; ``"none"``: what it brought is kept;
     ``"parameters"``: parameters that are stored in parts are gathered again, too. What is computed stays the same; a
     plan says what is made again. Raises ShardwiseError for what can not be called and for other words.
     """

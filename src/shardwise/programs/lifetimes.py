@@ -16,6 +16,7 @@ import torch
 
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.entries import cuts_windows
 from shardwise.programs.instructions import (
     Arrive,
     Compute,
@@ -28,7 +29,6 @@ from shardwise.programs.instructions import (
     with_operands,
     with_results,
 )
-from shardwise.programs.entries import cuts_windows
 from shardwise.programs.offload import offloaded
 from shardwise.programs.opaque import Record
 from shardwise.programs.passes import memories
@@ -177,9 +177,7 @@ def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
     return replace(made, origin=replace(made.origin, again=True))
 
 
-def _sent_ahead(
-    repeated: Sequence[Instruction], read: Collection[str]
-) -> tuple[list[Instruction], list[Instruction]]:
+def _sent_ahead(repeated: Sequence[Instruction], read: Collection[str]) -> tuple[list[Instruction], list[Instruction]]:
     """What is repeated for an instruction of backward that reads these names, in two parts: messages that bring some of
     these, with what they need, so that they travel beside what the operator does before; and the rest, in which they
     arrive."""

@@ -21,8 +21,15 @@ from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
-from shardwise.search.again import GATHERED_AGAIN, Again
-from shardwise.search.conversion_tables import bytes_sent, is_copied, keeps_size, larger, seconds_between, sendable
+from shardwise.search.again import GATHERED_AGAIN, SENT_AGAIN, Again
+from shardwise.search.conversion_tables import (
+    bytes_sent,
+    keeps_size,
+    kept_of,
+    larger,
+    seconds_between,
+    sendable,
+)
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
@@ -294,23 +301,24 @@ class _Builder:
         nodes = np.unique(np.concatenate(used))
         routes = self.domains.routes(name)
         variable = self._add(SharedVariable(name, routes, nodes))
-        kept = self._is_kept(name) and (name in self.local or not self._is_dropped(name))
+        consumers = self._kept_by(name)
+        dropped = self._is_dropped(name) and name not in self.local
+        kept = bool(consumers) and not dropped
         only_copies = name in self.local or (traffic and self.graph.by_name[name].stored is None)
         dtype = self.graph.by_name[name].kept_dtype if traffic else None
-        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies, dtype
+        resent = bool(consumers) and not traffic and self.again.resent.issuperset(consumers)
+        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies, dtype, resent
         window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
 
         def table() -> Components:
             seconds = routes.prices(nodes)[made]
-            held = np.zeros_like(seconds)
-            if kept:
-                # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is
-                # made again only copies.
-                copied = is_copied(routes, made, nodes) if only_copies else np.ones_like(held, dtype=np.bool_)
-                held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
+            # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is made
+            # again only copies.
+            numel, again = kept_of(routes, made, nodes, is_held=only_copies or dropped, resent=resent)
+            held = numel * (routes.tensor.itemsize if kept else 0)
             share = self._share_of_pass(routes, made, nodes, traffic)
             sums = self._whole_sums(name, made, nodes, traffic)
-            return self._placed(seconds, held, traffic, window, share, sums)
+            return self._placed(seconds, held, traffic, window, share, sums, again)
 
         self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
@@ -319,13 +327,14 @@ class _Builder:
         """Whether what is converted of a value is not held for backward."""
         return name in self.dropped or (self.again.gathered == "again" and name in self.parameter)
 
-    def _is_kept(self, name: str) -> bool:
-        return any(
-            i in self.domains.domain(op, self.fixed.get(op.name)).keeps
+    def _kept_by(self, name: str) -> set[str]:
+        """The operators that keep a value for their backward."""
+        return {
+            op.name
             for op in self.consumers[name]
             for i, own in enumerate(op.operands)
-            if own == name
-        )
+            if own == name and i in self.domains.domain(op, self.fixed.get(op.name)).keeps
+        }
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
@@ -343,7 +352,9 @@ class _Builder:
         dropped = self._is_dropped(name) and name not in self.local
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         kept = self.graph.by_name[name].kept_dtype if is_once else None
-        key: object = "edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, kept
+        resent = not traffic and op.name in self.again.resent
+        how = traffic, computed, dropped, kept, resent
+        key: object = "edge", id(routes), made.tobytes(), id(domain), positions, *how
 
         def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
             done: list[Ints] = []
@@ -365,20 +376,20 @@ class _Builder:
         window = self._window(name, key, taken) if traffic else inf
 
         def table() -> Components:
-            held = np.zeros((len(made), len(domain)))
+            held, repeated = np.zeros((2, len(made), len(domain)))
             for position, nodes, fresh in fresh_nodes():
-                if position in domain.keeps and not dropped:
-                    copied = is_copied(routes, made, nodes)
-                    if computed:
-                        copied = np.ones_like(copied)  # the value itself, or the parameter's cast, is kept, once
-                    held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
+                if position in domain.keeps:
+                    # Where it is computed the value itself, or the parameter's cast, is kept, once.
+                    numel, again = kept_of(routes, made, nodes, is_held=dropped or not computed, resent=resent)
+                    held += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
+                    repeated += again * fresh[None, :]
             share: Floats | float = 1.0
             sums: tuple[Floats, Floats] | None = None
             if is_once:
                 ((_, nodes, _),) = fresh_nodes()
                 share = self._share_of_pass(routes, made, nodes, is_once)
                 sums = self._whole_sums(name, made, nodes, is_once)
-            return self._placed(taken(), held, traffic, window, share, sums)
+            return self._placed(taken(), held, traffic, window, share, sums, repeated)
 
         def transient() -> Floats:
             tables = [bytes_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
@@ -459,11 +470,12 @@ class _Builder:
 
     def _placed(
         self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float,
-        sums: tuple[Floats, Floats] | None,
+        sums: tuple[Floats, Floats] | None, again: Floats,
     ) -> Components:  # fmt: skip
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
         once and as there is any in its window, that of values does not. Gathered again, it is in backward. ``share``:
-        a pass's share of what a step does once, which nothing hides; ``sums``: ``_whole_sums``."""
+        a pass's share of what a step does once, which nothing hides; ``sums``: ``_whole_sums``; ``again``: 1 where the
+        message of a value is sent a second time, beside backward."""
         whole, more = sums or (0.0, 0.0)
         some = held + whole if held.any() or np.any(whole) else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
@@ -474,7 +486,11 @@ class _Builder:
         some = None if some is None else some * np.where(is_once, 1, self.in_flight)
         hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
         exposed = exposed + self.domains.prices.added(1.0) * more
-        return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
+        if again.any():
+            repeated, beside = SENT_AGAIN * seconds * again, self.domains.prices.device.overlap
+            hidden, exposed = hidden + beside * repeated, exposed + (1 - beside) * repeated
+        has_hidden = bool(overlap) or bool(np.any(hidden))
+        return exposed if exposed.any() or not has_hidden else None, None, hidden if has_hidden else None, some
 
     def _factor(
         self,

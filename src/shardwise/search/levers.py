@@ -229,7 +229,9 @@ class _Cuts:
         flow = nx.DiGraph()
         makers: dict[str, list[Instruction]] = {}  # of a memory
         prices: dict[str, float] = {}  # of making a memory again, in bytes
-        ordered = [own for _, own in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))]
+        ordered = [
+            own for _, own in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))
+        ]
         brought = (self.forms[name].num_bytes for own in ordered if sent_by(own) for name in own.results)
         least = 1 + max(brought, default=0) // LEAST_SAVED
         for instruction in ordered:
