@@ -115,9 +115,9 @@ def plan(
     inputs, parameters or buffers that are delivered or kept in a given layout, ``"[32@dp, 512]"``, or split so many
     ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are converted (how a data loader splits
     its batches, say). ``bucket_bytes``: the largest message in which gradients (or gathered parameters) travel
-    together; 0: each by itself. ``recompute``: what backward makes again instead of keeping it: ``"full"`` or
-    ``"cheap"`` (``sw.recompute``): the repeated blocks of the model, besides what it asks for itself; ``"none"``:
-    nothing; None: what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); by default the same, and
+    together; 0: each by itself. ``recompute``: what backward makes again instead of keeping it: ``"full"``,
+    ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"`` (``sw.recompute``): of the repeated blocks of the model, besides
+    what it asks for itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); by default the same, and
     where nothing fits, searches that go by price make again what lets a plan fit (``search.fitting``). ``offload``:
     what waits for backward in the memory of the host: ``"all"``: what is kept of the repeated blocks; ``"none"``:
     nothing; by default what the model asks for (``sw.offload``), and where nothing fits what lets a plan fit. ``zero``:

@@ -8,7 +8,7 @@ second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 
@@ -177,17 +177,18 @@ def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
     return replace(made, origin=replace(made.origin, again=True))
 
 
-def _sent_ahead(repeated: Sequence[Instruction], read: Collection[str]) -> tuple[list[Instruction], list[Instruction]]:
+def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[Instruction], list[Instruction]]:
     """What is repeated for an instruction of backward that reads these names, in two parts: messages that bring some of
     these, with what they need, so that they travel beside what the operator does before; and the rest, in which they
     arrive."""
     early: list[Instruction] = []
     late: list[Instruction] = []
+    if any(isinstance(made, Compute) and made.writes for made in repeated):  # their order says more than names do
+        return early, list(repeated)
     for made in repeated:
-        is_message = isinstance(made, Convert) and len(sent_by(made)) == 1 and not made.of_parameters
-        if is_message and read.issuperset(made.results) and not cuts_windows(made.conversions):
+        if isinstance(made, Convert) and _travels_alone(made) and read >= set(made.results):
             needs = _ancestors(made, late)
-            if all(map(_is_local, needs)):
+            if not any(isinstance(own, (Depart, Arrive)) or sent_by(own) for own in needs):
                 departure, arrival = _apart(made)
                 early += [*needs, departure]
                 late = [*(own for own in late if own not in needs), arrival]
@@ -196,11 +197,8 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Collection[str]) -> tuple
     return early, late
 
 
-def _is_local(instruction: Instruction) -> bool:
-    """Whether it neither sends nor waits, nor writes into what another one made."""
-    if isinstance(instruction, Compute):
-        return not instruction.writes
-    return isinstance(instruction, Convert) and not sent_by(instruction)
+def _travels_alone(convert: Convert) -> bool:
+    return len(sent_by(convert)) == 1 and not convert.of_parameters and not cuts_windows(convert.conversions)
 
 
 def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:

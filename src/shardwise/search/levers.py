@@ -174,8 +174,8 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
         cuts = _Cuts(differentiate(localize(spmd, busiest_rank(spmd)), kinds))
         for segment in partly:
             inside = {own for name in segment.operators for own in lowered.get(name, ())}
-            found, converted = cuts.made_again(inside, *CUTS[segment.how])
-            operators |= found
+            computed, converted = cuts.made_again(inside, *CUTS[segment.how])
+            operators |= computed
             conversions |= converted
     offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
     waiting = {own for part in offloading for name in part.operators for own in lowered.get(name, ())}
