@@ -108,7 +108,7 @@ def test_every_gather_is_sent_once_more_and_what_was_sent_is_kept(gated: bool) -
         assert sw.verify(model, batch(), plans[how], steps=2).ok
 
 
-def test_a_message_travels_beside_what_its_operator_does_before() -> None:
+def test_a_message_travels_beside_the_backward_ahead_of_its_operator() -> None:
     model = Model()
     backward = program(model, planned(model, "gathers")).backward
     arrivals = {own.flight: i for i, own in enumerate(backward) if isinstance(own, Arrive)}

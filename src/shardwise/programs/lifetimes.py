@@ -122,8 +122,11 @@ def _made_again(program: Program) -> Program:
             forms.update(zip(made.results, forms_of(made), strict=True))
             repeated.append(made)
         early, late = _sent_ahead(repeated, {again.get(name, name) for name in instruction.operands})
-        begin = _behind(backward, begin, early)
-        backward[begin:] = [*early, *backward[begin:], *late]
+        if early:
+            leaves = _behind(backward, begin, early)
+            backward[leaves:leaves] = early
+            begins = {op: at + len(early) if at >= leaves else at for op, at in begins.items()}
+        backward += late
         backward.append(with_operands(instruction, lambda name: again.get(name, name)))
     backward = _leaving_early(backward)
     return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
@@ -179,8 +182,7 @@ def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
 
 def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[Instruction], list[Instruction]]:
     """What is repeated for an instruction of backward that reads these names, in two parts: messages that bring some of
-    these, with what they need, so that they travel beside what the operator does before; and the rest, in which they
-    arrive."""
+    these, with what they need, so that they travel beside what is done before; and the rest, in which they arrive."""
     early: list[Instruction] = []
     late: list[Instruction] = []
     if any(isinstance(made, Compute) and made.writes for made in repeated):  # their order says more than names do
@@ -221,9 +223,18 @@ def _apart(convert: Convert) -> tuple[Depart, Arrive]:
 
 
 def _behind(backward: Sequence[Instruction], begin: int, early: Sequence[Instruction]) -> int:
-    """The first position from ``begin`` where all that is needed is made."""
+    """Where messages leave for an operator whose backward begins there: behind the message ahead of them, and what they
+    send."""
     needs = {name for own in early for name in own.operands}
-    return max((i + 1 for i in range(begin, len(backward)) if needs.intersection(backward[i].results)), default=begin)
+    leaves = next((i + 1 for i in reversed(range(begin)) if _waits(backward[i])), begin)
+    return max((i + 1 for i in range(leaves, len(backward)) if needs.intersection(backward[i].results)), default=leaves)
+
+
+def _waits(instruction: Instruction) -> bool:
+    """Whether it waits for a message of values."""
+    if isinstance(instruction, Convert):
+        return bool(sent_by(instruction))
+    return isinstance(instruction, Arrive) and not instruction.of_parameters
 
 
 def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
