@@ -271,6 +271,6 @@ class _Cuts:
         if isinstance(instruction, Compute):
             may = op not in self.products and (kernels or op not in self.work)
             return 0 if may and is_repeatable(instruction, self.changed) else inf
-        if not sent_by(instruction):
-            return 0
-        return of_message if messages else inf
+        if not messages:
+            return inf
+        return of_message if sent_by(instruction) else 0
