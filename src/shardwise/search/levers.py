@@ -253,17 +253,16 @@ class _Cuts:
         if "backward" not in flow:
             return set(), set()
         kept = nx.minimum_cut(flow, "kept", "backward")[1][0] if "kept" in flow else set()
-        steady: set[str] = set()
+        steady: list[Instruction] = []
         again: list[Instruction] = []
         for memory, own in makers.items():
             if ("in", memory) not in kept:
                 again += own
             elif ("out", memory) not in kept:
-                steady.update(one.origin.op for one in own)
-        return (
-            {own.origin.op for own in again if isinstance(own, Compute)} - steady - self.products,
-            {one.result for own in again if isinstance(own, Convert) for one in own.conversions},
-        )
+                steady += own
+        computed, held = ({own.origin.op for own in part if isinstance(own, Compute)} for part in (again, steady))
+        converted = {one.result for own in again if isinstance(own, Convert) for one in own.conversions}
+        return computed - held - self.products, converted
 
     def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
         """Of doing an instruction again, infinite where that is not wanted."""
