@@ -185,8 +185,6 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[I
     these, with what they need, so that they travel beside what is done before; and the rest, in which they arrive."""
     early: list[Instruction] = []
     late: list[Instruction] = []
-    if any(isinstance(made, Compute) and made.writes for made in repeated):  # their order says more than names do
-        return early, list(repeated)
     for made in repeated:
         if isinstance(made, Convert) and _travels_alone(made) and read >= set(made.results):
             needs = _ancestors(made, late)
@@ -204,13 +202,18 @@ def _travels_alone(convert: Convert) -> bool:
 
 
 def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Those of the instructions ahead of it that make what it needs."""
-    wanted, found = set(instruction.operands), list[Instruction]()
-    for own in reversed(instructions):
-        if wanted.intersection(own.results):
-            wanted.update(own.operands)
-            found.append(own)
-    return found[::-1]
+    """Those of the instructions ahead of it that make what it needs, with all kernels of an operator that writes."""
+    writing = {own.origin.op for own in instructions if isinstance(own, Compute) and own.writes}
+    wanted, ops, found, grows = set(instruction.operands), set[str](), set[int](), True
+    while grows:
+        grows = False
+        for i, own in enumerate(instructions):
+            if i not in found and (wanted.intersection(own.results) or own.origin.op in ops):
+                found.add(i)
+                wanted.update(own.operands)
+                ops.update(writing.intersection((own.origin.op,)))
+                grows = True
+    return [own for i, own in enumerate(instructions) if i in found]
 
 
 def _apart(convert: Convert) -> tuple[Depart, Arrive]:

@@ -307,7 +307,9 @@ class _Builder:
         only_copies = name in self.local or (traffic and self.graph.by_name[name].stored is None)
         dtype = self.graph.by_name[name].kept_dtype if traffic else None
         resent = bool(consumers) and not traffic and self.again.resent.issuperset(consumers)
-        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies, dtype, resent
+        beside = self.again.operators.isdisjoint(consumers)
+        how = kept, traffic, only_copies, dtype, resent, beside
+        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), *how
         window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
 
         def table() -> Components:
@@ -318,7 +320,8 @@ class _Builder:
             held = numel * (routes.tensor.itemsize if kept else 0)
             share = self._share_of_pass(routes, made, nodes, traffic)
             sums = self._whole_sums(name, made, nodes, traffic)
-            return self._placed(seconds, held, traffic, window, share, sums, again)
+            once = self._placed(seconds, held, traffic, window, share, sums)
+            return self._resent(once, seconds, again, beside)
 
         self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
@@ -353,7 +356,8 @@ class _Builder:
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         kept = self.graph.by_name[name].kept_dtype if is_once else None
         resent = not traffic and op.name in self.again.resent
-        how = traffic, computed, dropped, kept, resent
+        beside = op.name not in self.again.operators
+        how = traffic, computed, dropped, kept, resent, beside
         key: object = "edge", id(routes), made.tobytes(), id(domain), positions, *how
 
         def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
@@ -389,7 +393,8 @@ class _Builder:
                 ((_, nodes, _),) = fresh_nodes()
                 share = self._share_of_pass(routes, made, nodes, is_once)
                 sums = self._whole_sums(name, made, nodes, is_once)
-            return self._placed(taken(), held, traffic, window, share, sums, repeated)
+            once = self._placed(taken(), held, traffic, window, share, sums)
+            return self._resent(once, taken(), repeated, beside)
 
         def transient() -> Floats:
             tables = [bytes_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
@@ -470,12 +475,11 @@ class _Builder:
 
     def _placed(
         self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float,
-        sums: tuple[Floats, Floats] | None, again: Floats,
+        sums: tuple[Floats, Floats] | None,
     ) -> Components:  # fmt: skip
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
         once and as there is any in its window, that of values does not. Gathered again, it is in backward. ``share``:
-        a pass's share of what a step does once, which nothing hides; ``sums``: ``_whole_sums``; ``again``: 1 where the
-        message of a value is sent a second time, beside backward."""
+        a pass's share of what a step does once, which nothing hides; ``sums``: ``_whole_sums``."""
         whole, more = sums or (0.0, 0.0)
         some = held + whole if held.any() or np.any(whole) else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
@@ -486,11 +490,18 @@ class _Builder:
         some = None if some is None else some * np.where(is_once, 1, self.in_flight)
         hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
         exposed = exposed + self.domains.prices.added(1.0) * more
-        if again.any():
-            repeated, beside = SENT_AGAIN * seconds * again, self.domains.prices.device.overlap
-            hidden, exposed = hidden + beside * repeated, exposed + (1 - beside) * repeated
-        has_hidden = bool(overlap) or bool(np.any(hidden))
-        return exposed if exposed.any() or not has_hidden else None, None, hidden if has_hidden else None, some
+        return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
+
+    def _resent(self, once: Components, seconds: Floats, again: Floats, is_beside: bool) -> Components:
+        """The components of conversions with the messages of some (``again``: 1) sent a second time. ``is_beside``:
+        beside the backward ahead of their operators, which are not made again themselves."""
+        if not again.any():
+            return once
+        exposed, compute, traffic, held = once
+        more, overlap = SENT_AGAIN * seconds * again, self.domains.prices.device.overlap if is_beside else 0.0
+        beside = overlap * more if traffic is None else traffic + overlap * more
+        waits = (1 - overlap) * more if exposed is None else exposed + (1 - overlap) * more
+        return waits, compute, beside, held
 
     def _factor(
         self,
