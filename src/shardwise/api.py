@@ -115,20 +115,20 @@ def plan(
     inputs, parameters or buffers that are delivered or kept in a given layout, ``"[32@dp, 512]"``, or split so many
     ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are converted (how a data loader splits
     its batches, say). ``bucket_bytes``: the largest message in which gradients (or gathered parameters) travel
-    together; 0: each by itself. ``recompute``: what backward makes again instead of keeping it: ``"full"`` or
-    ``"cheap"`` (``sw.recompute``): the repeated blocks of the model, besides what it asks for itself; ``"none"``:
-    nothing; None: what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``); by default the same, and
-    where nothing fits, searches that go by price make again what lets a plan fit (``search.fitting``). ``offload``:
-    what waits for backward in the memory of the host: ``"all"``: what is kept of the repeated blocks; ``"none"``:
-    nothing; by default what the model asks for (``sw.offload``), and where nothing fits what lets a plan fit. ``zero``:
-    1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer states are stored in parts wherever they would be
-    copied; under 3 gathered parameters are not held from forward to backward, but gathered again. ``stages``: the model
-    is cut into so many stages of a pipeline, balanced by price and memory at any operator boundary, or ``"marked"``:
-    where ``sw.stage`` says; every stage has an equal part of the devices, and ``mesh`` is that of a stage. ``"auto"``:
-    how many (one is no pipeline), which schedule and which micro-batch is chosen by price, for the samples of a step
-    (``plans.joint``); ``plan.explain("stages")`` says what was tried.
-    ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default ``"1F1B"``; or
-    ``"Solved"``: an order that is searched for these stages, within the memory. All but ``GPipe`` and
+    together; 0: each by itself. ``recompute``: what backward makes again instead of keeping it: ``"full"``,
+    ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"`` (``sw.recompute``): of the repeated blocks of the model, besides
+    what it asks for itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``,
+    ``torch.utils.checkpoint``); by default the same, and where nothing fits, searches that go by price make again what
+    lets a plan fit (``search.fitting``). ``offload``: what waits for backward in the memory of the host: ``"all"``:
+    what is kept of the repeated blocks; ``"none"``: nothing; by default what the model asks for (``sw.offload``), and
+    where nothing fits what lets a plan fit. ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer
+    states are stored in parts wherever they would be copied; under 3 gathered parameters are not held from forward to
+    backward, but gathered again. ``stages``: the model is cut into so many stages of a pipeline, balanced by price and
+    memory at any operator boundary, or ``"marked"``: where ``sw.stage`` says; every stage has an equal part of the
+    devices, and ``mesh`` is that of a stage. ``"auto"``: how many (one is no pipeline), which schedule and which
+    micro-batch is chosen by price, for the samples of a step (``plans.joint``); ``plan.explain("stages")`` says what
+    was tried. ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default
+    ``"1F1B"``; or ``"Solved"``: an order that is searched for these stages, within the memory. All but ``GPipe`` and
     ``1F1B`` have two stages on every part of the devices; loops have as many as they are told, ``"Interleaved1F1B:4"``.
     Without ``micro_batch`` a search by price chooses it; other modes take the largest under which the schedule is full.
 

@@ -36,7 +36,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     )
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
     add("--bucket-bytes", type=int, metavar="N", help="of the largest message of gradients (25 MiB)")
-    add("--recompute", metavar="HOW", help="auto, none, cheap or full (auto)")
+    add("--recompute", metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")
     add("--offload", choices=("auto", "none", "all"), help="what waits for backward in the memory of the host (auto)")
     add("--stages", metavar="N", help="of a pipeline: a number, marked (sw.stage), or auto")
     add("--schedule", metavar="NAME", help="of the stages: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)")

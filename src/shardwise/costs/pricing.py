@@ -81,14 +81,16 @@ def price_program(
                 continue
             is_parameter = origin in parameters
             seconds = conversion_seconds(conversion, prices, is_parameter=is_parameter)
-            hidden = min(seconds, (windows or {}).get(origin, seconds))
+            hidden = min(seconds, (windows or {}).get(origin, seconds)) if is_parameter else 0.0
             if conversion.value in spmd.lifetimes.once and prices.passes > 1:  # ahead of all passes, or behind them
                 seconds, hidden = seconds / prices.passes, 0.0
-            if conversion.result in spmd.lifetimes.conversions:  # gathered again in backward
+            if conversion.result in spmd.lifetimes.conversions:  # converted again in backward
                 forward = replace(conversion, differentiable=False)
                 again = conversion_seconds(forward, prices, is_parameter=is_parameter)
-                seconds, hidden = seconds + again, hidden + again
-            hidden *= prices.device.overlap if is_parameter else 0.0
+                # For an operator that is computed again as well it is waited for on the spot.
+                beside = is_parameter or conversion.op not in spmd.lifetimes.operators
+                seconds, hidden = seconds + again, hidden + (again if beside else 0.0)
+            hidden *= prices.device.overlap
             traffic += hidden
             exposed += seconds - hidden
     for source in graph.sources:

@@ -21,7 +21,7 @@ from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.constants import with_constants_apart
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, is_view, sent_by
 from shardwise.programs.once import Repeated
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import Program
@@ -242,8 +242,8 @@ class Timeline:
 
     def _kernel(self, instruction: Compute) -> None:
         """One kernel: it starts when the one before it is done, and the host has come to it."""
-        if instruction.results and all(name is not None for name in instruction.shares) and not instruction.writes:
-            return  # a view
+        if is_view(instruction):
+            return
         if (step := self.fused.get(instruction.origin.op)) is not None:
             key = instruction.origin.op, instruction.origin.part == "forward", instruction.origin.again
             if key not in self.done:

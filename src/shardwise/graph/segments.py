@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.fx.traceback
@@ -23,9 +23,9 @@ from torch import nn
 from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, problem
 from shardwise.graph.ir import Op
 
-Recompute = Literal["full", "all", "cheap", "none"]
+Recompute = Literal["full", "all", "cheap", "gathers", "cheap+gathers", "none"]
 How = Recompute | Literal["offload"]
-WAYS: tuple[Recompute, ...] = ("full", "all", "cheap", "none")
+WAYS: tuple[Recompute, ...] = get_args(Recompute)
 Messages = Literal["none", "values", "parameters"]
 MESSAGES: tuple[Messages, ...] = ("none", "values", "parameters")
 SEGMENT = "shardwise_segment"
@@ -42,8 +42,9 @@ _OPENED: ContextVar[_Opened | None] = ContextVar("shardwise_opened", default=Non
 class Segment:
     """One call of a part of the model. ``name``: the path of the module, or ``checkpoint``; ``how``: ``"full"``: all
     that is made inside is made again from what comes in; ``"all"``: what goes out, too; ``"cheap"``: what costs little;
-    ``"none"``: it is kept, also where everything else is not; ``"offload"``: it waits on the host; ``operators``: by
-    name. ``messages``: which messages are sent again where everything is made again."""
+    ``"gathers"``: what messages brought; ``"none"``: it is kept, also where everything else is not; ``"offload"``: it
+    waits on the host; ``operators``: by name. ``messages``: which messages are sent again where everything is made
+    again."""
 
     name: str
     how: How
@@ -57,9 +58,12 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
     ``target``: a module, which is marked and returned (of a ModuleList every member); or a function, then the result is
     one to call inside ``forward``. ``how``: ``"full"``: of every call only what comes in and what goes out is kept
     (Chen et al. 2016, arXiv:1604.06174); ``"all"``: what goes out is made again, too; ``"cheap"``: results of
-    element-wise operators, norms and the like are made again, results of products and attention are kept; ``"none"``:
-    everything is kept, also where ``sw.plan(..., recompute="full")`` asks for the others. ``messages``, of the first
-    two: ``"values"``: what ranks exchange inside is exchanged again; ``"none"``: what it brought is kept;
+    element-wise operators, norms and the like are made again, results of products and attention are kept;
+    ``"gathers"``: nothing is computed again, but of what a message brought (a sequence that tensor parallelism gathers)
+    only what was sent is kept, where that takes fewer bytes: the message is sent again, beside the backward that needs
+    it (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); ``"cheap+gathers"``: both; ``"none"``: everything is
+    kept, also where ``sw.plan(..., recompute="full")`` asks for the others. ``messages``, of the first two:
+    ``"values"``: what ranks exchange inside is exchanged again; ``"none"``: what it brought is kept;
     ``"parameters"``: parameters that are stored in parts are gathered again, too. What is computed stays the same; a
     plan says what is made again. Raises ShardwiseError for what can not be called and for other words.
     """

@@ -104,21 +104,22 @@ def _listed_buckets(stage: Stage, spmd: Spmd) -> list[Bucket]:
 
 def _lifetimes(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Lifetimes:
     """What backward makes again, and what waits on the host. ``listed``: the stage lists the conversions of this very
-    program; of another one those are made again that lead to operators which are, and the parameters that are gathered
-    again."""
+    program; of another one those are made again that are listed so, or lead to operators which are, and the parameters
+    that are gathered again."""
     operators = lowered_operators({entry.name for entry in stage.operators if entry.again}, graph, spmd.graph)
     waiting = lowered_operators({entry.name for entry in stage.operators if entry.offloaded}, graph, spmd.graph)
+    listed_again = [entry for entry in stage.conversions or () if entry.again]
+    wanted = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
+    keys = {c.result: (value_name(c.origin, spmd.graph), format_layout(c.target)) for c in spmd.conversions}
+    said = {result for result, key in keys.items() if key in wanted}
     if listed:
-        listed_again = [entry for entry in stage.conversions or () if entry.again]
-        wanted = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
-        keys = {c.result: (value_name(c.origin, spmd.graph), format_layout(c.target)) for c in spmd.conversions}
-        return Lifetimes(operators, frozenset(result for result, key in keys.items() if key in wanted), waiting)
+        return Lifetimes(operators, frozenset(said), waiting)
     parameters = {source.value: source.names[0] for source in graph.sources if source.kind == "parameter"}
     gathered = {entry.name for entry in stage.parameters if entry.again}
     found = {
         c.result
         for c in spmd.conversions
-        if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators)
+        if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators or c.result in said)
     }
     return Lifetimes(operators, frozenset(found), waiting)
 

@@ -43,7 +43,9 @@ Rungs = tuple[tuple[How | None, Gathered], ...]
 RUNGS: Rungs = (
     (None, "held"),
     (None, "once"),
+    ("gathers", "once"),
     ("cheap", "once"),
+    ("cheap+gathers", "once"),
     (None, "again"),
     ("full", "once"),
     ("full", "again"),
@@ -271,7 +273,8 @@ def rungs_of(recompute: How | Literal["auto"] | None, gathered: Gathered | None)
     asked to be made again."""
     if recompute != "auto":
         return ((recompute, gathered or "held"),)
-    return RUNGS if gathered is None else ((None, gathered), ("cheap", gathered), ("full", gathered))
+    ways = dict.fromkeys(how for how, _ in RUNGS)
+    return RUNGS if gathered is None else tuple((how, gathered) for how in ways)
 
 
 def in_flight(setting: Setting) -> tuple[float, ...]:

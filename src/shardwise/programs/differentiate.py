@@ -304,7 +304,7 @@ class _Writer:
                 late = []
             if entry.of_parameters and sends and self.overlap:
                 self._leave(entry)
-            elif sends == 1 and self.overlap and late and not cuts_windows(entry):
+            elif sends == 1 and self.overlap and late and not cuts_windows(entry.conversions):
                 arrival = self._leave(entry)
                 self.backward += [*late, arrival]
                 late = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.graph.ir import Arg, Ref, map_refs
@@ -33,9 +33,9 @@ class Exchanged:
     of_parameters: bool
 
 
-def cuts_windows(entry: Exchanged) -> bool:
+def cuts_windows(conversions: Iterable[Conversion]) -> bool:
     """What travels between windows is put together with what the rank has: it does not leave alone."""
-    return any(move.cut is not None or move.reverse is not None for c in entry.conversions for move in c.moves)
+    return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
 
 
 def in_backward_order(

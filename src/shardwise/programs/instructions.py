@@ -162,6 +162,11 @@ def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
     return () if isinstance(instruction, (Depart, Land)) else instruction.shares
 
 
+def is_view(instruction: Compute) -> bool:
+    """Whether all that a kernel makes has the memory of something else, and it writes nothing."""
+    return bool(instruction.results) and None not in instruction.shares and not instruction.writes
+
+
 def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> Instruction:
     """The instruction with the names of what it reads replaced."""
     if isinstance(instruction, Compute):

@@ -8,7 +8,7 @@ second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ import torch
 
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.entries import cuts_windows
 from shardwise.programs.instructions import (
     Arrive,
     Compute,
@@ -91,6 +92,7 @@ def _made_again(program: Program) -> Program:
     together = _written_together(forward)
     again: dict[str, str] = {}
     backward: list[Instruction] = []
+    begins: dict[str, int] = {}  # operator -> where its backward does
     forms = dict(program.forms)
 
     def needed(names: Iterable[str]) -> list[int]:
@@ -112,11 +114,19 @@ def _made_again(program: Program) -> Program:
         return sorted(found)
 
     for instruction in program.backward:
+        begin = begins.setdefault(instruction.origin.op, len(backward))
+        repeated: list[Instruction] = []
         for position in needed(instruction.operands):
             made = _again(forward[position], again)
             again.update(zip(forward[position].results, made.results, strict=True))
             forms.update(zip(made.results, forms_of(made), strict=True))
-            backward.append(made)
+            repeated.append(made)
+        early, late = _sent_ahead(repeated, {again.get(name, name) for name in instruction.operands})
+        if early:
+            leaves = _behind(backward, begin, early)
+            backward[leaves:leaves] = early
+            begins = {op: at + len(early) if at >= leaves else at for op, at in begins.items()}
+        backward += late
         backward.append(with_operands(instruction, lambda name: again.get(name, name)))
     backward = _leaving_early(backward)
     return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
@@ -168,6 +178,66 @@ def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
     if isinstance(made, (Depart, Arrive)):
         made = replace(made, flight=made.flight + AGAIN)
     return replace(made, origin=replace(made.origin, again=True))
+
+
+def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[Instruction], list[Instruction]]:
+    """What is repeated for an instruction of backward that reads these names, in two parts: messages that bring some of
+    these, with what they need, so that they travel beside what is done before; and the rest, in which they arrive."""
+    early: list[Instruction] = []
+    late: list[Instruction] = []
+    for made in repeated:
+        if isinstance(made, Convert) and _travels_alone(made) and read >= set(made.results):
+            needs = _ancestors(made, late)
+            if not any(isinstance(own, (Depart, Arrive)) or sent_by(own) for own in needs):
+                departure, arrival = _apart(made)
+                early += [*needs, departure]
+                late = [*(own for own in late if own not in needs), arrival]
+                continue
+        late.append(made)
+    return early, late
+
+
+def _travels_alone(convert: Convert) -> bool:
+    return len(sent_by(convert)) == 1 and not convert.of_parameters and not cuts_windows(convert.conversions)
+
+
+def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Those of the instructions ahead of it that make what it needs, with all kernels of an operator that writes."""
+    writing = {own.origin.op for own in instructions if isinstance(own, Compute) and own.writes}
+    wanted, ops, found, grows = set(instruction.operands), set[str](), set[int](), True
+    while grows:
+        grows = False
+        for i, own in enumerate(instructions):
+            if i not in found and (wanted.intersection(own.results) or own.origin.op in ops):
+                found.add(i)
+                wanted.update(own.operands)
+                ops.update(writing.intersection((own.origin.op,)))
+                grows = True
+    return [own for i, own in enumerate(instructions) if i in found]
+
+
+def _apart(convert: Convert) -> tuple[Depart, Arrive]:
+    """The message leaves; the message arrives."""
+    conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
+    return (
+        Depart(flight, conversions, convert.backward, convert.operands, convert.origin),
+        Arrive(flight, conversions, convert.backward, results, convert.forms, convert.shares, convert.origin),
+    )
+
+
+def _behind(backward: Sequence[Instruction], begin: int, early: Sequence[Instruction]) -> int:
+    """Where messages leave for an operator whose backward begins there: behind the message ahead of them, and what they
+    send."""
+    needs = {name for own in early for name in own.operands}
+    leaves = next((i + 1 for i in reversed(range(begin)) if _waits(backward[i])), begin)
+    return max((i + 1 for i in range(leaves, len(backward)) if needs.intersection(backward[i].results)), default=leaves)
+
+
+def _waits(instruction: Instruction) -> bool:
+    """Whether it waits for a message of values."""
+    if isinstance(instruction, Convert):
+        return bool(sent_by(instruction))
+    return isinstance(instruction, Arrive) and not instruction.of_parameters
 
 
 def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:

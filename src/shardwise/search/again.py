@@ -10,19 +10,22 @@ from typing import Literal
 Gathered = Literal["once", "held", "again"]
 # A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
 GATHERED_AGAIN = 1.5
+SENT_AGAIN = GATHERED_AGAIN - 1  # what that adds
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
     """``operators``: those whose results are made again; ``gathered``: what becomes of parameters; ``offloaded``:
     operators whose results wait on the host; ``local``: those of ``operators`` whose results are kept where a message
-    brought them, as it is not sent again. Conversions of values that are done again, and copies to the host, are left
-    to the simulation."""
+    brought them, as it is not sent again; ``resent``: operators for which messages of operands that they keep are sent
+    again, where what was sent takes fewer bytes. Other conversions of values that are done again, and copies to the
+    host, are left to the simulation."""
 
     operators: frozenset[str] = frozenset()
     gathered: Gathered = "held"
     offloaded: frozenset[str] = frozenset()
     local: frozenset[str] = frozenset()
+    resent: frozenset[str] = frozenset()
 
 
-__all__ = ["Again", "Gathered"]
+__all__ = ["GATHERED_AGAIN", "SENT_AGAIN", "Again", "Gathered"]

@@ -22,6 +22,17 @@ def is_copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
     return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
 
 
+def kept_of(routes: Routes, made: Ints, nodes: Ints, *, is_held: bool, resent: bool) -> tuple[Floats, Floats]:
+    """[made, nodes] elements that an operand which is kept in ``nodes`` holds; and 1 where its message is sent again.
+    ``is_held``: what it is made from is there without it; ``resent``: whether messages may be sent again, which they
+    are where that holds fewer elements."""
+    copied = is_copied(routes, made, nodes)
+    before, after = np.broadcast_arrays(routes.numel[made][:, None], routes.numel[nodes][None, :])
+    again = copied & ((before <= after) if is_held else (before < after)) & resent
+    held = np.where(again, 0 if is_held else before, after * copied if is_held else after)
+    return held.astype(np.float64), again.astype(np.float64)
+
+
 def keeps_size(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
     """[made, nodes]: whether a device has as many elements in both layouts."""
     return np.equal.outer(routes.numel[made], routes.numel[nodes])

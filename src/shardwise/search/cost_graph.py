@@ -21,8 +21,15 @@ from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
-from shardwise.search.again import GATHERED_AGAIN, Again
-from shardwise.search.conversion_tables import bytes_sent, is_copied, keeps_size, larger, seconds_between, sendable
+from shardwise.search.again import GATHERED_AGAIN, SENT_AGAIN, Again
+from shardwise.search.conversion_tables import (
+    bytes_sent,
+    keeps_size,
+    kept_of,
+    larger,
+    seconds_between,
+    sendable,
+)
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Elimination, Interner, Problem, Scope
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
@@ -294,23 +301,27 @@ class _Builder:
         nodes = np.unique(np.concatenate(used))
         routes = self.domains.routes(name)
         variable = self._add(SharedVariable(name, routes, nodes))
-        kept = self._is_kept(name) and (name in self.local or not self._is_dropped(name))
+        consumers = self._kept_by(name)
+        dropped = self._is_dropped(name) and name not in self.local
+        kept = bool(consumers) and not dropped
         only_copies = name in self.local or (traffic and self.graph.by_name[name].stored is None)
         dtype = self.graph.by_name[name].kept_dtype if traffic else None
-        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), kept, traffic, only_copies, dtype
+        resent = bool(consumers) and not traffic and self.again.resent.issuperset(consumers)
+        beside = self.again.operators.isdisjoint(consumers)
+        how = kept, traffic, only_copies, dtype, resent, beside
+        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), *how
         window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
 
         def table() -> Components:
             seconds = routes.prices(nodes)[made]
-            held = np.zeros_like(seconds)
-            if kept:
-                # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is
-                # made again only copies.
-                copied = is_copied(routes, made, nodes) if only_copies else np.ones_like(held, dtype=np.bool_)
-                held += copied * (routes.numel[nodes] * routes.tensor.itemsize)[None, :]
+            # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is made
+            # again only copies.
+            numel, again = kept_of(routes, made, nodes, is_held=only_copies or dropped, resent=resent)
+            held = numel * (routes.tensor.itemsize if kept else 0)
             share = self._share_of_pass(routes, made, nodes, traffic)
             sums = self._whole_sums(name, made, nodes, traffic)
-            return self._placed(seconds, held, traffic, window, share, sums)
+            once = self._placed(seconds, held, traffic, window, share, sums)
+            return self._resent(once, seconds, again, beside)
 
         self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
         self.cost.home[name] = variable, nodes
@@ -319,13 +330,14 @@ class _Builder:
         """Whether what is converted of a value is not held for backward."""
         return name in self.dropped or (self.again.gathered == "again" and name in self.parameter)
 
-    def _is_kept(self, name: str) -> bool:
-        return any(
-            i in self.domains.domain(op, self.fixed.get(op.name)).keeps
+    def _kept_by(self, name: str) -> set[str]:
+        """The operators that keep a value for their backward."""
+        return {
+            op.name
             for op in self.consumers[name]
             for i, own in enumerate(op.operands)
-            if own == name
-        )
+            if own == name and i in self.domains.domain(op, self.fixed.get(op.name)).keeps
+        }
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
@@ -343,7 +355,10 @@ class _Builder:
         dropped = self._is_dropped(name) and name not in self.local
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         kept = self.graph.by_name[name].kept_dtype if is_once else None
-        key: object = "edge", id(routes), made.tobytes(), id(domain), positions, traffic, computed, dropped, kept
+        resent = not traffic and op.name in self.again.resent
+        beside = op.name not in self.again.operators
+        how = traffic, computed, dropped, kept, resent, beside
+        key: object = "edge", id(routes), made.tobytes(), id(domain), positions, *how
 
         def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
             done: list[Ints] = []
@@ -365,20 +380,21 @@ class _Builder:
         window = self._window(name, key, taken) if traffic else inf
 
         def table() -> Components:
-            held = np.zeros((len(made), len(domain)))
+            held, repeated = np.zeros((2, len(made), len(domain)))
             for position, nodes, fresh in fresh_nodes():
-                if position in domain.keeps and not dropped:
-                    copied = is_copied(routes, made, nodes)
-                    if computed:
-                        copied = np.ones_like(copied)  # the value itself, or the parameter's cast, is kept, once
-                    held += copied * (routes.numel[nodes] * routes.tensor.itemsize * fresh)[None, :]
+                if position in domain.keeps:
+                    # Where it is computed the value itself, or the parameter's cast, is kept, once.
+                    numel, again = kept_of(routes, made, nodes, is_held=dropped or not computed, resent=resent)
+                    held += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
+                    repeated += again * fresh[None, :]
             share: Floats | float = 1.0
             sums: tuple[Floats, Floats] | None = None
             if is_once:
                 ((_, nodes, _),) = fresh_nodes()
                 share = self._share_of_pass(routes, made, nodes, is_once)
                 sums = self._whole_sums(name, made, nodes, is_once)
-            return self._placed(taken(), held, traffic, window, share, sums)
+            once = self._placed(taken(), held, traffic, window, share, sums)
+            return self._resent(once, taken(), repeated, beside)
 
         def transient() -> Floats:
             tables = [bytes_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
@@ -475,6 +491,17 @@ class _Builder:
         hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
         exposed = exposed + self.domains.prices.added(1.0) * more
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
+
+    def _resent(self, once: Components, seconds: Floats, again: Floats, is_beside: bool) -> Components:
+        """The components of conversions with the messages of some (``again``: 1) sent a second time. ``is_beside``:
+        beside the backward ahead of their operators, which are not made again themselves."""
+        if not again.any():
+            return once
+        exposed, compute, traffic, held = once
+        more, overlap = SENT_AGAIN * seconds * again, self.domains.prices.device.overlap if is_beside else 0.0
+        beside = overlap * more if traffic is None else traffic + overlap * more
+        waits = (1 - overlap) * more if exposed is None else exposed + (1 - overlap) * more
+        return waits, compute, beside, held
 
     def _factor(
         self,

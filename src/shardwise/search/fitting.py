@@ -29,18 +29,35 @@ from shardwise.search.variables import OperatorVariable
 LADDER: tuple[tuple[How | None, Gathered, Offload], ...] = (
     (None, "held", "auto"),
     (None, "once", "auto"),
+    ("gathers", "held", "auto"),
+    ("gathers", "once", "auto"),
     ("cheap", "held", "auto"),
     ("cheap", "once", "auto"),
+    ("cheap+gathers", "held", "auto"),
+    ("cheap+gathers", "once", "auto"),
     (None, "again", "auto"),
+    ("gathers", "again", "auto"),
     ("offload", "held", "auto"),
     ("offload", "once", "auto"),
     ("cheap", "again", "auto"),
+    ("cheap+gathers", "again", "auto"),
     ("full", "held", "auto"),
     ("full", "once", "auto"),
     ("full", "again", "auto"),
     ("full", "again", "all"),
 )
-STRENGTH: dict[How | None, int] = {None: 0, "cheap": 1, "full": 2}  # of those that can be compared
+# What each of those that can be compared makes again.
+STRENGTH: dict[How | None, frozenset[str]] = {
+    None: frozenset(),
+    "gathers": frozenset(("messages",)),
+    "cheap": frozenset(("kernels",)),
+    "cheap+gathers": frozenset(("messages", "kernels")),
+    "full": frozenset(("messages", "kernels", "products")),
+}
+# What the last blocks may do instead, as far as the limit allows.
+EASIER: dict[How, tuple[How, ...]] = {
+    "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
+}  # fmt: skip
 GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
 BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
 
@@ -74,7 +91,7 @@ def plan_within(
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
         least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
         if not eased or least < min(_seconds(own) for _, _, own in eased):
-            eased.append((rung, *_eased(rung, segments)))
+            eased += [(rung, *own) for own in _eased(rung, segments)]
     rung, easier, ranking = min(eased, key=lambda one: _seconds(one[2]))
     best = rung.planner.planned_as_eased(rung.answer, easier, ranking)
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
@@ -116,7 +133,7 @@ class _Rung:
         if self.how not in STRENGTH or other.how not in STRENGTH or own.offloads != weaker.offloads:
             return False
         gathers = GATHERS[own.gathered] >= GATHERS[weaker.gathered]
-        return STRENGTH[self.how] >= STRENGTH[other.how] and gathers
+        return STRENGTH[self.how].issuperset(STRENGTH[other.how]) and gathers
 
     @property
     def costs(self) -> list[CostGraph]:
@@ -147,15 +164,17 @@ def _ladder(
         yield _Rung(own, how, *own.searches())
 
 
-def _eased(rung: _Rung, segments: Sequence[Segment]) -> tuple[Planner, Ranked]:
+def _eased(rung: _Rung, segments: Sequence[Segment]) -> Iterator[tuple[Planner, Ranked]]:
+    """A rung with as many of its last blocks eased as the limit allows, in every way."""
     ranking, planner = rung.answer.ranking, rung.planner
     if rung.how is None or ranking.best.step is None:
-        return planner, ranking
-    weaker: How = "cheap" if rung.how == "full" else "none"  # what is kept is named, too
+        yield planner, ranking
+        return
     strong = planner.settings.levers
     asked = {*segments}
-    eased = tuple(own if own in asked or own.how == "none" else replace(own, how=weaker) for own in strong.segments)
-    return planner.eased(ranking, replace(strong, segments=eased))
+    for weaker in EASIER.get(rung.how, ("none",)):  # what is kept is named, too
+        eased = tuple(own if own in asked or own.how == "none" else replace(own, how=weaker) for own in strong.segments)
+        yield planner.eased(ranking, replace(strong, segments=eased))
 
 
 def _seconds(ranking: Ranked) -> float:

@@ -3,12 +3,14 @@ wait on the host, parameters that are gathered again in backward.
 
 ``full``: of a segment what comes in and goes out is kept, everything between is made again (``all``: what goes out,
 too). ``cheap``: of its values as few bytes are kept as there are ways to make the others again without a product (a
-minimum cut, as in torch.compile's partitioner)."""
+minimum cut, as in torch.compile's partitioner). ``gathers``: in the same cut what messages brought may be
+brought again, and nothing be computed again; ``cheap+gathers``: both."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from operator import itemgetter
 from typing import Literal
 
@@ -17,7 +19,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
 from shardwise.programs.differentiate import differentiate
-from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction
+from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction, is_view, sent_by
 from shardwise.programs.lifetimes import is_repeatable, repeated
 from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
 from shardwise.programs.offload import offloaded_operators
@@ -30,6 +32,11 @@ from shardwise.search.again import Again, Gathered
 
 Offload = Literal["auto", "all", "none"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
+# What a minimum cut may make again: kernels that are no products, and what messages bring.
+CUTS: Mapping[How, tuple[bool, bool]] = {
+    "cheap": (True, False), "gathers": (False, True), "cheap+gathers": (True, True)
+}  # fmt: skip
+LEAST_SAVED = 64  # a message is sent again where that saves more than the largest one brings, divided by this
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class Levers:
         product. The program decides what is made again in truth."""
         operators: set[str] = set()
         local: set[str] = set()
+        resent: set[str] = set()
+        products = {op.name for op in graph.ops if op.target in FLOPS}
         waiting = {name for block in blocks_of(graph) for name in block.operators} if self.offloads else set[str]()
         for segment in self.segments:
             if segment.how == "offload":
@@ -99,11 +108,21 @@ class Levers:
             elif segment.how in ("full", "all"):
                 stays = _leaving(graph, segment.operators) if segment.how == "full" else set()
                 operators |= segment.operators - stays
-            elif segment.how == "cheap":
-                products = {op.name for op in graph.ops if op.target in FLOPS}
-                local |= segment.operators - _leaving(graph, segment.operators) - products
-        operators |= local
-        return Again(frozenset(operators), self.gathered, frozenset(waiting - operators), frozenset(local - waiting))
+            elif segment.how in CUTS:
+                kernels, messages = CUTS[segment.how]
+                if kernels:
+                    light = segment.operators - _leaving(graph, segment.operators) - products
+                    operators |= light
+                    local |= set() if messages else light
+                if messages:
+                    resent |= segment.operators
+        return Again(
+            frozenset(operators),
+            self.gathered,
+            frozenset(waiting - operators),
+            frozenset(local - waiting),
+            frozenset(resent),
+        )
 
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:
@@ -150,11 +169,14 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
                 for c in spmd.conversions
                 if c.op in inside and (repeat_parameters if c.origin in parameters else repeat_values)
             )
-    cheap = [segment for segment in levers.segments if segment.how == "cheap"]
-    if cheap:
+    partly = [segment for segment in levers.segments if segment.how in CUTS]
+    if partly:
         cuts = _Cuts(differentiate(localize(spmd, busiest_rank(spmd)), kinds))
-        for segment in cheap:
-            operators |= cuts.made_again({own for name in segment.operators for own in lowered.get(name, ())})
+        for segment in partly:
+            inside = {own for name in segment.operators for own in lowered.get(name, ())}
+            computed, converted = cuts.made_again(inside, *CUTS[segment.how])
+            operators |= computed
+            conversions |= converted
     offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
     waiting = {own for part in offloading for name in part.operators for own in lowered.get(name, ())}
     lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
@@ -178,7 +200,7 @@ def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
     return {name for name in inside if any(map(leaves, graph.op_by_name[name].results))}
 
 
-# -- cheap -------------------------------------------------------------------------------------------------------------
+# -- cuts --------------------------------------------------------------------------------------------------------------
 
 
 class _Cuts:
@@ -190,43 +212,64 @@ class _Cuts:
         self.changed = {buffer for buffer, _ in program.mutations}
         self.wanted = {self.root[name] for name in program.saved}
         self.products = {op.name for op in graph.ops if op.target in FLOPS}
+        self.work: set[str] = set()  # operators that are more than views
         self.positions: dict[str, list[tuple[int, Instruction]]] = {}  # of the instructions of an operator
         for i, instruction in enumerate(program.forward):
             if not (isinstance(instruction, (Convert, Arrive)) and instruction.of_parameters):
                 self.positions.setdefault(instruction.origin.op, []).append((i, instruction))
+            if isinstance(instruction, Compute) and not is_view(instruction):
+                self.work.add(instruction.origin.op)
 
-    def made_again(self, inside: Collection[str]) -> set[str]:
-        """Those operators of a segment that are made again where it holds the fewest bytes for backward, and no product
-        is done twice."""
+    def made_again(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
+        """Those operators of a segment, and results of conversions, that are made again where it holds the fewest bytes
+        for backward, and no product is done twice. ``kernels``: whether others are; ``messages``: whether messages are
+        sent twice."""
         import networkx as nx  # takes .3 s, and few plans ask for it
 
         flow = nx.DiGraph()
-        made: dict[str, str] = {}  # memory -> the operator that makes it
-        for _, instruction in sorted((own for op in inside for own in self.positions.get(op, ())), key=itemgetter(0)):
-            op = instruction.origin.op
-            again = (
-                isinstance(instruction, Compute)
-                and op not in self.products
-                and is_repeatable(instruction, self.changed)
-            )
+        makers: dict[str, list[Instruction]] = {}  # of a memory
+        prices: dict[str, float] = {}  # of making a memory again, in bytes
+        ordered = [
+            own for _, own in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))
+        ]
+        brought = (self.forms[name].num_bytes for own in ordered if sent_by(own) for name in own.results)
+        least = 1 + max(brought, default=0) // LEAST_SAVED
+        for instruction in ordered:
+            price = self._price(instruction, kernels, messages, least)
             for name in instruction.results:
                 memory = self.root[name]
-                if memory != name and memory not in made:
+                if memory != name and memory not in makers:
                     continue  # a view of what comes in
-                made[memory] = op if isinstance(instruction, Compute) else ""  # a conversion is not done again
+                makers.setdefault(memory, []).append(instruction)
                 flow.add_edge(("in", memory), ("out", memory), capacity=self.forms[memory].num_bytes)
-                if not again:
-                    flow.add_edge("kept", ("in", memory))
+                prices[memory] = max(price, prices.get(memory, 0))
                 for operand in instruction.operands:
                     before = self.root.get(operand, operand)
-                    if before in made and before != memory:
+                    if before in makers and before != memory:
                         flow.add_edge(("out", before), ("in", memory))
                 if memory in self.wanted:
                     flow.add_edge(("out", memory), "backward")
+        flow.add_edges_from(("kept", ("in", own), {"capacity": price}) for own, price in prices.items() if price)
         if "backward" not in flow:
-            return set()
-        if "kept" not in flow:
-            return {op for memory, op in made.items() if memory in self.wanted}
-        _, (kept, _) = nx.minimum_cut(flow, "kept", "backward")
-        steady = {made[memory] for memory in made if ("in", memory) in kept and ("out", memory) not in kept}
-        return {op for op in made.values() if op and op not in steady and op not in self.products}
+            return set(), set()
+        kept = nx.minimum_cut(flow, "kept", "backward")[1][0] if "kept" in flow else set()
+        steady: list[Instruction] = []
+        again: list[Instruction] = []
+        for memory, own in makers.items():
+            if ("in", memory) not in kept:
+                again += own
+            elif ("out", memory) not in kept:
+                steady += own
+        computed, held = ({own.origin.op for own in part if isinstance(own, Compute)} for part in (again, steady))
+        converted = {one.result for own in again if isinstance(own, Convert) for one in own.conversions}
+        return computed - held - self.products, converted
+
+    def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
+        """Of doing an instruction again, infinite where that is not wanted."""
+        op = instruction.origin.op
+        if isinstance(instruction, Compute):
+            may = op not in self.products and (kernels or op not in self.work)
+            return 0 if may and is_repeatable(instruction, self.changed) else inf
+        if not messages:
+            return inf
+        return of_message if sent_by(instruction) else 0
