@@ -74,6 +74,14 @@ def test_it_opens_without_complaints_in_light_and_dark(browser: Any, folder: Pat
     assert contrast(ink, paper) > 7
 
 
+@pytest.mark.parametrize("name", ["plan", "staged"])
+def test_a_narrow_window_shows_the_whole_width(browser: Any, folder: Path, name: str) -> None:
+    page = browser.new_page(viewport={"width": 480, "height": 900})
+    page.goto((folder / f"{name}.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 480
+    page.close()
+
+
 def contrast(first: str, second: str) -> float:
     """The ratio of two colours' luminance, as WCAG 2.2 (section 1.4.3) has it."""
 
