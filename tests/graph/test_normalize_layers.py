@@ -60,6 +60,28 @@ def test_an_lstm_with_projections_and_without_dropout_stays_one_operator():
     assert operators(captured).count("lstm.input") == 1
 
 
+class Steps(nn.Module):
+    def __init__(self, kind: Callable[..., nn.RNNCellBase], **options: bool) -> None:
+        super().__init__()
+        self.cell = kind(5, 3, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for row in x.unbind(1):
+            state = self.cell(row, state)
+        return sum(part.square().sum() for part in (state if isinstance(state, tuple) else (state,)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, partial(nn.RNNCell, nonlinearity="relu")])
+def test_steps_of_recurrent_layers_are_products_and_gates_which_are_split(kind, bias):
+    module, x = Steps(kind, bias=bias), torch.randn(6, 2, 5)
+    captured = check_against_eager(Steps(kind, bias=bias), x.double())
+    assert "cell" not in " ".join(operators(captured))
+    report = sw.verify(module, x, sw.plan(module, x, 3, mesh=sw.Mesh(dp=3)))
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1, None])
 def test_weight_norm_is_a_norm_a_division_and_a_product(dim):
     layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3), dim=dim)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+import shardwise as sw
 import shardwise.mindspore as ms
 from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from shardwise.mindspore import dataset as ds
+from shardwise.mindspore.nn.wrapped import _by_steps
 
 RunRanks = Callable[..., list[Any]]
 
@@ -161,3 +163,109 @@ def test_programs_on_two_ranks_are_those_of_one_process(mode: str, run_ranks: Ru
     assert len(set(want)) == len(want) == 8
     for losses, _ in run_ranks(_trained, 2, mode, time_limit_seconds=120):
         np.testing.assert_allclose(losses, want, rtol=2e-5)  # float32: sums in another order
+
+
+class Stay(nn.Cell):
+    def __init__(self, kind: Any, **settings: Any) -> None:
+        super().__init__()
+        self.rnn = kind(3, 5, 2, batch_first=True, **settings)
+
+    def construct(self, x: Any, lengths: Any) -> Any:
+        output, state = self.rnn(x, seq_length=lengths)
+        parts = state if isinstance(state, tuple) else (state,)
+        return output.square().sum() + sum((part * (place + 1)).sin().sum() for place, part in enumerate(parts))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {"has_bias": False}), (nn.RNN, {"bidirectional": True})],
+)
+def test_recurrent_cells_over_rows_of_several_lengths_are_split(kind: Any, settings: dict[str, Any]) -> None:
+    cell, x, lengths = Stay(kind, **settings), torch.randn(4, 4, 3), torch.tensor([4, 2, 1, 3])
+    packed = cell(Tensor(x), Tensor(lengths))  # by torch's own packing
+    plan = sw.plan(cell, (x, lengths), 2, mesh=sw.Mesh(data=2), mode="semi_auto")
+    report = sw.verify(cell, (x, lengths), plan)
+    assert report.ok, str(report)
+    held: list[Any] = []
+    with torch.no_grad():
+        held.append(_by_steps(cell.rnn.module, x, None, lengths))
+    (output, state), parts = held[0], []
+    for place, part in enumerate(state if isinstance(state, tuple) else (state,)):
+        parts.append((part * (place + 1)).sin().sum())
+    assert float(output.square().sum() + sum(parts)) == pytest.approx(float(packed.detach()), rel=1e-5)
+
+
+def test_values_that_are_set_are_copied() -> None:
+    first, second = nn.Dense(2, 2), nn.Dense(2, 2)
+    for own, other in zip(first.get_parameters(), second.get_parameters(), strict=True):
+        own.set_data(other)
+    before = first.weight.asnumpy().copy()
+    assert (before == second.weight.asnumpy()).all()
+    second.weight.set_data(Tensor(np.zeros((2, 2), np.float32)))
+    with torch.no_grad():
+        second.weight.add_(1.0)
+    assert (first.weight.asnumpy() == before).all()
+
+
+def test_parameters_and_what_construct_is_given_are_tensors() -> None:
+    class Told(nn.Cell):
+        def construct(self, x: Any) -> Any:
+            assert isinstance(x, Tensor)
+            return (x * 2).sum()
+
+    assert isinstance(nn.Dense(2, 2).weight, Tensor)
+    assert not isinstance(np.zeros(2), Tensor)
+    assert type(Tensor(np.ones((2, 3))).T) is Tensor
+    assert sw.verify(Told(), torch.ones(4), sw.plan(Told(), torch.ones(4), 2, mesh=sw.Mesh(data=2))).ok
+    weight = nn.Dense(2, 2).weight
+    assert (np.asarray(weight) == weight.asnumpy()).all()
+
+
+def test_a_network_to_evaluate_with_gives_metrics_all_that_it_returns() -> None:
+    class Judge(nn.Cell):
+        def __init__(self, net: Any) -> None:
+            super().__init__()
+            self.net = net
+
+        def construct(self, x: Any, y: Any) -> Any:
+            return self.net(x), y
+
+    net = nn.Dense(2, 1)
+    data = ds.NumpySlicesDataset((np.eye(2, dtype=np.float32), np.ones((2, 1), np.float32)), ["x", "y"]).batch(2)
+    model = ms.Model(net, nn.MSELoss(), eval_network=Judge(net), metrics={"mae": ms.train.MAE()})
+    want = np.abs(net(Tensor(np.eye(2, dtype=np.float32))).asnumpy() - 1).mean()
+    assert model.eval(data)["mae"] == pytest.approx(want, rel=1e-5)
+
+
+def test_optimizers_scalers_and_histories_say_what_programs_ask() -> None:
+    net = nn.Dense(2, 1)
+    fixed, falls = (nn.SGD(net.trainable_params(), rate) for rate in (0.1, [0.1, 0.01]))
+    assert (fixed.dynamic_lr, falls.dynamic_lr) == (False, True)
+    assert ms.amp.DynamicLossScaler(8, 2, 2).scale_value.asnumpy() == 8
+    history = ms.History()
+    data = ds.NumpySlicesDataset((np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)), ["x", "y"]).batch(2)
+    ms.Model(net, nn.MSELoss(), fixed).train(2, data, callbacks=history)
+    assert [type(loss) for loss in history.history["net_output"]] == [float, float]
+
+
+def test_loops_boxes_and_further_names_are_their_formulas() -> None:
+    assert int(ops.while_loop(lambda x: x < 5, lambda x: x + 2, Tensor(0))) == 6
+    assert int(ops.fori_loop(0, 4, lambda place, x: x + place, Tensor(1))) == 7
+    last, made = ops.scan(lambda carry, x: (carry + x, carry * x), Tensor(0), Tensor([1, 2, 3]))
+    assert (int(last), made.asnumpy().tolist()) == (6, [0, 2, 9])
+    anchors = Tensor([[0.0, 0, 9, 9], [5, 5, 14, 24]])
+    true = Tensor([[1.0, 2, 12, 9], [4, 4, 13, 28]])
+    np.testing.assert_allclose(ops.IOU()(anchors, true).asnumpy()[0, 0], 8 * 7 / (81 + 77 - 56), rtol=1e-5)
+    deltas = ops.BoundingBoxEncode()(anchors, true)
+    np.testing.assert_allclose(deltas.asnumpy()[0], [0.2, 0.1, np.log(1.2), np.log(0.8)], atol=1e-6)
+    np.testing.assert_allclose(ops.BoundingBoxDecode(max_shape=(40, 40))(anchors, deltas).asnumpy(), true.asnumpy(),
+                               atol=1e-4)  # fmt: skip
+    assert ops.Partial()(lambda a, b: a - b, 5)(3) == 2
+    assert ops.bitwise_left_shift(Tensor([1, 2]), Tensor([1, 1])).asnumpy().tolist() == [2, 4]
+    x = np.random.RandomState(0).randn(3, 4).astype(np.float32)
+    for name, args in (("pad", (((1, 1), (0, 2)),)), ("dot", (x.T,)), ("sort", ()), ("average", ()), ("append", (x,)),
+                       ("take", ([0, 2], 1)), ("array_split", (2,)), ("tensordot", (x.T, 1))):  # fmt: skip
+        own = getattr(ms.numpy, name)(Tensor(x), *(Tensor(y) if isinstance(y, np.ndarray) else y for y in args))
+        want = getattr(np, name)(x, *args)
+        for one, other in zip(own, want, strict=True) if isinstance(want, list) else [(own, want)]:
+            np.testing.assert_allclose(one.asnumpy(), other, rtol=1e-5, err_msg=name)

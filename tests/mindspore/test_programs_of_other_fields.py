@@ -64,3 +64,22 @@ def test_translation_on_two_ranks_is_that_of_one_process(run_ranks: RunRanks) ->
 @pytest.mark.parametrize("name", MODES)
 def test_programs_on_four_ranks_are_those_of_one_process(name: str, run_ranks: RunRanks) -> None:
     _same(name, 4, run_ranks)
+
+
+SPLIT = ("lstm_crf", "ssd_head", "double_dqn", "bert_classifier")
+
+
+def _split(mode: str | None) -> dict[str, list[float]]:
+    found = {}
+    for name in SPLIT:
+        ms.reset_auto_parallel_context()
+        with redirect_stdout(io.StringIO()):
+            found[name] = program(name).main(mode)
+    return found
+
+
+def test_split_programs_on_two_ranks_are_those_of_one_process(run_ranks: RunRanks) -> None:
+    want = _split(None)
+    for rank in run_ranks(_split, 2, "semi_auto_parallel", time_limit_seconds=300):
+        for name in SPLIT:
+            np.testing.assert_allclose(rank[name], want[name], rtol=1e-4, err_msg=name)

@@ -46,6 +46,47 @@ def recurrent(drop: Drop) -> Rewrite:
     return rewrite
 
 
+def _gates(emitter: Emitter, args: dict[str, Any], count: int) -> tuple[list[Ref], list[Ref]]:
+    """The parts that the input, and the state, have in the gates of a recurrent cell."""
+    state = args["hx"][0] if isinstance(args["hx"], tuple) else args["hx"]
+    parts = []
+    for x, side in ((args["input"], "ih"), (state, "hh")):
+        whole = emitter.emit(aten.linear.default, x, args[f"w_{side}"], args[f"b_{side}"])
+        size = emitter.value(whole).shape[-1] // count
+        parts.append([emitter.emit(aten.slice.Tensor, whole, -1, n * size, (n + 1) * size) for n in range(count)])
+    return parts[0], parts[1]
+
+
+def _lstm_cell(op: Op, emitter: Emitter) -> Results:
+    """i, f, g, o = parts of W x + V h; c' = f c + i g; h' = o tanh(c') (Hochreiter and Schmidhuber 1997)."""
+    args, emit = arguments(op), emitter.emit
+    parts = [emit(aten.add.Tensor, own, other) for own, other in zip(*_gates(emitter, args, 4), strict=True)]
+    i, f, o = (emit(aten.sigmoid.default, parts[n]) for n in (0, 1, 3))
+    made = emit(aten.mul.Tensor, i, emit(aten.tanh.default, parts[2]))
+    state = emit(aten.add.Tensor, emit(aten.mul.Tensor, f, args["hx"][1]), made)
+    return emit(aten.mul.Tensor, o, emit(aten.tanh.default, state)), state
+
+
+def _gru_cell(op: Op, emitter: Emitter) -> Results:
+    """h' = n + z (h - n), n = tanh(W x + r V h), for the gates r and z (Cho et al. 2014)."""
+    args, emit = arguments(op), emitter.emit
+    ours, theirs = _gates(emitter, args, 3)
+    r, z = (emit(aten.sigmoid.default, emit(aten.add.Tensor, theirs[n], ours[n])) for n in (0, 1))
+    new = emit(aten.tanh.default, emit(aten.add.Tensor, ours[2], emit(aten.mul.Tensor, theirs[2], r)))
+    left = emit(aten.mul.Tensor, emit(aten.sub.Tensor, args["hx"], new), z)
+    return (emit(aten.add.Tensor, left, new),)
+
+
+def _rnn_cell(function: OpOverload) -> Rewrite:
+    """f(W x + V h)."""
+
+    def rewrite(op: Op, emitter: Emitter) -> Results:
+        (ours,), (theirs,) = _gates(emitter, arguments(op), 1)
+        return (emitter.emit(function, emitter.emit(aten.add.Tensor, ours, theirs)),)
+
+    return rewrite
+
+
 def _weight_norm(op: Op, emitter: Emitter) -> Results:
     """``v g / |v|``, the norm over all dims but one (Salimans and Kingma 2016)."""
     args = arguments(op)
@@ -181,6 +222,10 @@ def layer_normalizations(drop: Drop) -> dict[OpOverload, Rewrite]:
         aten.gru.input: recurrent(drop),
         aten.rnn_tanh.input: recurrent(drop),
         aten.rnn_relu.input: recurrent(drop),
+        aten.lstm_cell.default: _lstm_cell,
+        aten.gru_cell.default: _gru_cell,
+        aten.rnn_tanh_cell.default: _rnn_cell(aten.tanh.default),
+        aten.rnn_relu_cell.default: _rnn_cell(aten.relu.default),
         aten._weight_norm.default: _weight_norm,
         aten._grouped_mm.default: _grouped_mm,
         aten.embedding_bag.default: _embedding_bag,

@@ -17,6 +17,7 @@ from shardwise.errors import problem
 from shardwise.launch import rank_groups
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
+from shardwise.mindspore.tensor import Tensor as Number
 
 Tensor = torch.Tensor
 NUM_STATUS = 8  # elements of the status that Ascend devices keep
@@ -70,7 +71,7 @@ class LossScaler(ABC):
     """Scales a loss before it is differentiated. ``scale_value``: the present scale, a float32 scalar."""
 
     def __init__(self, scale_value: float) -> None:
-        self.scale_value = torch.tensor(_at_least_one("scale_value", scale_value, strictly=False))
+        self.scale_value: Tensor = Number(_at_least_one("scale_value", scale_value, strictly=False))
 
     def scale(self, inputs: Any) -> Any:
         """Tensors, nested in tuples or lists, times the scale."""
@@ -108,7 +109,7 @@ class DynamicLossScaler(LossScaler):
             float(self.scale_value), self.scale_factor, bool(grads_finite), self.counter + 1 == self.scale_window
         )
         self.counter = (self.counter + 1) % self.scale_window if grads_finite else 0
-        self.scale_value = torch.tensor(value)
+        self.scale_value = Number(value)
         return True
 
 

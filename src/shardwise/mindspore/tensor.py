@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import get_default_nowrap_functions
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -15,7 +16,14 @@ from shardwise.errors import problem
 from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
-class Tensor(torch.Tensor):
+class _Kind(type(torch.Tensor)):  # type: ignore[misc]
+    """``isinstance(x, Tensor)``: of parameters too, and inside of ``construct``, whose tensors are torch's own."""
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, torch.Tensor)
+
+
+class Tensor(torch.Tensor, metaclass=_Kind):
     """``Tensor(data, dtype=None)``: a torch tensor with the reference's methods (``tensor_methods``). What operators
     return of it is one again; ``Tensor(None, dtype, shape, init)`` waits for nothing and holds zeros, or what ``init``
     fills in.
@@ -48,8 +56,9 @@ class Tensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_exporting():
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        args, kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs or {}))
+            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return result if func in get_default_nowrap_functions() else _made(result)
+        args, kwargs = pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @staticmethod
@@ -69,9 +78,17 @@ class Tensor(torch.Tensor):
         return copied
 
 
+def _made(result: Any) -> Any:
+    """What an operator returns, in tuples or lists, with the reference's methods."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(_made(own) for own in result)
+    is_torchs = isinstance(result, torch.Tensor) and not issubclass(type(result), (Tensor, nn.Parameter))
+    return result.as_subclass(Tensor) if is_torchs else result
+
+
 def plain(x: Any) -> Any:
     """A ``Tensor`` as torch's own, with the same memory; anything else as it is."""
-    if not isinstance(x, Tensor):
+    if not issubclass(type(x), Tensor):
         return x
     if not torch.compiler.is_exporting():
         return x.as_subclass(torch.Tensor)
@@ -156,8 +173,11 @@ class Parameter(nn.Parameter):
                     fix="give data of that shape; slice_shape=True takes another one",
                 )
             )
-        self.data = new.to(self.device)
+        self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # which goes on to be another one's
         return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.asnumpy(), dtype, copy=copy)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:

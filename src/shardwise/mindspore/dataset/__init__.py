@@ -32,28 +32,10 @@ def zip(datasets: Sequence[Dataset]) -> Dataset:
 
 
 __all__ = [
-    "CSVDataset",
-    "Cifar10Dataset",
-    "Cifar100Dataset",
-    "Dataset",
-    "DistributedSampler",
-    "FashionMnistDataset",
-    "GeneratorDataset",
-    "ImageFolderDataset",
-    "MnistDataset",
-    "NumpySlicesDataset",
-    "RandomSampler",
-    "Sampler",
-    "SequentialSampler",
-    "SubsetRandomSampler",
-    "SubsetSampler",
-    "TextFileDataset",
-    "WeightedRandomSampler",
-    "config",
-    "text",
-    "transforms",
-    "vision",
-    "zip",
+    "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "Dataset", "DistributedSampler", "FashionMnistDataset",
+    "GeneratorDataset", "ImageFolderDataset", "MnistDataset", "NumpySlicesDataset", "RandomSampler", "Sampler",
+    "SequentialSampler", "SubsetRandomSampler", "SubsetSampler", "TextFileDataset", "WeightedRandomSampler",
+    "config", "text", "transforms", "vision", "zip",
 ]  # fmt: skip
 _FILES = "GeneratorDataset, with a function that reads such files"
 __getattr__ = absent(__name__, lambda: __all__, dict.fromkeys(("MindDataset", "TFRecordDataset"), _FILES))

@@ -115,6 +115,11 @@ class Optimizer:
     def is_group(self) -> bool:
         return len(self.groups) > 1
 
+    @property
+    def dynamic_lr(self) -> bool:
+        """Whether the learning rate follows a schedule."""
+        return not all(isinstance(rate, _Constant) for rate in self.rates)
+
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Kept for programs that call it: states have the names of their parameters."""
 

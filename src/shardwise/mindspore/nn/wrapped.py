@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise.mindspore.common.seed import generator
@@ -82,10 +83,47 @@ class _Recurrent(Wrapped):
     def construct(self, x: Any, hx: Any = None, seq_length: Any = None) -> Any:
         if seq_length is None:
             return self.module(x, hx)
+        if torch.compiler.is_exporting():  # packing asks for values
+            return _by_steps(self.module, x, hx, seq_length)
         packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), self.batch_first, enforce_sorted=False)
         output, state = self.module(packed, hx)
         padded, _ = pad_packed_sequence(output, self.batch_first, total_length=x.shape[1 if self.batch_first else 0])
         return padded, state
+
+
+_STEPS: dict[str, Callable[..., Any]] = {
+    "LSTM": torch.lstm_cell, "GRU": torch.gru_cell, "RNN_TANH": torch.rnn_tanh_cell, "RNN_RELU": torch.rnn_relu_cell,
+}  # fmt: skip
+
+
+def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
+    """A recurrent module over rows of several lengths, step by step: beyond a row's length its state stays, and its
+    output is 0."""
+    is_lstm, both = module.mode == "LSTM", 2 if module.bidirectional else 1
+    rows = x.transpose(0, 1) if module.batch_first else x
+    lives = (torch.arange(len(rows)).unsqueeze(1) < lengths).unsqueeze(-1)
+    zeros = rows.new_zeros(module.num_layers * both, rows.shape[1], module.hidden_size)
+    before = (zeros, zeros) if hx is None and is_lstm else (zeros,) if hx is None else hx if is_lstm else (hx,)
+    ends = []
+    for layer in range(module.num_layers):
+        sides = []
+        for side, suffix in enumerate(("", "_reverse")[:both]):
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if module.bias else 2]
+            weights = [getattr(module, f"{name}_l{layer}{suffix}") for name in names]
+            state = tuple(part[layer * both + side] for part in before)
+            made = {}
+            for t in range(len(rows))[:: -1 if side else 1]:
+                new = _STEPS[module.mode](rows[t], state if is_lstm else state[0], *weights)
+                new = new if is_lstm else (new,)
+                state = tuple(torch.where(lives[t], own, old) for own, old in zip(new, state, strict=True))
+                made[t] = torch.where(lives[t], new[0], 0.0)
+            sides.append(torch.stack([made[t] for t in range(len(rows))]))
+            ends.append(state)
+        rows = torch.cat(sides, -1)
+        if module.dropout and layer + 1 < module.num_layers:
+            rows = F.dropout(rows, module.dropout, module.training)
+    last = tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+    return rows.transpose(0, 1) if module.batch_first else rows, last if is_lstm else last[0]
 
 
 def _encoder_layer(

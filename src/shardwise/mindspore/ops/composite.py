@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ class HyperMap(Map):
         if isinstance(row[0], (tuple, list)):
             return type(self)(reverse=self.reverse)(function, *row)
         return function(*row)
+
+
+class Partial:
+    """``Partial()(function, *args)``: the function with its first arguments."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return partial(function, *args, **kwargs)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -109,4 +117,4 @@ def __getattr__(name: str) -> Any:
     return getattr(ops, name)
 
 
-__all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "clip_by_global_norm", "clip_by_value"]
+__all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "clip_by_global_norm", "clip_by_value"]

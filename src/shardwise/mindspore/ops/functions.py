@@ -382,7 +382,7 @@ FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()} | OF_TORCH
 FUNCTIONS |= {name: partial(_changed, own) for name, own in SCATTERS.items()}
 
 
-def _ours(name: str, function: Function) -> Function:
+def ours(name: str, function: Function) -> Function:
     """The function; where no cell runs, what it returns has the reference's methods."""
     call = translated(name, function)
 
@@ -394,7 +394,7 @@ def _ours(name: str, function: Function) -> Function:
     return outside
 
 
-FUNCTIONS = {name: _ours(name, function) for name, function in FUNCTIONS.items()}
+FUNCTIONS = {name: ours(name, function) for name, function in FUNCTIONS.items()}
 
 __all__ = list(FUNCTIONS)
 

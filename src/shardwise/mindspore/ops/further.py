@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -93,7 +94,67 @@ def _lrn(
     return F.local_response_norm(x, width, alpha * width, beta, bias)
 
 
+def _while(cond_func: Function, loop_func: Function, init_val: Any) -> Any:
+    while cond_func(init_val):
+        init_val = loop_func(init_val)
+    return init_val
+
+
+def _for(lower: Any, upper: Any, loop_func: Function, init_val: Any) -> Any:
+    for place in range(int(lower), int(upper)):
+        init_val = loop_func(place, init_val)
+    return init_val
+
+
+def _scanned(loop_func: Function, init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
+    """``carry, y = loop_func(carry, x)`` along dim 0 of ``xs``: the last carry, and every y."""
+    made = []
+    for place in range(len(xs) if length is None else length):
+        init, y = loop_func(init, None if xs is None else xs[place])
+        made.append(y)
+    return init, torch.stack(made) if made and isinstance(made[0], Tensor) else made
+
+
+def _overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
+    """Of boxes (x0, y0, x1, y1), every one with every other: what both have, of what either has ("iof": of what the
+    true one has)."""
+    one_of("iou", "iof")("mode", mode)
+    first, second = anchor_boxes.unsqueeze(0), gt_boxes.unsqueeze(1)
+    low, high = torch.maximum(first[..., :2], second[..., :2]), torch.minimum(first[..., 2:], second[..., 2:])
+    both = (high - low).clamp(min=0).prod(-1)
+    one, other = ((x[..., 2:] - x[..., :2]).prod(-1) for x in (first, second))
+    return both / ((one + other - both) if mode == "iou" else other)
+
+
+def _centres(boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Centres and sizes of boxes whose borders are pixels that belong to them."""
+    return (boxes[..., :2] + boxes[..., 2:]) * 0.5, boxes[..., 2:] - boxes[..., :2] + 1.0
+
+
+def _encoded(anchor_box: Tensor, groundtruth_box: Tensor, means: Any, stds: Any) -> Tensor:
+    """How far boxes are from anchors, and how much larger (Ren et al. 2015, equation 2)."""
+    (at, size), (to, wanted) = _centres(anchor_box), _centres(groundtruth_box)
+    far = torch.cat(((to - at) / size, torch.log(wanted / size)), -1)
+    return (far - torch.tensor(means).to(far)) / torch.tensor(stds).to(far)
+
+
+def _decoded(
+    anchor_box: Tensor, deltas: Tensor, max_shape: Any, means: Any, stds: Any, wh_ratio_clip: float = 0.016
+) -> Tensor:
+    """The boxes of ``_encoded``, inside of an image (height, width)."""
+    far = deltas * torch.tensor(stds).to(deltas) + torch.tensor(means).to(deltas)
+    limit, (at, size) = abs(math.log(wh_ratio_clip)), _centres(anchor_box)
+    centre, wanted = at + far[..., :2] * size, size * far[..., 2:].clamp(-limit, limit).exp()
+    boxes = torch.cat((centre - (wanted - 1) * 0.5, centre + (wanted - 1) * 0.5), -1)
+    height, width = max_shape
+    return torch.minimum(boxes.clamp(min=0), torch.tensor([width - 1, height - 1] * 2).to(boxes))
+
+
 FURTHER: dict[str, Function] = {
+    # -- control
+    "fori_loop": _for, "scan": _scanned, "while_loop": _while,
+    # -- boxes
+    "bounding_box_decode": _decoded, "bounding_box_encode": _encoded, "iou": _overlap,
     # -- elements
     "invert": lambda x: torch.bitwise_not(x),
     "mul_no_nan": lambda x, y: torch.where(y == 0, 0, x * y),
@@ -134,6 +195,8 @@ FURTHER: dict[str, Function] = {
         as_torch(rate).float().expand(*sizes_of(shape), *as_torch(rate).shape).contiguous(), generator=drawn(seed)),
     "standard_laplace": lambda shape, seed=None: _laplace(shape, 0.0, 1.0, seed),
     # -- others
+    "eps": lambda x: torch.full_like(x, torch.finfo(x.dtype).eps),
+    "print_": lambda *values: print(*values),
     "deepcopy": lambda input_x: input_x.clone(),
     "scalar_cast": lambda input_x, input_y: torch.tensor(input_x).to(input_y).item(),
     "type_as": lambda input, other: input.to(other.dtype),

@@ -101,6 +101,9 @@ _OF_FUNCTIONS = {
     "LRN": "lrn depth_radius=5 bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'", "Logit": "logit eps=None",
     "PReLU": "prelu", "SiLU": "silu", "SoftShrink": "soft_shrink lambd=0.5",
     "BatchToSpaceND": "batch_to_space_nd block_shape crops", "SpaceToBatchND": "space_to_batch_nd block_shape paddings",
+    "BoundingBoxDecode": "bounding_box_decode max_shape means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0) "
+    "wh_ratio_clip=0.016", "BoundingBoxEncode": "bounding_box_encode means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0)",
+    "IOU": "iou mode='iou'",
     "MatrixInverse": "inverse", "LogMatrixDeterminant": "log_matrix_determinant", "Trace": "trace",
     "ReverseSequence": "reverse_sequence seq_dim batch_dim=0",
     "IndexAdd": "index_add axis", "InplaceAdd": "inplace_add indices", "InplaceSub": "inplace_sub indices",

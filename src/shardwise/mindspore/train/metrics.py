@@ -46,13 +46,14 @@ class Metric:
         self._indexes = list(indexes)
         return self
 
-    def update_from(self, outputs: tuple[Any, ...]) -> None:
+    def update_from(self, outputs: tuple[Any, ...], all_of_them: bool = False) -> None:
+        """Of (loss, output, label) what it is about; ``all_of_them``: all that a network of one's own returns."""
         if self._indexes is not None:
             self.is_told = True
             self.update(*(outputs[place] for place in self._indexes))
             self.is_told = False
         else:
-            self.update(*(outputs[:1] if self.wants_loss else outputs[1:] or outputs))
+            self.update(*(outputs[:1] if self.wants_loss else outputs if all_of_them else outputs[1:] or outputs))
 
 
 def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:

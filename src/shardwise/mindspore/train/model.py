@@ -71,6 +71,7 @@ class Model:
             self._train_network, self._optimizer = network, own
         else:
             self._train_network = None
+        self._is_own = eval_network is not None
         if eval_network is not None:
             self._eval_network: nn.Module | None = eval_network
         elif self._metrics and loss_fn is not None:
@@ -197,7 +198,7 @@ class Model:
                 if self._eval_indexes:
                     outputs = tuple(outputs[place] for place in self._eval_indexes if place >= 0)
                 for metric in self._metrics.values():
-                    metric.update_from(outputs)
+                    metric.update_from(outputs, self._is_own and self._eval_indexes is None)
                 told(listed, "on_eval_step_end", run)
             params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
             told(listed, "on_eval_end", run)

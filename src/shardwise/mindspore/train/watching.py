@@ -150,7 +150,7 @@ class LearningRateScheduler(Callback):
 
 
 class History(Callback):
-    """``epoch``: the numbers of the epochs; ``history``: what the network returned at their ends, and the metrics."""
+    """``epoch``: the numbers of the epochs; ``history``: the losses at their ends, and the metrics."""
 
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}
@@ -163,6 +163,6 @@ class History(Callback):
     def epoch_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         self.epoch["epoch"].append(params.cur_epoch_num)
-        self.history.setdefault("net_output", []).append(params.net_outputs)
+        self.history.setdefault("net_output", []).append(loss_value(params.net_outputs))
         for name, value in params.eval_results.items():
             self.history.setdefault(f"eval_{name}", []).append(value)
