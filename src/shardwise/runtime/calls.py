@@ -323,8 +323,7 @@ class Calls:
         """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
         captured = replace(captured, graph=graph)
         split: Mapping[str, Conversion] = {}
-        beside_loss = not call.loss_only and spmd.loss is not None
-        if beside_loss and self.settings.outputs != "whole" and not self.plan.is_pipeline:  # which brings all to all
+        if not call.loss_only and spmd.loss is not None and self.settings.outputs != "whole":
             least = LEAST_BYTES if self.settings.outputs is None else 0
             spmd, split = with_outputs_split(spmd, captured.memories, least)
         if split:

@@ -26,12 +26,13 @@ from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
+from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import schedule_of
-from shardwise.plans.stages import bound, only_read, step_graph
+from shardwise.plans.stages import bound, delivered_layouts, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
 from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, leaves_of
 from shardwise.runtime.communicator import Communicator
@@ -45,6 +46,7 @@ from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
+from shardwise.runtime.shards import shard
 from shardwise.runtime.shared_parameters import PlaceGroups
 from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode
 from shardwise.runtime.split import Split
@@ -73,6 +75,7 @@ class Pipeline(Split):
         weights: str | Path | None = None,
     ) -> None:
         super().__init__()
+        settings = replace(settings, outputs="whole")  # each call brings those of all stages to all ranks
         self.plan, self.device, self.inputs = plan, settings.device, settings.inputs
         self.schedule = schedule_of(plan.schedule, plan.order)
         name, rank = type(module).__name__, dist.get_rank()
@@ -268,23 +271,42 @@ class Pipeline(Split):
 
     def _collected(self, ready: Ready) -> list[Any]:
         """The flattened outputs, brought from the stages that make them to all ranks."""
-        graph, home = ready.captured.graph, dict(ready.bound.cut.output_parts)
+        graph, bound = ready.captured.graph, ready.bound
+        home = dict(bound.cut.output_parts)
+        layouts = [delivered_layouts(part, spmd) for part, spmd in zip(bound.cut.parts, bound.spmds, strict=True)]
         own = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
         whole: dict[str, Tensor] = {}
         for out in graph.outputs:
-            if not isinstance(out, Ref) or out.name in whole:
-                continue
-            value = graph.by_name[out.name]
-            made = self.plan.stages[home[out.name]].placement.ranks
-            empty = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-            tensor = own[out.name].detach().clone() if dist.get_rank() in made else empty
-            wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor.contiguous()
-            wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
-            with self._faults.exchange(f"an output of stage {home[out.name]}", made[:1]), trail.waiting(b"an output"):
-                dist.broadcast(wire, made[0])
-            received = torch.view_as_complex(wire) if tensor.is_complex() else wire.view(value.dtype)
-            whole[out.name] = received.view(value.shape)
+            if isinstance(out, Ref) and out.name not in whole:
+                number = home[out.name]
+                example = torch.empty(graph.by_name[out.name].shape, dtype=graph.by_name[out.name].dtype, device="meta")
+                whole[out.name] = self._brought(number, own.get(out.name), example, layouts[number][out.name])
         return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
+
+    def _brought(self, number: int, own: Tensor | None, example: Tensor, layout: Layout) -> Tensor:
+        """An output of a stage on all ranks: what the next stage receives as well is split as that one has it."""
+        placement = self.plan.stages[number].placement
+        pieces: dict[tuple[int, ...], Tensor] = {}
+        whole = torch.empty_like(example, device=self.device)
+        for rank in placement.ranks:
+            coordinates = placement.coordinates(rank)
+            piece = tuple(coordinates[axis] for axis in layout.positions)
+            if piece in pieces:
+                continue
+            part = whole.new_empty(layout.local_shape(coordinates))
+            if dist.get_rank() == rank:
+                assert own is not None, "a rank of the stage has its outputs"
+                part = own.detach().clone()
+            wire = torch.view_as_real(part) if part.is_complex() else part.contiguous()
+            wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
+            with self._faults.exchange(f"an output of stage {number}", [rank]), trail.waiting(b"an output"):
+                dist.broadcast(wire, rank)
+            received = torch.view_as_complex(wire) if part.is_complex() else wire.view(part.dtype)
+            pieces[piece] = received.view(part.shape)
+            if layout.positions:
+                places = torch.arange(whole.numel(), device=self.device).view(whole.shape)
+                whole.view(-1)[shard(places, layout, coordinates).flatten()] = pieces[piece].flatten()
+        return whole if layout.positions else pieces[()]
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
