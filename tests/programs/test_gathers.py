@@ -93,7 +93,8 @@ def test_every_gather_is_sent_once_more_and_what_was_sent_is_kept(gated: bool) -
     assert len(again) >= 2 * (len(model.blocks) - 1), "two sequences of every block are gathered"
     assert not any(own.again for own in plans["gathers"].operators), "nothing is computed again"
     assert not any(own.again and own.forward for own in plans["cheap"].conversions), "no message is sent again"
-    assert f"{len(again)} of {len(plans['gathers'].conversions)} conversions" in str(plans["gathers"])
+    repeated = sum(own.again for own in plans["gathers"].conversions)  # slices as well
+    assert f"{repeated} of {len(plans['gathers'].conversions)} conversions" in str(plans["gathers"])
     for how, plain in (("gathers", "none"), ("cheap+gathers", "cheap")):
         more = sent(backward_collectives(programs[how])) - sent(backward_collectives(programs[plain]))
         listed = {own.result for own in programs[how].spmd.conversions} & programs[how].spmd.lifetimes.conversions
