@@ -44,10 +44,10 @@ class Block(nn.Module):
         n = self.before(x)
         q, k, v = (own(n).unflatten(2, (HEADS, -1)).transpose(1, 2) for own in (self.q, self.k, self.v))
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + F.dropout(self.out(found.transpose(1, 2).flatten(2)), 0.2)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
         n = self.between(x)
         up = F.gelu(self.up(n)) if self.gate is None else F.silu(self.gate(n)) * self.up(n)
-        return x + F.dropout(self.down(up), 0.2)
+        return x + self.down(F.dropout(up, 0.2))
 
 
 class Model(nn.Module):
