@@ -54,20 +54,18 @@ class Model(nn.Module):
     def __init__(self, *, gated: bool = False, layers: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(12, WIDTH)
         self.blocks = nn.ModuleList(Block(gated) for _ in range(layers))
         self.head = nn.Linear(WIDTH, 12)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def batch(rows: int = 8, time: int = TIME) -> tuple[torch.Tensor, torch.Tensor]:
-    drawn = torch.randint(12, (2, rows, time), generator=torch.Generator().manual_seed(1))
-    return drawn[0], drawn[1]
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, time, WIDTH, generator=generator), torch.randint(12, (rows, time), generator=generator)
 
 
 def planned(model: nn.Module, how: Any, **choices: Any) -> sw.Plan:
