@@ -86,14 +86,10 @@ def _largest_before_update(memory: Memory) -> int:
 
 # More of them in benchmarks/step_memory.py.
 TENSOR_PARALLEL = {"blocks.*.up": "n@tp", "blocks.*.down": "k@tp"}
-COLUMNS_AND_ROWS = {**TENSOR_PARALLEL, "blocks.*.attention.qkv": "n@tp", "blocks.*.attention.out": "k@tp"}
-GATHERED = {"strategies": COLUMNS_AND_ROWS, "search": "sharding_propagation"}  # of sequences
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
-    ("transformer", 2, {"mesh": sw.Mesh(tp=2), "recompute": "gathers", **GATHERED}),
-    ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "recompute": "cheap+gathers", "zero": 3, **GATHERED}),
     ("gpt2", 2, {"mode": "data_parallel"}),
     ("gpt2", 2, {"mode": "data_parallel", "zero": 3}),
     ("gpt2", 2, {"mode": "data_parallel", "zero": 2, "micro_batch": 2, "global_batch": 8}),

@@ -44,30 +44,28 @@ class Block(nn.Module):
         n = self.before(x)
         q, k, v = (own(n).unflatten(2, (HEADS, -1)).transpose(1, 2) for own in (self.q, self.k, self.v))
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + F.dropout(self.out(found.transpose(1, 2).flatten(2)), 0.2)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
         n = self.between(x)
         up = F.gelu(self.up(n)) if self.gate is None else F.silu(self.gate(n)) * self.up(n)
-        return x + F.dropout(self.down(up), 0.2)
+        return x + self.down(F.dropout(up, 0.2))
 
 
 class Model(nn.Module):
     def __init__(self, *, gated: bool = False, layers: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(12, WIDTH)
         self.blocks = nn.ModuleList(Block(gated) for _ in range(layers))
         self.head = nn.Linear(WIDTH, 12)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def batch(rows: int = 8, time: int = TIME) -> tuple[torch.Tensor, torch.Tensor]:
-    drawn = torch.randint(12, (2, rows, time), generator=torch.Generator().manual_seed(1))
-    return drawn[0], drawn[1]
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, time, WIDTH, generator=generator), torch.randint(12, (rows, time), generator=generator)
 
 
 def planned(model: nn.Module, how: Any, **choices: Any) -> sw.Plan:
@@ -93,7 +91,8 @@ def test_every_gather_is_sent_once_more_and_what_was_sent_is_kept(gated: bool) -
     assert len(again) >= 2 * (len(model.blocks) - 1), "two sequences of every block are gathered"
     assert not any(own.again for own in plans["gathers"].operators), "nothing is computed again"
     assert not any(own.again and own.forward for own in plans["cheap"].conversions), "no message is sent again"
-    assert f"{len(again)} of {len(plans['gathers'].conversions)} conversions" in str(plans["gathers"])
+    repeated = sum(own.again for own in plans["gathers"].conversions)  # slices as well
+    assert f"{repeated} of {len(plans['gathers'].conversions)} conversions" in str(plans["gathers"])
     for how, plain in (("gathers", "none"), ("cheap+gathers", "cheap")):
         more = sent(backward_collectives(programs[how])) - sent(backward_collectives(programs[plain]))
         listed = {own.result for own in programs[how].spmd.conversions} & programs[how].spmd.lifetimes.conversions

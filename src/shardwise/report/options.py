@@ -212,7 +212,7 @@ def changes(question: Question, found: Plan) -> Iterator[Variant]:
         question = replace(question, settings={**free, **chosen})
     yield from _precision(question)
     yield from _batches(question, (2, 0.5))
-    again = any(entry.again for entry in (*found.operators, *found.parameters, *found.conversions))
+    again = any(entry.again for entry in found.operators) or any(entry.again for entry in found.conversions)
     yield (
         _variant(question, 'nothing is made again (recompute="none")', recompute="none")
         if again
