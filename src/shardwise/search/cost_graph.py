@@ -24,7 +24,8 @@ from shardwise.layouts.routes import Floats, Ints, Routes
 from shardwise.search.again import GATHERED_AGAIN, Again
 from shardwise.search.conversion_tables import bytes_sent, is_copied, keeps_size, larger, seconds_between, sendable
 from shardwise.search.domains import Domain, Domains
-from shardwise.search.elimination import Elimination, Interner, Problem, Scope
+from shardwise.search.elimination import Elimination, Interner, Problem, Scope, Solution
+from shardwise.search.solving import Solver
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 COMPONENTS = ("exposed", "compute", "traffic", "bytes")
@@ -111,6 +112,11 @@ class CostGraph:
     @cached_property
     def _eliminations(self) -> dict[tuple[tuple[Scope, int], ...], Elimination]:
         """Whatever the weights, variables are eliminated in the same steps (``Problem.known``)."""
+        return {}
+
+    @cached_property
+    def solutions(self) -> dict[tuple[Solver, Weights], Solution]:
+        """What was solved: searches under several limits begin with the same weights."""
         return {}
 
     @cached_property
