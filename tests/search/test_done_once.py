@@ -19,6 +19,7 @@ from shardwise.costs.windows import windows_of
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.plans import example
+from shardwise.report.options import without_mends
 from shardwise.search import domains, dynamic_programming
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.planner import Planner, Settings
@@ -65,11 +66,10 @@ def test_meshes_share_what_depends_on_none_of_them() -> None:
             assert all(np.array_equal(*own) for own in zip(one, other, strict=True) if own[0] is not None)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(1, 7))
 def test_searches_under_several_limits_solve_what_they_share_once(seed: int) -> None:
     cost = small_cost(seed, 400)
-    if cost is None:
-        pytest.skip("too large for these tests")
+    assert cost is not None
     solved = mock.Mock(side_effect=minimise)
     free = dynamic_programming.search(cost, None, solved)
     before, limit = solved.call_count, 0.9 * float(free.components[BYTES])
@@ -97,7 +97,8 @@ def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(
     def planned() -> tuple[sw.Plan | str, int]:
         with mock.patch.object(Planner, "searches", autospec=True, side_effect=Planner.searches) as searches:
             try:
-                return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
+                with without_mends():
+                    return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
             except sw.PlanError as error:
                 return str(error), searches.call_count
 
