@@ -3,8 +3,9 @@
 Of every case the published setting (stages, mesh of a stage, micro-batch, schedule, recompute, Megatron's columns and
 rows where it used them) is priced, with attention as its software computed it and on its network: the search chooses
 what is left open, so that it is the best plan of that setting. Then ``stages="auto"`` chooses freely for the same
-model, devices and batch. Printed are published seconds of a step, both predictions, CPU seconds of planning and the
-peak memory of the process. No device is needed; every case runs in a process of its own, and takes minutes.
+model, devices and batch, on meshes among which the published one is. Printed are published seconds of a step, both
+predictions, CPU seconds of planning and the peak memory of the process. No device is needed; every case runs in a
+process of its own, and takes minutes.
 
 ``--data FILE`` (``published_runs.py``): predictions are multiplied by the factor of the case's hardware and software,
 where the file has four groups of its runs. It comes from every fourth of these groups, none of which is a case here.
@@ -25,7 +26,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from math import exp
+from math import exp, gcd
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,24 @@ class Case:
     def cluster(self) -> sw.Cluster:
         cluster = cluster_of(self.hardware[0], self.num_gpus, 8, self.hardware[1])
         return replace(cluster, device=attending(cluster.device, self.software.attention))
+
+    @property
+    def place(self) -> sw.Cluster:
+        """The devices of the published mesh."""
+        return self.cluster.with_devices(self.setting["mesh"].num_devices)
+
+    @property
+    def free(self) -> dict[str, Any]:
+        """The arguments of a search that chooses all of it. Axes of its meshes lie inside levels, and the published
+        mesh may need more of these than are tried where nothing is said: 8 x 4 devices of nodes of 8 are 4 nodes,
+        pairs and fours."""
+        left = [level.size for level in self.place.levels]
+        pieces = 0
+        for _, size in reversed(self.setting["mesh"].axes):
+            for level, room in enumerate(left):
+                taken = gcd(size, room)
+                pieces, size, left[level] = pieces + (taken > 1), size // taken, room // taken
+        return {"stages": "auto", "max_mesh_axes": max(2, pieces)}
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -195,7 +214,7 @@ def run(name: str, only_published: bool, factor: float) -> str:
     torch.set_num_threads(1)
     case = CASES[name]
     cells = [name, f"{case.published:.2f}"]
-    for setting in (case.setting, *([] if only_published else [{"stages": "auto"}])):
+    for setting in (case.setting, *([] if only_published else [case.free])):
         try:
             plan, took = planned(case, setting)
         except sw.ShardwiseError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -100,15 +101,7 @@ class Places:
     @staticmethod
     def of(rule: OpRule) -> Places:
         """Those of a rule. Who splits a result splits what it reads through windows in the same place."""
-        sizes = {factor.name: factor.size for factor in rule.factors}
-        operands = tuple(_places(dims, sizes) for dims in rule.operands)
-        for base, window in rule.windows:
-            parts, through = rule.parts_of(base), rule.parts_of(window.factor)[0].name
-            for places in operands:
-                if parts[0].name in places and all(part.size for part in parts):
-                    places[through] = places[parts[0].name]
-        kinds = {factor.name: factor.kind for factor in rule.factors}
-        return Places(operands, tuple(_places(dims, sizes) for dims in rule.results), rule.linear, kinds)
+        return _places_of(OpRule(rule.factors, rule.operands, rule.results, rule.linear, windows=rule.windows))
 
     def operand(self, position: int, choice: AxisChoice) -> Where:
         """Where an operand must be."""
@@ -136,6 +129,19 @@ class Places:
     def split_of_result(self, position: int, place: Place) -> Split | None:
         """The split that leaves a result split at a place; None if there is none."""
         return _split_at(self.results[position], place)
+
+
+@lru_cache(maxsize=4096)
+def _places_of(rule: OpRule) -> Places:
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    operands = tuple(_places(dims, sizes) for dims in rule.operands)
+    for base, window in rule.windows:
+        parts, through = rule.parts_of(base), rule.parts_of(window.factor)[0].name
+        for places in operands:
+            if parts[0].name in places and all(part.size for part in parts):
+                places[through] = places[parts[0].name]
+    kinds = {factor.name: factor.kind for factor in rule.factors}
+    return Places(operands, tuple(_places(dims, sizes) for dims in rule.results), rule.linear, kinds)
 
 
 def _places(dims: Dims, sizes: Mapping[str, int]) -> dict[str, Place]:

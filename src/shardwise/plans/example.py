@@ -16,6 +16,7 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.precision import MODELS_OWN, Precision
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes
+from shardwise.programs.time_axis import TimeSplit, split_in_time
 from shardwise.programs.vjp import Kinds
 from shardwise.search.micro_batch import Batches, Tried
 
@@ -23,10 +24,11 @@ from shardwise.search.micro_batch import Batches, Tried
 @dataclass(frozen=True)
 class Captures:
     """What one call of ``sw.plan`` captured: samples -> the graph; the passes over one, by their size and whether they
-    are those of stages; and the kinds of calls that were traced."""
+    are those of stages, and what is alike for all sizes; and the kinds of calls that were traced."""
 
     graphs: dict[int, Graph] = field(default_factory=dict)
     passes: dict[tuple[int | None, int, bool], Passes] = field(default_factory=dict)
+    splits: dict[tuple[int | None, bool], TimeSplit] = field(default_factory=dict)
     kinds: Kinds = field(default_factory=Kinds)
 
 
@@ -55,10 +57,19 @@ class Example:
         key = batch_size(whole), micro_batch, staged
         if self.known is not None and key in self.known.passes:
             return self.known.passes[key]
+
+        def splitting(graph: Graph) -> TimeSplit:
+            if self.known is None:
+                return split_in_time(graph)
+            own = batch_size(graph), staged
+            if own not in self.known.splits:
+                self.known.splits[own] = split_in_time(graph)
+            return self.known.splits[own]
+
         if staged:
-            found = Passes.over(self.module, whole, micro_batch, self.graph)
+            found = Passes.over(self.module, whole, micro_batch, self.graph, splitting)
         else:
-            found = Passes.of(whole, micro_batch, self.graph)
+            found = Passes.of(whole, micro_batch, self.graph, splitting)
         if self.known is not None:
             self.known.passes[key] = found
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -21,11 +22,8 @@ class Form:
 
     @staticmethod
     def contiguous(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Form:
-        stride, step = [], 1
-        for size in reversed(shape):
-            stride.append(step)
-            step *= max(size, 1)
-        return Form(tuple(shape), tuple(reversed(stride)), dtype, requires_grad)
+        sizes = tuple(shape)
+        return Form(sizes, _strides(sizes), dtype, requires_grad)
 
     @staticmethod
     def of_value(value: Value) -> Form:
@@ -52,3 +50,13 @@ class Form:
 
     def with_gradient(self, requires_grad: bool) -> Form:
         return self if self.requires_grad == requires_grad else replace(self, requires_grad=requires_grad)
+
+
+@lru_cache(maxsize=16384)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of contiguous memory."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

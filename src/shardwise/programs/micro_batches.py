@@ -85,20 +85,32 @@ class Passes:
     statistics: frozenset[str]
 
     @staticmethod
-    def of(graph: Graph, micro_batch: int, captured: Callable[[int], Graph]) -> Passes:
-        """The passes over the batch of a graph; ``captured``: the graph of so many samples. Raises PlanError for a
-        model whose step is no sum over micro-batches."""
-        split = split_in_time(graph)
+    def of(
+        graph: Graph,
+        micro_batch: int,
+        captured: Callable[[int], Graph],
+        splitting: Callable[[Graph], TimeSplit] = split_in_time,
+    ) -> Passes:
+        """The passes over the batch of a graph; ``captured``: the graph of so many samples; ``splitting``:
+        ``split_in_time``, or what remembers it. Raises PlanError for a model whose step is no sum over
+        micro-batches."""
+        split = splitting(graph)
         sizes = pass_sizes(split.batch, micro_batch)
         graphs = {size: pass_graph(split, size, captured) for size in dict.fromkeys(sizes)}
         return Passes(sizes, split.prelude_graph, split.prelude, graphs, frozenset(buffer_names(split)))
 
     @staticmethod
-    def over(module: Module, graph: Graph, micro_batch: int, captured: Callable[[int], Graph]) -> Passes:
+    def over(
+        module: Module,
+        graph: Graph,
+        micro_batch: int,
+        captured: Callable[[int], Graph],
+        splitting: Callable[[Graph], TimeSplit] = split_in_time,
+    ) -> Passes:
         """The passes over the batch of a module's graph, which are those of ``of`` unless the module has the attribute
         ``APART``: then each pass is the model on its samples alone, and the loss of a step is the sum of theirs."""
         if not hasattr(module, APART):
-            return Passes.of(graph, micro_batch, captured)
+            return Passes.of(graph, micro_batch, captured, splitting)
         batch = batch_size(graph) or 1
         if rest := batch % micro_batch:
             raise PlanError(

@@ -30,7 +30,7 @@ from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.search.again import Again
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights, build
-from shardwise.search.domains import Domains
+from shardwise.search.domains import Choosing, Domains
 from shardwise.search.dynamic_programming import Outcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import restricted
@@ -88,11 +88,9 @@ class Search:
         )
 
 
-def domains_of(graph: Graph, factored: Factored, axes: Axes, prices: Prices) -> Domains:
+def domains_of(choosing: Choosing, axes: Axes, prices: Prices) -> Domains:
     """The strategies of all operators of a model on one mesh."""
-    parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
-    router = Router(axes, prices, factored.atoms, parameters)
-    return Domains(graph, factored.rules, factored.atoms, router)
+    return Domains(choosing, Router(axes, prices, choosing.atoms, choosing.parameters))
 
 
 def cost_graph(
@@ -104,7 +102,7 @@ def cost_graph(
     again: Again | None = None,
 ) -> CostGraph:
     """The cost graph of a model on one mesh. ``again``: what backward makes again."""
-    return build(domains_of(graph, factored, axes, prices), fixed, again=again)
+    return build(domains_of(Choosing(graph, factored), axes, prices), fixed, again=again)
 
 
 def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:

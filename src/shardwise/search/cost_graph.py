@@ -31,7 +31,8 @@ from shardwise.search.conversion_tables import (
     sendable,
 )
 from shardwise.search.domains import Domain, Domains
-from shardwise.search.elimination import Elimination, Interner, Problem, Scope
+from shardwise.search.elimination import Elimination, Interner, Problem, Scope, Solution
+from shardwise.search.solving import Solver
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 COMPONENTS = ("exposed", "compute", "traffic", "bytes")
@@ -118,6 +119,11 @@ class CostGraph:
     @cached_property
     def _eliminations(self) -> dict[tuple[tuple[Scope, int], ...], Elimination]:
         """Whatever the weights, variables are eliminated in the same steps (``Problem.known``)."""
+        return {}
+
+    @cached_property
+    def solutions(self) -> dict[tuple[Solver, Weights], Solution]:
+        """What was solved: searches under several limits begin with the same weights."""
         return {}
 
     @cached_property

@@ -16,8 +16,10 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.costs.cluster import Device
 from shardwise.costs.flops import FLOPS
 from shardwise.costs.fragments import Fragments
+from shardwise.costs.prices import Prices
 from shardwise.costs.routing import Router
 from shardwise.costs.saved import saved_by
 from shardwise.costs.windows import windows_of
@@ -25,6 +27,7 @@ from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
 from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, Places, Split, Where
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
+from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.search.wishes import num_blockers
 
@@ -72,23 +75,16 @@ class Domain:
         )
 
 
-class Domains:
-    """The domains of all operators of a graph on one mesh. ``active``: values that depend on a parameter; only these
-    have layouts to choose, all others are made where they are needed."""
+class Choosing:
+    """What of a graph is to be chosen, on every mesh. ``active``: values that depend on a parameter; only these have
+    layouts to choose, all others are made where they are needed."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        rules: Mapping[str, OpRule],
-        atoms: Mapping[str, tuple[tuple[int, ...], ...]],
-        router: Router,
-    ) -> None:
-        self.graph, self.rules, self.atoms = graph, rules, atoms
-        self.router, self.axes, self.prices = router, router.axes, router.prices
-        self.fragments = Fragments(graph, router)
+    def __init__(self, graph: Graph, factored: Factored) -> None:
+        self.graph, self.rules, self.atoms = graph, factored.rules, factored.atoms
         self.parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
-        self._domains: dict[object, Domain] = {}
-        self._kinds: dict[str, object] = {}
+        self._kinds: dict[str, int] = {}
+        self._numbers: dict[object, int] = {}
+        self._windows: dict[Device, Mapping[str, float]] = {}
 
     @cached_property
     def received(self) -> tuple[str, ...]:
@@ -105,6 +101,11 @@ class Domains:
         return frozenset(found)
 
     @cached_property
+    def operators(self) -> tuple[Op, ...]:
+        """The operators that have a choice, in execution order."""
+        return tuple(op for op in self.graph.ops if any(name in self.active for name in op.operands))
+
+    @cached_property
     def consumers(self) -> dict[str, list[Op]]:
         """Active value -> the operators with a choice that use it, each once."""
         found: dict[str, list[Op]] = {}
@@ -114,15 +115,69 @@ class Domains:
                     found.setdefault(name, []).append(op)
         return found
 
-    @cached_property
-    def windows(self) -> dict[str, float]:
+    def windows(self, prices: Prices) -> Mapping[str, float]:
         """Parameter -> seconds that its messages can hide behind."""
-        return windows_of(self.graph, self.prices)
+        if prices.device not in self._windows:
+            self._windows[prices.device] = windows_of(self.graph, prices)
+        return self._windows[prices.device]
+
+    def kind(self, op: Op) -> int:
+        """A number that operators share which have the same domain."""
+        found = self._kinds.get(op.name)
+        if found is None:
+            found = self._kinds[op.name] = self._numbers.setdefault(self._kind_of(op), len(self._numbers))
+        return found
+
+    def is_blocked(self, op: Op, factor: str) -> bool:
+        """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
+        return base_name(factor) != factor and self._num_blockers[op.name, factor] > 0
 
     @cached_property
-    def operators(self) -> tuple[Op, ...]:
-        """The operators that have a choice, in execution order."""
-        return tuple(op for op in self.graph.ops if any(name in self.active for name in op.operands))
+    def _num_blockers(self) -> Mapping[tuple[str, str], int]:
+        return num_blockers(self.graph, self.rules, ("whole", "lowered"))
+
+    def _kind_of(self, op: Op) -> object:
+        """What the domain of an operator depends on."""
+        rule = self.rules[op.name]
+
+        def tensor(name: str) -> object:
+            value = self.graph.by_name[name]
+            state = (name in self.active, name in self.parameters)
+            return value.shape, value.dtype, value.requires_grad, self.atoms[name], state
+
+        numbers: dict[str, int] = {}
+        for name in op.operands:
+            numbers.setdefault(name, len(numbers))
+
+        def plain(arg: Arg) -> Arg:
+            return map_refs(arg, lambda name: ("ref", numbers[name]))
+
+        return (
+            op.target,
+            tuple(plain(arg) for arg in op.args),
+            tuple((key, plain(arg)) for key, arg in op.kwargs),
+            tuple(map(tensor, op.operands)),
+            tuple(map(tensor, op.results)),
+            (rule.factors, rule.operands, rule.results, rule.linear),
+            tuple(self.is_blocked(op, factor.name) for factor in rule.factors),
+        )
+
+
+class Domains:
+    """The domains of all operators of a graph on one mesh."""
+
+    def __init__(self, choosing: Choosing, router: Router) -> None:
+        self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
+        self.parameters, self.active, self.received = choosing.parameters, choosing.active, choosing.received
+        self.operators, self.consumers = choosing.operators, choosing.consumers
+        self.router, self.axes, self.prices = router, router.axes, router.prices
+        self.fragments = Fragments(self.graph, router)
+        self._domains: dict[object, Domain] = {}
+
+    @cached_property
+    def windows(self) -> Mapping[str, float]:
+        """Parameter -> seconds that its messages can hide behind."""
+        return self.choosing.windows(self.prices)
 
     def routes(self, name: str) -> Routes:
         """The layouts of a value and the routes between them."""
@@ -130,9 +185,7 @@ class Domains:
 
     def domain(self, op: Op, fixed: Mapping[str, AxisChoice] | None = None) -> Domain:
         """The strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
-        key = self._kinds.get(op.name)
-        if key is None:
-            key = self._kinds[op.name] = self._kind_of(op)
+        key = self.choosing.kind(op)
         found = self._domains.get(key)
         if found is None:
             found = self._domains[key] = self._build(op)
@@ -173,32 +226,6 @@ class Domains:
         places, routes = Places.of(self.rules[op.name]), self.routes(op.operands[0])
         choices = [places.choice_of_operand(0, routes.where(code)) for code in routes.codes[node].tolist()]
         return strategy_of([choice for choice in choices if choice is not None], self.axes)
-
-    def _kind_of(self, op: Op) -> object:
-        """What the domain of an operator depends on."""
-        rule = self.rules[op.name]
-
-        def tensor(name: str) -> object:
-            value = self.graph.by_name[name]
-            state = (name in self.active, name in self.parameters)
-            return value.shape, value.dtype, value.requires_grad, self.atoms[name], state
-
-        numbers: dict[str, int] = {}
-        for name in op.operands:
-            numbers.setdefault(name, len(numbers))
-
-        def plain(arg: Arg) -> Arg:
-            return map_refs(arg, lambda name: ("ref", numbers[name]))
-
-        return (
-            op.target,
-            tuple(plain(arg) for arg in op.args),
-            tuple((key, plain(arg)) for key, arg in op.kwargs),
-            tuple(map(tensor, op.operands)),
-            tuple(map(tensor, op.results)),
-            (rule.factors, rule.operands, rule.results, rule.linear),
-            tuple(self._is_blocked(op, factor.name) for factor in rule.factors),
-        )
 
     def _build(self, op: Op) -> Domain:
         rule = self.rules[op.name]
@@ -246,18 +273,9 @@ class Domains:
         groups = [PassSum(group) for group, members in enumerate(rule.linear) if activations <= set(members)]
         if groups and op.target not in FLOPS:  # nothing makes a parameter partial
             others += [*([REPLICATED] if gradient else []), *(groups if activations else [])]
-        named = [
-            f for f in rule.factors if f.kind in ("parallel", "sum", "lowered") and not self._is_blocked(op, f.name)
-        ]
+        named = [f for f in rule.factors if f.kind in ("parallel", "sum", "lowered")]
+        named = [f for f in named if not self.choosing.is_blocked(op, f.name)]
         return [[*(Split(f.name) for f in named if f.size >= size), *others] for size in self.axes.sizes]
-
-    def _is_blocked(self, op: Op, factor: str) -> bool:
-        """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
-        return base_name(factor) != factor and self._num_blockers[op.name, factor] > 0
-
-    @cached_property
-    def _num_blockers(self) -> Mapping[tuple[str, str], int]:
-        return num_blockers(self.graph, self.rules, ("whole", "lowered"))
 
     @staticmethod
     def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[AxisChoice]], grid: Ints) -> NDArray[np.bool_]:

@@ -139,7 +139,10 @@ class _Run:
         return item
 
     def solved(self, weights: Weights) -> _Seen:
-        found = self.solver(self.cost.weighted(weights))
+        key = self.solver, weights
+        if key not in self.cost.solutions:
+            self.cost.solutions[key] = self.solver(self.cost.weighted(weights))
+        found = self.cost.solutions[key]
         self.solves += 1
         self.largest_joint = max(self.largest_joint, found.largest_joint)
         self.slack = found.value - found.lower

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from shardwise.graph.segments import How, Segment
@@ -73,17 +74,25 @@ def plan_within(
     rungs = [weakest]
     bound = planner.bound_without_limit(weakest.costs)
     if weakest.price > BINDING * bound or weakest.answer.ranking.excess:
-        rungs = sorted([weakest, *ladder], key=lambda rung: rung.price)
+        rungs = [weakest, *ladder]
         once = (rung for rung in rungs if rung.how is None and rung.planner.settings.levers.gathered == "once")
         bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
     fitting: list[_Rung] = []
     refused: list[_Rung] = []
-    for rung in rungs:
-        if fitting and rung.price >= min(_seconds(own.answer.ranking) for own in fitting):
+    # In the order of their price, which is looked for where no other's, nor its bound, is below its bound.
+    left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
+    heapify(left)
+    while left:
+        price, number, is_settled = heappop(left)
+        rung = rungs[number]
+        if fitting and price >= min(_seconds(own.answer.ranking) for own in fitting):
             break
         if any(rung.makes_more_again(own) for own in fitting):
             continue
-        (refused if rung.answer.ranking.excess else fitting).append(rung)
+        if is_settled:
+            (refused if rung.answer.ranking.excess else fitting).append(rung)
+        else:
+            heappush(left, (rung.price, number, True))
     if not fitting:
         smallest = min(refused, key=lambda rung: rung.answer.ranking.best.num_bytes)
         return smallest.planner.planned(smallest.answer)
@@ -103,19 +112,27 @@ def plan_within(
 
 @dataclass(frozen=True, eq=False)
 class _Rung:
-    """A setting of the ladder. ``how``: what it does with the blocks; ``searches``: of the meshes on which what adds up
-    fits; ``refused``: of the others the least bytes."""
+    """A setting of the ladder. ``how``: what it does with the blocks; ``costs``: of all meshes."""
 
     planner: Planner
     how: How | None
-    searches: Sequence[Search]
-    refused: Sequence[tuple[float, CostGraph]]
+    costs: Sequence[CostGraph]
+
+    @cached_property
+    def found(self) -> tuple[Sequence[Search], Sequence[tuple[float, CostGraph]]]:
+        """The searches of the meshes on which what adds up fits, and of the others the least bytes."""
+        return self.planner.searches(self.costs)
+
+    @cached_property
+    def least(self) -> float:
+        """Its price is not below this."""
+        return self.planner.least_seconds(self.costs)
 
     @cached_property
     def price(self) -> float:
         """The least additive price, and no less than copies to the host and back take; infinite where what adds up is
         too much."""
-        done = [own for own in self.searches if not own.outcome.stopped]
+        done = [own for own in self.found[0] if not own.outcome.stopped]
         return min((max(own.outcome.seconds, self._copies(own)) for own in done), default=inf)
 
     def _copies(self, search: Search) -> float:
@@ -135,16 +152,11 @@ class _Rung:
         gathers = GATHERS[own.gathered] >= GATHERS[weaker.gathered]
         return STRENGTH[self.how].issuperset(STRENGTH[other.how]) and gathers
 
-    @property
-    def costs(self) -> list[CostGraph]:
-        """Of all meshes."""
-        return [*(search.cost for search in self.searches), *(cost for _, cost in self.refused)]
-
     @cached_property
     def answer(self) -> Answer:
         """What is found, for which programs are made. Bytes that add up may be a few more than the peak, so that some
         fit which were refused."""
-        return self.planner.answer_of(self.searches, self.refused)
+        return self.planner.answer_of(*self.found)
 
 
 def _ladder(
@@ -161,7 +173,7 @@ def _ladder(
             continue
         levers = Levers.of(planner.graph, segments, how, held, moved if offload == "auto" else offload)
         own = replace(planner, settings=replace(planner.settings, levers=levers))
-        yield _Rung(own, how, *own.searches())
+        yield _Rung(own, how, [own.cost_graph(mesh) for mesh in own.meshes])
 
 
 def _eased(rung: _Rung, segments: Sequence[Segment]) -> Iterator[tuple[Planner, Ranked]]:

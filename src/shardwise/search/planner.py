@@ -24,6 +24,7 @@ from shardwise.costs.timeline import SimulatedStep, simulate
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
+from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
@@ -37,10 +38,10 @@ from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import Search, domains_of, searched, separate_axes
-from shardwise.search.candidates import MAX_OPERATORS, MAX_OTHERS, NEAR, Candidate, candidates
+from shardwise.search.candidates import BOUNDED, MAX_OPERATORS, MAX_OTHERS, NEAR, Candidate, candidates
 from shardwise.search.cost_graph import CostGraph, build
-from shardwise.search.domains import Domains
-from shardwise.search.dynamic_programming import DoesNotFit
+from shardwise.search.domains import Choosing, Domains
+from shardwise.search.dynamic_programming import EXACT, DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
 from shardwise.search.folded import Folded
 from shardwise.search.kept import Kept, keep
@@ -106,20 +107,21 @@ class Answer:
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
-    ``factored``: the same, divided; ``folded``: estimates for models of many equal blocks (None: every candidate is
-    built as a whole); ``domains``: of the meshes so far, which depend on no lever; ``programs``: of the
-    candidates so far, by levers, mesh and assignment."""
+    ``factored``: the same, divided; ``choosing``: what of the model is to be chosen; ``folded``: estimates for models
+    of many equal blocks (None: every candidate is built as a whole); ``domains``: of the meshes so far, with what the
+    user fixed, which depend on no lever; ``programs``: of the candidates so far, by levers, mesh and assignment."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
     rules: Mapping[str, OpRule]
     factored: Factored
+    choosing: Choosing
     cluster: Cluster
     meshes: tuple[Mesh, ...]
     settings: Settings
     kinds: Kinds = field(default_factory=Kinds)
     folded: Folded | None = None
-    domains: dict[Mesh, Domains] = field(default_factory=dict)
+    domains: dict[Mesh, tuple[Choices, Domains]] = field(default_factory=dict)
     programs: dict[Hashable, Simulated] = field(default_factory=dict)
 
     @staticmethod
@@ -130,8 +132,8 @@ class Planner:
         annotations = tuple(annotations)
         rules, factored = annotated_rules(graph, annotations)
         _refuse_cuts(annotations, settings.search)
-        meshes = tuple(meshes)
-        return Planner(graph, annotations, rules, factored, cluster, meshes, settings, folded=Folded(graph))
+        choosing, meshes = Choosing(graph, factored), tuple(meshes)
+        return Planner(graph, annotations, rules, factored, choosing, cluster, meshes, settings, folded=Folded(graph))
 
     @property
     def limit(self) -> float:
@@ -160,12 +162,13 @@ class Planner:
         least = searched(cost, self.settings.search, num_bytes)
         return Answer(self.within_moments(least, self.rank([least])))
 
-    def searches(self) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
-        """The searches of the meshes on which something fits, and of the others the least bytes."""
+    def searches(self, costs: Sequence[CostGraph] | None = None) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
+        """The searches of the meshes on which something fits, and of the others the least bytes. ``costs``: of all
+        meshes, where they are known."""
         searches: list[Search] = []
         refused: list[tuple[float, CostGraph]] = []
-        for mesh in each(self.meshes, lambda mesh: f"prices and search on {mesh}"):
-            cost = self.cost_graph(mesh)
+        for number, mesh in enumerate(each(self.meshes, lambda mesh: f"prices and search on {mesh}")):
+            cost = self.cost_graph(mesh) if costs is None else costs[number]
             cutoff = NEAR * min((search.outcome.seconds for search in searches), default=inf)
             try:
                 searches.append(searched(cost, self.settings.search, self.limit, cutoff))
@@ -177,14 +180,14 @@ class Planner:
 
     def cost_graph(self, mesh: Mesh) -> CostGraph:
         """The choices on a mesh and their prices."""
-        fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
         if mesh not in self.domains:
+            fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
             axes = Axes.of(mesh, separate_axes(fixed, mesh))
-            self.domains[mesh] = domains_of(self.graph, self.factored, axes, self.prices(mesh))
-        own = self.settings
+            self.domains[mesh] = fixed, domains_of(self.choosing, axes, self.prices(mesh))
+        (fixed, domains), own = self.domains[mesh], self.settings
         taken = {name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape) for name, layout in own.taken.items()}
         again = own.levers.priced(self.graph)
-        return build(self.domains[mesh], fixed, again=again, in_flight=own.in_flight, taken=taken)
+        return build(domains, fixed, again=again, in_flight=own.in_flight, taken=taken)
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
@@ -364,6 +367,14 @@ class Planner:
         its memory and whatever it makes again."""
         found = (searched(cost, self.settings.search, None) for cost in costs)
         return min(float(search.outcome.bound) for search in found)
+
+    def least_seconds(self, costs: Iterable[CostGraph]) -> float:
+        """No plan on the meshes of these cost graphs has a lower additive price, whatever its memory: by one solve of
+        each."""
+        if self.settings.search not in BOUNDED:
+            return 0.0
+        found = (searched(cost, self.settings.search, None, 0.0) for cost in costs)
+        return min(float(search.outcome.bound) for search in found) * (1 - EXACT)
 
     def planned(self, answer: Answer) -> Planned:
         """The plan of an answer, whose program is built where that was only estimated."""

@@ -1,0 +1,118 @@
+"""What a search does once, and what it leaves out because a bound says so: with the result of doing it all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import shardwise as sw
+from search.cost_graphs import small_cost
+from search.deep_model import VOCABULARY, Deep
+from shardwise.costs.collectives import Links
+from shardwise.costs.prices import Prices
+from shardwise.costs.windows import windows_of
+from shardwise.graph.capture import capture
+from shardwise.graph.ir import Graph
+from shardwise.plans import example
+from shardwise.report.options import without_mends
+from shardwise.search import domains, dynamic_programming
+from shardwise.search.cost_graph import BYTES
+from shardwise.search.planner import Planner, Settings
+from shardwise.search.solving import minimise
+
+CLUSTER = sw.Cluster.load("h100-1x8")
+MESHES = (sw.Mesh(dp=8), sw.Mesh(dp=4, tp=2), sw.Mesh(dp=2, tp=4))
+
+
+def graph_of(layers: int = 6) -> Graph:
+    with torch.device("meta"):
+        model, ids = Deep(layers, 64), torch.zeros(32, 16, dtype=torch.int64)
+    return capture(model, (ids, ids)).graph
+
+
+def test_operators_that_take_the_same_are_priced_once_for_the_windows() -> None:
+    graph, prices = graph_of(), Prices(Links(CLUSTER, MESHES[0]))
+    with mock.patch.object(Prices, "operator", autospec=True, side_effect=Prices.operator) as priced:
+        found = windows_of(graph, prices)
+    assert priced.call_count < len(graph.ops) / 2, "blocks are equal"
+    seconds, first = 0.0, {}
+    for op in graph.ops:
+        for name in op.operands:
+            if name in found:
+                first.setdefault(name, seconds)
+        operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
+        seconds += prices.operator(op, operands, results, ([v.shape for v in operands], [v.shape for v in results]))
+    assert found == first
+
+
+def test_meshes_share_what_depends_on_none_of_them() -> None:
+    graph = graph_of()
+    planner = Planner.of(graph, (), CLUSTER, MESHES, Settings())
+    with (
+        mock.patch.object(domains, "num_blockers", wraps=domains.num_blockers) as blockers,
+        mock.patch.object(domains, "windows_of", wraps=domains.windows_of) as windows,
+    ):
+        shared = [planner.cost_graph(mesh) for mesh in MESHES]
+    assert (blockers.call_count, windows.call_count) == (1, 1)
+    for mesh, cost in zip(MESHES, shared, strict=True):
+        alone = Planner.of(graph, (), CLUSTER, (mesh,), Settings()).cost_graph(mesh)
+        assert cost.factors == alone.factors
+        for one, other in zip(cost.kinds, alone.kinds, strict=True):
+            assert all(np.array_equal(*own) for own in zip(one, other, strict=True) if own[0] is not None)
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_searches_under_several_limits_solve_what_they_share_once(seed: int) -> None:
+    cost = small_cost(seed, 400)
+    assert cost is not None
+    solved = mock.Mock(side_effect=minimise)
+    free = dynamic_programming.search(cost, None, solved)
+    before, limit = solved.call_count, 0.9 * float(free.components[BYTES])
+
+    def found(own: Any) -> Any:
+        try:
+            return dynamic_programming.search(own, limit, solved)
+        except dynamic_programming.DoesNotFit as error:
+            return error
+
+    again = found(cost)
+    shared, alone = solved.call_count - before, found(replace(cost))
+    assert shared < solved.call_count - before - shared
+    assert type(again) is type(alone)
+    assert again.assignment == alone.assignment
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (64, 16), generator=generator)
+    model, options = Deep(6, 64), {"mesh": sw.Mesh(dp=2), "search": "dynamic_programming"}
+    limit = share * sw.plan(model, (ids, ids), 2, **options).prediction.memory_bytes
+
+    def planned() -> tuple[sw.Plan | str, int]:
+        with mock.patch.object(Planner, "searches", autospec=True, side_effect=Planner.searches) as searches:
+            try:
+                with without_mends():
+                    return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
+            except sw.PlanError as error:
+                return str(error), searches.call_count
+
+    found, few = planned()
+    with mock.patch.object(Planner, "least_seconds", return_value=0.0):
+        every, many = planned()
+    assert found == every
+    assert few < many or isinstance(found, str)
+
+
+def test_a_joint_search_looks_once_at_what_passes_of_every_size_do() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (8, 4), generator=generator)
+    with mock.patch.object(example, "split_in_time", wraps=example.split_in_time) as splits:
+        found = sw.plan(Deep(2, 16), (ids, ids), 2, stages="auto", schedule="GPipe")
+    sizes = {one.setting.micro_batch for one in found.explain("stages").considered}
+    assert splits.call_count <= 2 < len(sizes), "for a pipeline, and without one"
