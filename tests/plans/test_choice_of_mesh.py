@@ -59,7 +59,7 @@ class Recorder(Planner):
 def planner() -> Planner:
     nothing: Any = None
     settings = Settings(memory_bytes=LIMIT)
-    return Recorder(nothing, (), {}, nothing, sw.Cluster.local(4), (), settings)
+    return Recorder(nothing, (), {}, nothing, nothing, sw.Cluster.local(4), (), settings)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_a_right_plan_is_equal(name: str, splits_batch: bool) -> None:
     assert report.ok, str(report)
     assert report.forward
     assert report.backward
-    if name in ("conv-BN-linear-BN", "MobileNet"):
+    if name == "conv-BN-linear-BN":  # of MobileNet it depends on the processor
         assert report.max_error > report.tolerance  # otherwise nothing tells rounding from error here
         assert report.rounding is not None
 
@@ -177,7 +177,10 @@ Mistake = tuple[str, Callable[[Change], AbstractContextManager[None]], Change]
 def of_messages(plan: sw.Plan) -> Iterator[Mistake]:
     for entry in plan.conversions:
         for backward in (False, True):
-            for change in (not_sent, doubled, a_little_more) if (entry.backward if backward else entry.forward) else ():
+            changes = (not_sent, doubled, a_little_more) if (entry.backward if backward else entry.forward) else ()
+            if entry.value.endswith(".amax"):  # subtracted ahead of exponentials: a number that is every rank's cancels
+                changes = changes[:1]
+            for change in changes:
 
                 def broken(
                     made: Change, value: str = entry.value, op: str = entry.op, backward: bool = backward

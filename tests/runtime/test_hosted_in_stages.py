@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from runtime.test_hosted import devices
-from shardwise.runtime import compiled
+from shardwise.runtime import compiled, signatures
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.shards import shard
@@ -110,7 +110,8 @@ def look(schedule: str, stages: int) -> list[str]:
     assert isinstance(par, Pipeline)
     assert {n for n, p in par.named_parameters() if p.device.type == "cpu"} == par._names & set(HOST)
     flat, spec = par._begin(batch(), {})
-    ready, _ = par._for_step([x.to("meta") for x in flat], spec)
+    with mock.patch.object(signatures, "_prints", return_value={}):  # meta tensors have no contents to compare
+        ready, _ = par._for_step([x.to("meta") for x in flat], spec)
     mixed: list[str] = []
     for worker in ready.workers:
         own = worker.programs[2]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
-from shardwise.runtime import communicator, torch_schedules
+from shardwise.runtime import communicator
 from shardwise.runtime.pages import Page
 from shardwise.runtime.stage import StageWorker
 from shardwise.runtime.trail import trail
@@ -40,8 +40,7 @@ def stops(folder: str, schedule: str, stages: int, kind: str, micro_batch: int, 
         options = {"schedule": schedule, "micro_batch": 2, "search": "sharding_propagation"}
         plan = sw.plan(model, staged_batch(8), last + 1, stages=stages, **options)
     with ExitStack() as stack:
-        for user in (communicator, torch_schedules):
-            stack.enter_context(mock.patch.object(user, "group_timeout", return_value=timedelta(seconds=8)))
+        stack.enter_context(mock.patch.object(communicator, "group_timeout", return_value=timedelta(seconds=8)))
         par = sw.parallelize(model, plan)
         par.step(*staged_batch(8))
     page = Page.create(f"{folder}/page-{rank}")
@@ -130,8 +129,7 @@ def frozen(case: str) -> str:
     net, x = TwoLayers().double(), torch.randn(8, 4, dtype=torch.float64)
     plan = sw.plan(net, x, 4, mesh=sw.Mesh(dp=2), stages=2, mode="data_parallel") if dist.get_rank() == 0 else None
     with ExitStack() as stack:
-        for user in (communicator, torch_schedules):
-            stack.enter_context(mock.patch.object(user, "group_timeout", return_value=timedelta(seconds=8)))
+        stack.enter_context(mock.patch.object(communicator, "group_timeout", return_value=timedelta(seconds=8)))
         par = sw.parallelize(net, plan)
         par.step(x)
         par.step(x)

@@ -180,6 +180,7 @@ class Dense(nn.Module):
 def test_a_graph_that_is_too_wide_is_solved_as_an_integer_program_and_says_so(monkeypatch):
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
     exact = searched(cost, "dynamic_programming", None).outcome
+    cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))  # which remembers nothing
     monkeypatch.setattr(solving, "MAX_JOINT", 100)
     with pytest.warns(WideWarning, match=r"more than 100: solved as an integer program"):
         found = searched(cost, "dynamic_programming", None).outcome

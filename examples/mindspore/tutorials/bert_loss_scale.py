@@ -3,7 +3,7 @@
 import numpy as np
 
 import shardwise.mindspore as ms
-from shardwise.mindspore import Tensor, nn
+from shardwise.mindspore import Parameter, Tensor, nn
 from shardwise.mindspore.communication import get_group_size, get_rank, init
 from shardwise.mindspore.ops import composite as C
 from shardwise.mindspore.ops import functional as F
@@ -44,6 +44,10 @@ class BertTrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     def __init__(self, network, optimizer, scale_update_cell=None):
         super().__init__(network, optimizer, scale_update_cell)
         self.cast = P.Cast()
+        self.loss_scale = None
+        self.loss_scaling_manager = scale_update_cell
+        if scale_update_cell:
+            self.loss_scale = Parameter(Tensor(scale_update_cell.get_loss_scale(), dtype=ms.float32), name="loss_scale")
 
     def construct(self, input_ids, masked_lm_ids, sens=None):
         weights = self.weights

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.errors import problem
 from shardwise.launch import rank_groups
@@ -192,13 +193,16 @@ class FixedLossScaleUpdateCell(FixedLossScaleManager):
 
 class DynamicLossScaleUpdateCell(DynamicLossScaleManager):
     """The scale of a training cell, which adjusts itself when it is called with the scale and whether a step
-    overflowed."""
+    overflowed. A scale that is a parameter is written to, as in the reference."""
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
         super().__init__(loss_scale_value, scale_factor, scale_window)
 
     def __call__(self, loss_scale: Any, overflow: Any) -> Any:
         self.update_loss_scale(bool(overflow))
+        if isinstance(loss_scale, nn.Parameter):  # where a training cell of one's own keeps the scale
+            with torch.no_grad():
+                loss_scale.fill_(self.get_loss_scale())
         return overflow
 
 

@@ -115,8 +115,9 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         self.manager = FixedLossScaleManager(float(sens))
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Any, Any]:
-        """Nothing has to be cleared: a status that means nothing, and ``compute_input``."""
-        return Tensor(0), compute_input
+        """Nothing has to be cleared: a status that means nothing, and ``compute_input``, as it is now."""
+        is_written = isinstance(compute_input, nn.Parameter)
+        return Tensor(0), Tensor(compute_input.detach().clone()) if is_written else compute_input
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
         """Whether one of the gradients is not finite, on any rank: a bool scalar."""
