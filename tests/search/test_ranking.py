@@ -252,8 +252,8 @@ def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
     [
         (0.1, "recursive_programming"),
         (0.5, "dynamic_programming"),
-        (0.9, "recursive_programming"),
-        (0.99, "dynamic_programming"),
+        pytest.param(0.9, "recursive_programming", marks=pytest.mark.long),
+        pytest.param(0.99, "dynamic_programming", marks=pytest.mark.long),
     ],
 )
 def test_a_refusal_adds_up_the_least_memory_and_names_the_limit_that_was_asked_for(share: float, search: str) -> None:
