@@ -26,7 +26,6 @@ from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
-from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
@@ -46,7 +45,6 @@ from shardwise.runtime.initial.shards import Own
 from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
-from shardwise.runtime.shards import shard
 from shardwise.runtime.shared_parameters import PlaceGroups
 from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode
 from shardwise.runtime.split import Split
@@ -277,36 +275,24 @@ class Pipeline(Split):
         own = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
         whole: dict[str, Tensor] = {}
         for out in graph.outputs:
-            if isinstance(out, Ref) and out.name not in whole:
-                number = home[out.name]
-                example = torch.empty(graph.by_name[out.name].shape, dtype=graph.by_name[out.name].dtype, device="meta")
-                whole[out.name] = self._brought(number, own.get(out.name), example, layouts[number][out.name])
-        return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
-
-    def _brought(self, number: int, own: Tensor | None, example: Tensor, layout: Layout) -> Tensor:
-        """An output of a stage on all ranks: what the next stage receives as well is split as that one has it."""
-        placement = self.plan.stages[number].placement
-        pieces: dict[tuple[int, ...], Tensor] = {}
-        whole = torch.empty_like(example, device=self.device)
-        for rank in placement.ranks:
-            coordinates = placement.coordinates(rank)
-            piece = tuple(coordinates[axis] for axis in layout.positions)
-            if piece in pieces:
+            if not isinstance(out, Ref) or out.name in whole:
                 continue
-            part = whole.new_empty(layout.local_shape(coordinates))
-            if dist.get_rank() == rank:
-                assert own is not None, "a rank of the stage has its outputs"
-                part = own.detach().clone()
-            wire = torch.view_as_real(part) if part.is_complex() else part.contiguous()
-            wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
-            with self._faults.exchange(f"an output of stage {number}", [rank]), trail.waiting(b"an output"):
-                dist.broadcast(wire, rank)
-            received = torch.view_as_complex(wire) if part.is_complex() else wire.view(part.dtype)
-            pieces[piece] = received.view(part.shape)
-            if layout.positions:
-                places = torch.arange(whole.numel(), device=self.device).view(whole.shape)
-                whole.view(-1)[shard(places, layout, coordinates).flatten()] = pieces[piece].flatten()
-        return whole if layout.positions else pieces[()]
+            value, number = graph.by_name[out.name], home[out.name]
+            made = self.plan.stages[number].placement.ranks
+            with self._faults.exchange(f"an output of stage {number}", made), trail.waiting(b"an output"):
+                if dist.get_rank() in made:
+                    tensor = own[out.name].detach().clone()
+                    layout = layouts[number][out.name]
+                    if layout.positions:  # the next stage receives it as well, and has it split
+                        tensor = gathered(tensor, layout, f"an output of stage {number}", self._ranks[number])
+                else:
+                    tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+                wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor.contiguous()
+                wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
+                dist.broadcast(wire, made[0])
+            received = torch.view_as_complex(wire) if tensor.is_complex() else wire.view(value.dtype)
+            whole[out.name] = received.view(value.shape)
+        return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
