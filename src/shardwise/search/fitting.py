@@ -79,7 +79,8 @@ def plan_within(
         bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
     fitting: list[_Rung] = []
     refused: list[_Rung] = []
-    # In the order of their price, which is looked for where no other's, nor its bound, is below its bound.
+    # Rungs are looked at in the order of their price; one is searched under the limit when its bound is the least of
+    # all that is left.
     left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
     heapify(left)
     while left:
