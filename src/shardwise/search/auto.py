@@ -29,7 +29,8 @@ from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.search.again import Again
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights, build
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
+from shardwise.search.cost_tables import build
 from shardwise.search.domains import Choosing, Domains
 from shardwise.search.dynamic_programming import Outcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step

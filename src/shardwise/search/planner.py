@@ -39,7 +39,8 @@ from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import Search, domains_of, searched, separate_axes
 from shardwise.search.candidates import BOUNDED, MAX_OPERATORS, MAX_OTHERS, NEAR, Candidate, candidates
-from shardwise.search.cost_graph import CostGraph, build
+from shardwise.search.cost_graph import CostGraph
+from shardwise.search.cost_tables import build
 from shardwise.search.domains import Choosing, Domains
 from shardwise.search.dynamic_programming import EXACT, DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
