@@ -66,7 +66,7 @@ SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
 def plan(
     module: torch.nn.Module,
     example_inputs: Any,
-    cluster: Cluster | int,
+    cluster: Cluster | str | int,
     *,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -88,7 +88,8 @@ def plan(
     stages: int | Literal["marked", "auto"] | None = None,
     schedule: str | None = None,
 ) -> Plan:
-    """Choose how to split ``module`` over a cluster. No devices are needed; parameters and inputs may be meta tensors.
+    """Choose how to split ``module`` over a cluster (its name, such as ``"h100-2x8"``, will do; a number: devices of
+    this machine). No devices are needed; parameters and inputs may be meta tensors.
 
     ``example_inputs``: the inputs of one whole batch: a tuple (or one tensor), or a dict of named ones; ``kwargs``:
     named ones beside positional ones.
@@ -142,8 +143,9 @@ def plan(
         raise ShardwiseError(
             problem(f"memory_bytes is {memory_bytes}", fix="the bytes that a device has for tensors, above 0")
         )
-    if isinstance(cluster, int):  # devices that nobody described: they have the memory it takes
-        cluster, memory_bytes = Cluster.local(cluster), inf if memory_bytes is None else memory_bytes
+    if isinstance(cluster, int) and memory_bytes is None:  # devices that nobody described have the memory it takes
+        memory_bytes = inf
+    cluster = Cluster.of(cluster)
     if mesh is not None and stages is None:
         _check_mesh(mesh, cluster)
     precision = (precision or Precision()).at_hand
@@ -285,7 +287,7 @@ def plan(
 def compare(
     module: torch.nn.Module,
     example_inputs: Any,
-    cluster: Cluster | int,
+    cluster: Cluster | str | int,
     *,
     searches: Sequence[SearchName] = SEARCHES,
     kwargs: Mapping[str, Any] | None = None,
@@ -299,7 +301,8 @@ def compare(
     prices. ``settings`` and all others: those of ``sw.plan``. A search that finds nothing that fits has a row that says
     so; whatever else is wrong raises as ``sw.plan`` does."""
     if isinstance(cluster, int):  # as in ``plan``
-        cluster, settings = Cluster.local(cluster), {"memory_bytes": inf, **settings}
+        settings = {"memory_bytes": inf, **settings}
+    cluster = Cluster.of(cluster)
     precision = precision or Precision()
     arguments = call_arguments(example_inputs, kwargs)
     call = Example(module, arguments, loss, settings.get("strategies"), precision)

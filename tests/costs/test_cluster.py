@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device, slowest
 from shardwise.costs.cluster_file import families, family, format_cluster, parse
 from shardwise.costs.units import UNITS, Figures, format_quantity, parse_quantity
@@ -411,3 +413,17 @@ def test_a_price_is_written_read_and_refused_where_it_is_none() -> None:
     for wrong in ("-1", "nan", "inf", "true", '"2 dollars"', "[2]", "1e9"):
         with pytest.raises(ShardwiseError, match="price_per_hour"):
             parse(f"price_per_hour = {wrong}\n" + text)
+
+
+def test_a_cluster_is_itself_its_name_or_a_number_of_devices() -> None:
+    cluster = Cluster.load("h100-1x8")
+    assert Cluster.of(cluster) is cluster
+    assert Cluster.of("h100-1x8") == cluster
+    assert Cluster.of(2).num_devices == 2
+    plan = sw.plan(torch.nn.Linear(8, 8), torch.empty(8, 8), "h100-1x8", mode="data_parallel")
+    assert plan.mesh.num_devices == 8
+    for wrong in (None, 8.0, ["h100"]):
+        with pytest.raises(sw.ShardwiseError, match=r"the cluster is .*\n.*or a number of devices"):
+            sw.plan(torch.nn.Linear(8, 8), torch.empty(8, 8), wrong)  # type: ignore[arg-type]
+    with pytest.raises(sw.ShardwiseError, match="no-such"):
+        sw.compare(torch.nn.Linear(8, 8), torch.empty(8, 8), "no-such")

@@ -61,6 +61,8 @@ def _model(name: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     if name == "idle":
         return Idle(), (torch.randn(32, 64),)
+    if name == "layers":
+        return Layers(3, 128, 4), (torch.randn(8, 128, 128),)
     from models import tiny_models  # by those who need it only: every rank that imports transformers takes seconds
 
     tiny: tiny_models.TinyModel = getattr(tiny_models, name)()
@@ -86,6 +88,8 @@ def _largest_before_update(memory: Memory) -> int:
 
 # More of them in benchmarks/step_memory.py.
 TENSOR_PARALLEL = {"blocks.*.up": "n@tp", "blocks.*.down": "k@tp"}
+MEGATRONS = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
+SEQUENCES: dict[str, Any] = {"mesh": sw.Mesh(tp=2), "strategies": MEGATRONS, "search": "sharding_propagation"}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
@@ -96,6 +100,9 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 2, {"mode": "data_parallel", "zero": 3, "recompute": "cheap", "micro_batch": 4, "global_batch": 8}),
     ("vit", 2, {"mode": "data_parallel", "zero": 2, "recompute": "full", "micro_batch": 4, "global_batch": 8}),
     ("resnet", 2, {"mode": "data_parallel"}),
+    ("layers", 2, {**SEQUENCES, "recompute": "none"}),
+    ("layers", 2, {**SEQUENCES, "recompute": "gathers"}),
+    ("layers", 2, {**SEQUENCES, "recompute": "cheap+gathers"}),
     ("idle", 2, {"mode": "data_parallel"}),
     ("idle", 2, {"search": "dynamic_programming"}),
 ]
@@ -107,6 +114,8 @@ def test_predicted_memory_is_that_of_real_ranks(name: str, ranks: int, options: 
     kwargs = inputs if isinstance(inputs, dict) else None
     args = () if kwargs else inputs
     plan = sw.plan(model, args, ranks, kwargs=kwargs, **options)
+    if "gathers" in options.get("recompute", ""):
+        assert any(own.again and own.forward for stage in plan.stages for own in stage.conversions or ())
     predicted = _largest_before_update(step_memory(model, args, plan, kwargs=kwargs))
     measured = max(map(sum, run_ranks(_measured, ranks, plan.to_json(), name)))
     assert predicted == pytest.approx(measured, rel=TOLERANCE), f"predicted / measured {predicted / measured:.3f}"
@@ -348,9 +357,8 @@ def memory_of_layers(count: int, how: Any = "none") -> Memory:
     with torch.device("meta"):
         model = Layers(count, width, int(PUBLISHED["heads"])).to(torch.float16)
         x = torch.empty(int(PUBLISHED["micro_batch"]), int(PUBLISHED["sequence"]), width, dtype=torch.float16)
-    strategies = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
     half = sw.Precision(torch.float16, torch.float32)
-    settings = {"mesh": sw.Mesh(tp=8), "strategies": strategies, "search": "sharding_propagation", "precision": half}
+    settings = {"mesh": sw.Mesh(tp=8), "strategies": MEGATRONS, "search": "sharding_propagation", "precision": half}
     settings["recompute"] = how
     plan = sw.plan(model, (x,), 8, **settings)
     graph = capture(model, (x,), {}, precision=half).graph

@@ -15,6 +15,7 @@ from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import factor_graph
+from shardwise.search import fitting
 from shardwise.search.again import Again
 from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES
@@ -102,3 +103,58 @@ def sums_of(*, trains: bool) -> float:
 def test_frozen_weights_have_no_sums_of_gradients() -> None:
     assert sums_of(trains=True) == 32 * 32 * 4
     assert sums_of(trains=False) == 0
+
+
+class Layer(nn.Module):
+    """Products as Megatron splits them: the sequence is gathered ahead of the first of each pair."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (16, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(2048) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().mean()
+
+
+def of_sequences(limit: float | None) -> sw.Plan:
+    with torch.device("meta"):
+        module, x = Sequences().to(torch.bfloat16), torch.empty(4, 4096, 2048, dtype=torch.bfloat16)
+    splits = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
+    settings = {"mesh": sw.Mesh(tp=8), "strategies": splits, "layouts": {"args[0]": "[4, 4096@tp, 2048]"}}
+    return sw.plan(
+        module, (x,), "h100-1x8", memory_bytes=limit, offload="none", search="dynamic_programming", **settings
+    )
+
+
+def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = of_sequences(None).prediction
+    limit = 0.9 * free.peak_bytes
+    tight = of_sequences(limit)
+    own = tight.prediction
+    again = [entry for stage in tight.stages for entry in stage.conversions or () if entry.again and entry.forward]
+    assert again, "messages are sent again"
+    assert own.peak_bytes <= limit < free.peak_bytes
+    assert own.simulated_seconds >= free.simulated_seconds * (1 - 1e-9)
+    without = tuple(rung for rung in fitting.LADDER if "gathers" not in (rung[0] or ""))
+    assert len(without) < len(fitting.LADDER)
+    monkeypatch.setattr(fitting, "LADDER", without)
+    monkeypatch.setattr(fitting, "EASIER", {"full": ("cheap",)})
+    assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds

@@ -239,11 +239,9 @@ def fits(
     if price_per_hour is not None and not 0 <= price_per_hour < inf:
         fix = "what a device costs in an hour, from 0; or leave it out"
         raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour}", fix=fix))
-    local = isinstance(cluster, int)  # devices that nobody described have the memory it takes
-    if isinstance(cluster, (str, int)):
-        cluster = Cluster.load(cluster) if isinstance(cluster, str) else Cluster.local(cluster)
-    if local:
+    if isinstance(cluster, int):  # devices that nobody described have the memory it takes
         settings = {"memory_bytes": inf, **settings}
+    cluster = Cluster.of(cluster)
     question = Question.of(find_plan, module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
     asked = question.planned("")
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
@@ -264,7 +262,7 @@ def fits(
         better = [option for option in options if option.fits and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(question, asked)
-    limit = question.settings.get("memory_bytes", inf if local else cluster.device.usable_bytes)
+    limit = question.settings.get("memory_bytes", cluster.device.usable_bytes)
     limit = None if limit == inf else limit
     price = cluster.price_per_hour or None if price_per_hour is None else price_per_hour
     return Fits(asked, step, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price, limit)

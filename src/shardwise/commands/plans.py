@@ -314,8 +314,7 @@ def _check(chosen: argparse.Namespace) -> int:
             place, _, name = text.rpartition(":")
             raise ShardwiseError(problem(f"{place} has no {name}", fix="define it, or name another plan"))
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
-    cluster = None if chosen.cluster is None else cluster_of(chosen.cluster)
-    cluster = Cluster.local(cluster) if isinstance(cluster, int) else cluster
+    cluster = None if chosen.cluster is None else Cluster.of(cluster_of(chosen.cluster))
     model = model_of(chosen, values=True)
     found = check(
         model.module,

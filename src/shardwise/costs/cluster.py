@@ -202,6 +202,19 @@ class Cluster:
         return load(name, hosts)
 
     @staticmethod
+    def of(cluster: Cluster | str | int) -> Cluster:
+        """A cluster as it is, by the name that ``load`` takes, or so many devices of this machine (``local``). Raises
+        ShardwiseError for anything else."""
+        if isinstance(cluster, Cluster):
+            return cluster
+        if isinstance(cluster, str):
+            return Cluster.load(cluster)
+        if isinstance(cluster, int):
+            return Cluster.local(cluster)
+        fix = 'a Cluster, the name of one ("h100-1x8", or a TOML file), or a number of devices'
+        raise ShardwiseError(problem(f"the cluster is {cluster!r}"[:200], fix=fix))
+
+    @staticmethod
     def local(num_devices: int) -> Cluster:
         """Devices of this machine: its GPUs, with their own memory, the links between them and the figures of the
         bundled cluster of their name; where there is none, CPU ranks, which share the machine's memory (or what control

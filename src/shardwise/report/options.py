@@ -159,9 +159,7 @@ def _mends_of(find: Callable[..., Plan], given: dict[str, Any]) -> tuple[list[st
     """What would make a plan fit, a line each, and what to say where nothing would. ``given``: the arguments of
     ``sw.plan``."""
     module, inputs, cluster = (given.pop(name) for name in ("module", "example_inputs", "cluster"))
-    if isinstance(cluster, int):
-        cluster = Cluster.local(cluster)
-    question = Question.of(find, module, inputs, given.pop("kwargs", None), cluster, given)
+    question = Question.of(find, module, inputs, given.pop("kwargs", None), Cluster.of(cluster), given)
 
     def enough(found: Sequence[Option]) -> bool:
         return sum(option.fits for option in found) >= NUM_SHOWN
