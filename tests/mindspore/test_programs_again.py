@@ -269,3 +269,55 @@ def test_loops_boxes_and_further_names_are_their_formulas() -> None:
         want = getattr(np, name)(x, *args)
         for one, other in zip(own, want, strict=True) if isinstance(want, list) else [(own, want)]:
             np.testing.assert_allclose(one.asnumpy(), other, rtol=1e-5, err_msg=name)
+
+
+_NUMBERS = np.random.RandomState(5)
+_X, _Y = _NUMBERS.rand(4, 6) + 0.5, _NUMBERS.rand(4, 6) + 0.5
+_I, _J = _NUMBERS.randint(1, 9, (4, 6)), _NUMBERS.randint(1, 4, (4, 6))
+_SYMMETRIC = _X @ _X.T
+BY_NUMPY: dict[str, tuple[tuple[Any, ...], Any]] = {
+    **{name: ((_X,), getattr(np.fft, name)(_X)) for name in ("fft", "fft2", "fftn", "ifft", "ifft2", "ifftn", "rfft")},
+    **{name: ((_X,), getattr(np.fft, name)(_X)) for name in ("fftshift", "ifftshift")},
+    "irfft": ((np.fft.rfft(_X),), _X),
+    "bitwise_left_shift": ((_I, _J), np.left_shift(_I, _J)),
+    "bitwise_right_shift": ((_I, _J), np.right_shift(_I, _J)),
+    "complex": ((_X, _Y), _X + 1j * _Y),
+    "row_stack": (([_X, _Y],), np.vstack([_X, _Y])),
+    "histc": ((_X, 5, 0.5, 1.5), np.histogram(_X, 5, (0.5, 1.5))[0]),
+    "eps": ((_X,), np.full_like(_X, np.finfo(np.float64).eps)),
+    "igamma": ((np.ones_like(_X), _X), 1 - np.exp(-_X)),  # of the exponential distribution
+    "igammac": ((np.ones_like(_X), _X), np.exp(-_X)),
+    "zeta": ((np.full(3, 2.0), np.array([1.0, 2.0, 3.0])), np.pi**2 / 6 - np.array([0.0, 1.0, 1.25])),
+}
+
+
+@pytest.mark.parametrize("name", BY_NUMPY)
+def test_functions_taken_over_from_torch_are_numpys(name: str) -> None:
+    given, wanted = BY_NUMPY[name]
+    found = getattr(ops, name)(
+        *([Tensor(x) for x in own] if isinstance(own, list) else Tensor(own) if isinstance(own, np.ndarray) else own
+          for own in given)
+    )  # fmt: skip
+    np.testing.assert_allclose(found.asnumpy(), wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_functions_taken_over_from_torch_with_several_results_or_without_a_name_in_numpy() -> None:
+    x = Tensor(_X)
+    j0, j1, y0, y1 = (getattr(ops, f"bessel_{name}")(x).asnumpy() for name in ("j0", "j1", "y0", "y1"))
+    np.testing.assert_allclose(j1 * y0 - j0 * y1, 2 / (np.pi * _X), rtol=1e-7)  # their Wronskian
+    spread, mean = ops.std_mean(x, 1)
+    np.testing.assert_allclose(spread.asnumpy(), _X.std(1, ddof=1))
+    np.testing.assert_allclose(mean.asnumpy(), _X.mean(1))
+    values, vectors = ops.eigh(Tensor(_SYMMETRIC))
+    np.testing.assert_allclose((vectors * values @ vectors.T).asnumpy(), _SYMMETRIC, atol=1e-9)
+    spectrum = ops.stft(Tensor(_X[0]), 4, hop_length=2, window=Tensor(np.ones(4)), center=False, return_complex=True)
+    np.testing.assert_allclose(spectrum.asnumpy()[:, 1], np.fft.rfft(_X[0, 2:6]))
+    counts = ops.poisson(Tensor(np.full(20_000, 3.0)))
+    assert abs(float(counts.mean()) - 3) < 5 * (3 / 20_000) ** 0.5, "five standard deviations of the mean"
+    for dims in (1, 2, 3):
+        whole = torch.rand(1, 1, *(4,) * dims, dtype=torch.float64)
+        pooled, places = getattr(torch.nn.functional, f"max_pool{dims}d")(whole, 2, return_indices=True)
+        back = getattr(ops, f"max_unpool{dims}d")(Tensor(pooled), Tensor(places), 2)
+        kept = torch.zeros(whole.numel(), dtype=whole.dtype)
+        kept[places.flatten()] = pooled.flatten()
+        np.testing.assert_array_equal(back.asnumpy().ravel(), kept.numpy())

@@ -83,10 +83,8 @@ _IDLE: dict[str, str] = {
     **dict.fromkeys(("ascend_config", "gpu_config", "aoe_config", "aoe_tune_mode", "auto_tune_mode"), _IS_TORCHS),
     **dict.fromkeys(("inter_op_parallel_num", "runtime_num_threads", "op_timeout"), "torch.set_num_threads does that"),
     **dict.fromkeys(("pynative_synchronize", "jit_syntax_level", "max_call_depth"), "Python runs the program itself"),
-    **dict.fromkeys(
-        ("check_bprop", "grad_for_scalar", "reserve_class_name_in_scope", "enable_reduce_precision"),
-        "torch.autograd differentiates",
-    ),
+    **dict.fromkeys(("check_bprop", "grad_for_scalar", "reserve_class_name_in_scope"), "torch.autograd differentiates"),
+    "enable_reduce_precision": "kernels compute in the dtypes that they are given",
     "deterministic": "torch.use_deterministic_algorithms(True) does that",
 }
 

@@ -161,7 +161,7 @@ class Parameter(nn.Parameter):
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
         """What this rank holds."""
-        return np.asarray(self.detach().cpu().numpy())
+        return np.asarray(self.detach().numpy(force=True))
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
         """Give the parameter other values. ``slice_shape``: they may have another shape."""

@@ -241,7 +241,7 @@ def _assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def asnumpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    return np.asarray(x.detach().as_subclass(torch.Tensor).cpu().numpy())
+    return np.asarray(x.detach().as_subclass(torch.Tensor).numpy(force=True))
 
 
 _FUNCTIONS = (

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _array(x: Any) -> Array:
-    return x.detach().as_subclass(torch.Tensor).cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+    return x.detach().as_subclass(torch.Tensor).numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
 class Metric:
