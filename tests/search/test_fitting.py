@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
 import numpy as np
 import pytest
 import torch
@@ -13,13 +16,18 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
+from shardwise.graph.segments import How
 from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import factor_graph
 from shardwise.search import fitting
-from shardwise.search.again import Again
+from shardwise.search.again import Again, Gathered
 from shardwise.search.auto import cost_graph
-from shardwise.search.cost_graph import BYTES
+from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
+from shardwise.search.levers import Levers
 from shardwise.search.rules import rules_of
+
+if TYPE_CHECKING:
+    from shardwise.search.planner import Planner
 
 MESH = sw.Mesh(dp=2)
 
@@ -78,26 +86,45 @@ def test_what_no_setting_makes_fit_is_refused_with_the_least() -> None:
         plan(1e5)
 
 
-def sums_of(*, trains: bool) -> float:
-    """The most bytes that gathering a weight once a step takes beside those of gathering it in every pass."""
+def tables_of_storage(passes: int, *ways: Gathered, trains: bool = True) -> list[list[Components]]:
+    """Of a weight, the components between how it is stored and how operators use it, under every way of gathering."""
     module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
     module[1].requires_grad_(trains)
     graph = capture(module, (torch.randn(8, 32),), {}, loss=lambda y: y.square().mean()).graph
-    prices = Prices(Links(sw.Cluster.local(2), MESH), "adamw", 4)
+    prices = Prices(Links(sw.Cluster.local(2), MESH), "adamw", passes)
     factored = factor_graph(graph, rules_of(graph))
-    held, once = (
-        cost_graph(graph, factored, {}, Axes.of(MESH), prices, Again(gathered=way)) for way in ("held", "once")
-    )
     weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
-    storage = held.number["storage", weight]
+    found = []
+    for way in ways:
+        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, Again(gathered=way))
+        storage = cost.number["storage", weight]
+        found.append([cost.kinds[kind] for scope, kind in cost.factors if scope[0] == storage and len(scope) == 2])
+    return found
+
+
+def sums_of(*, trains: bool) -> float:
+    """The most bytes that gathering a weight once a step takes beside those of gathering it in every pass."""
     most = 0.0
-    for (scope, kind), (_, own) in zip(held.factors, once.factors, strict=True):
-        if scope[0] == storage and len(scope) == 2:
-            tables = [
-                np.zeros(1) if table is None else table for table in (once.kinds[own][BYTES], held.kinds[kind][BYTES])
-            ]
-            most = max(most, float((tables[0] - tables[1]).max()))
+    for held, once in zip(*tables_of_storage(4, "held", "once", trains=trains), strict=True):
+        tables = [np.zeros(1) if table is None else table for table in (once[BYTES], held[BYTES])]
+        most = max(most, float((tables[0] - tables[1]).max()))
     return most
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_only_what_is_gathered_has_the_price_of_a_second_gather(passes: int) -> None:
+    """What operators use as it is stored has no message in forward that backward could repeat. Its gradient is reduced,
+    once a step. What is exchanged for as much is held for all passes, or brought twice in each."""
+    ratios = set()
+    for held, again in zip(*tables_of_storage(passes, "held", "again"), strict=True):
+        seconds = [
+            np.sum([own[component] for component in (EXPOSED, TRAFFIC) if own[component] is not None], axis=0)
+            for own in (held, again)
+        ]
+        assert np.shape(seconds[0]) == np.shape(seconds[1])
+        some = np.asarray(seconds[0]) > 0
+        ratios |= {round(float(ratio), 6) for ratio in np.asarray(seconds[1])[some] / np.asarray(seconds[0])[some]}
+    assert ratios == {1.0, 1.5, 1.5 * passes}
 
 
 def test_frozen_weights_have_no_sums_of_gradients() -> None:
@@ -158,3 +185,19 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     monkeypatch.setattr(fitting, "LADDER", without)
     monkeypatch.setattr(fitting, "EASIER", {"full": ("cheap",)})
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
+
+
+def rung(how: How, fits_at: float) -> fitting._Rung:
+    """A setting of the ladder whose plan that fits has this price."""
+    found = fitting._Rung(cast("Planner", SimpleNamespace(settings=SimpleNamespace(levers=Levers()))), how, ())
+    best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))
+    vars(found)["answer"] = SimpleNamespace(ranking=SimpleNamespace(best=best))
+    return found
+
+
+def test_what_fits_only_at_a_higher_price_does_not_rule_out_what_makes_more_again() -> None:
+    cheap, full = rung("cheap", 4.0), rung("full", 6.0)
+    assert full.is_ruled_out(5.0, [cheap])
+    assert not full.is_ruled_out(3.0, [cheap])
+    assert not cheap.is_ruled_out(9.0, [full]), "it makes less again"
+    assert not full.is_ruled_out(9.0, [])

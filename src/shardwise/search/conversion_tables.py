@@ -33,6 +33,11 @@ def kept_of(routes: Routes, made: Ints, nodes: Ints, *, is_held: bool, resent: b
     return held.astype(np.float64), again.astype(np.float64)
 
 
+def is_brought(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """[made, nodes]: whether forward brings what a device does not have: another tensor, and no smaller one."""
+    return is_copied(routes, made, nodes) & np.less_equal.outer(routes.numel[made], routes.numel[nodes])
+
+
 def keeps_size(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
     """[made, nodes]: whether a device has as many elements in both layouts."""
     return np.equal.outer(routes.numel[made], routes.numel[nodes])

@@ -16,6 +16,7 @@ from shardwise.layouts.routes import Floats, Ints, Routes
 from shardwise.search.again import GATHERED_AGAIN, SENT_AGAIN, Again
 from shardwise.search.conversion_tables import (
     bytes_sent,
+    is_brought,
     keeps_size,
     kept_of,
     larger,
@@ -197,7 +198,8 @@ class _Builder:
             held = numel * (routes.tensor.itemsize if kept else 0)
             share = self._share_of_pass(routes, made, nodes, traffic)
             sums = self._whole_sums(name, made, nodes, traffic)
-            once = self._placed(seconds, held, traffic, window, share, sums)
+            times = self._times(routes, made, nodes, traffic)
+            once = self._placed(seconds, held, traffic, window, share, sums, times)
             return self._resent(once, seconds, again, beside)
 
         self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
@@ -258,7 +260,9 @@ class _Builder:
 
         def table() -> Components:
             held, repeated = np.zeros((2, len(made), len(domain)))
+            times: Floats | float = 1.0
             for position, nodes, fresh in fresh_nodes():
+                times = np.maximum(times, self._times(routes, made, nodes, traffic))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_of(routes, made, nodes, is_held=dropped or not computed, resent=resent)
@@ -270,7 +274,7 @@ class _Builder:
                 ((_, nodes, _),) = fresh_nodes()
                 share = self._share_of_pass(routes, made, nodes, is_once)
                 sums = self._whole_sums(name, made, nodes, is_once)
-            once = self._placed(taken(), held, traffic, window, share, sums)
+            once = self._placed(taken(), held, traffic, window, share, sums, times)
             return self._resent(once, taken(), repeated, beside)
 
         def transient() -> Floats:
@@ -294,14 +298,24 @@ class _Builder:
 
     def _share_of_pass(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
         """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
-        that is no smaller than what operators use, or wherever that is asked for, unless it is gathered again
+        that is no smaller than what operators use, or wherever that is asked for, but not what is gathered again
         (``programs.once``)."""
         passes = self.domains.prices.passes
-        if not is_once or passes == 1 or self.again.gathered == "again":
+        if not is_once or passes == 1:
             return 1.0
         if self.again.gathered == "once":
             return np.full((len(made), len(nodes)), 1 / passes)
-        return np.where(keeps_size(routes, made, nodes), 1 / passes, 1.0)
+        held = keeps_size(routes, made, nodes)
+        if self.again.gathered == "again":
+            held &= ~is_brought(routes, made, nodes)
+        return np.where(held, 1 / passes, 1.0)
+
+    def _times(self, routes: Routes, made: Ints, nodes: Ints, traffic: bool) -> Floats | float:
+        """[made, nodes] How often a parameter's conversions send what they send once: those that bring what a device
+        does not have do so again in backward, where that is asked for."""
+        if not traffic or self.again.gathered != "again":
+            return 1.0
+        return np.where(is_brought(routes, made, nodes), GATHERED_AGAIN, 1.0)
 
     def _whole_sums(self, name: str, made: Ints, nodes: Ints, is_once: bool) -> tuple[Floats, Floats] | None:
         """Of a parameter's gradient that adds up over the passes in a larger layout than that in which it is stored, in
@@ -352,15 +366,15 @@ class _Builder:
 
     def _placed(
         self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float,
-        sums: tuple[Floats, Floats] | None,
+        sums: tuple[Floats, Floats] | None, times: Floats | float,
     ) -> Components:  # fmt: skip
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
-        once and as there is any in its window, that of values does not. Gathered again, it is in backward. ``share``:
-        a pass's share of what a step does once, which nothing hides; ``sums``: ``_whole_sums``."""
+        once and as there is any in its window, that of values does not. ``share``: a pass's share of what a step does
+        once, which nothing hides; ``sums``: ``_whole_sums``; ``times``: ``_times``, of which what is more than once is
+        in backward."""
         whole, more = sums or (0.0, 0.0)
         some = held + whole if held.any() or np.any(whole) else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
-        times = GATHERED_AGAIN if traffic and self.again.gathered == "again" else 1.0
         hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
         exposed = times * seconds - hidden
         is_once = np.less(share, 1)  # and kept once

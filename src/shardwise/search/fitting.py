@@ -2,10 +2,10 @@
 
 Where a model fits as it is, and the limit costs it next to nothing, nothing is made again. Otherwise every rung of the
 ladder is searched as a problem of its own, operators, mesh and storage together. Programs are made for these in the
-order of their price, until the next has a higher price than a step that was found; what makes more again than a rung
-that fits is passed over. The fastest in the simulation is taken, after as many of its segments were eased as the limit
-allows. The bound that such a plan is compared with holds for all rungs: that of plans which make nothing again and have
-no limit.
+order of their price, until the next has a higher price than a step that was found; what makes more again than a plan
+that fits, at no lower price, is passed over. The fastest in the simulation is taken, after as many of its segments were
+eased as the limit allows. The bound that such a plan is compared with holds for all rungs: that of plans which make
+nothing again and have no limit.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def plan_within(
         rung = rungs[number]
         if fitting and price >= min(_seconds(own.answer.ranking) for own in fitting):
             break
-        if any(rung.makes_more_again(own) for own in fitting):
+        if rung.is_ruled_out(price, fitting):
             continue
         if is_settled:
             (refused if rung.answer.ranking.excess else fitting).append(rung)
@@ -145,7 +145,14 @@ class _Rung:
         kept = (own.domain.kept[at] for own, at in pairs if isinstance(own, OperatorVariable) and own.name in waiting)
         return 2 * float(sum(kept)) / rate
 
-    def makes_more_again(self, other: _Rung) -> bool:
+    def is_ruled_out(self, price: float, fitting: Sequence[_Rung]) -> bool:
+        """Whether it makes more again than a plan that fits of another, at no lower price than that (which is above the
+        other's ``price`` where its cheapest plan was too large)."""
+        return any(
+            self._makes_more_again(own) and price >= own.answer.ranking.best.candidate.additive_price for own in fitting
+        )
+
+    def _makes_more_again(self, other: _Rung) -> bool:
         """Whether it does all that another does, and more."""
         own, weaker = self.planner.settings.levers, other.planner.settings.levers
         if self.how not in STRENGTH or other.how not in STRENGTH or own.offloads != weaker.offloads:

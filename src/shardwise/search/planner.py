@@ -38,7 +38,15 @@ from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import Search, domains_of, searched, separate_axes
-from shardwise.search.candidates import BOUNDED, MAX_OPERATORS, MAX_OTHERS, NEAR, Candidate, candidates
+from shardwise.search.candidates import (
+    BOUNDED,
+    MAX_OPERATORS,
+    MAX_OTHERS,
+    NEAR,
+    NEAR_WITH_LEVERS,
+    Candidate,
+    candidates,
+)
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import build
 from shardwise.search.domains import Choosing, Domains
@@ -278,7 +286,8 @@ class Planner:
         """The best candidate of searches."""
         if len(self.graph.ops) > MAX_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
-        near = candidates(searches, self.settings.search, self.limit)
+        share = NEAR_WITH_LEVERS if self.settings.levers else NEAR
+        near = candidates(searches, self.settings.search, self.limit, share)
         counted = each(near, lambda candidate: "simulating candidates")
         return ranked([self._built(candidate) for candidate in counted], self.limit)
 
