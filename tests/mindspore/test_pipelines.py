@@ -16,9 +16,13 @@ from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from search.small_models import counts
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.mindspore import engine, nn, ops, staged
 from shardwise.mindspore.holding import held, is_elsewhere
+from shardwise.mindspore.parallel.auto_parallel import AutoParallel
+from shardwise.mindspore.parallel.nn import Pipeline
+from spec.cases import CASES
 
 RunRanks = Callable[..., list[Any]]
 STAGED = {"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2, "full_batch": True}
@@ -95,10 +99,20 @@ def told(found: dict[str, Any]) -> dict[str, Any]:
     return {key: found[key] for key in ("losses", "weights", "printed")}
 
 
-def loop() -> tuple[list[float], dict[str, Any]]:
+def staged_by_methods(pipe: nn.Cell) -> nn.Cell:
+    """The options of ``STAGED``, as newer programs set them."""
+    ms.reset_auto_parallel_context()
+    parallel = AutoParallel(pipe, parallel_mode="semi_auto")
+    parallel.dataset_strategy("full_batch")
+    parallel.pipeline(stages=2, scheduler="1f1b")
+    parallel.comm_fusion({"allreduce": {"mode": "size", "config": 16}})
+    return parallel
+
+
+def loop(wrapped: Callable[[nn.Cell], nn.Cell] = lambda pipe: pipe) -> tuple[list[float], dict[str, Any]]:
     """A loop of one's own over a pipeline, with the reducer of pipelines, and an evaluation behind it."""
     net = Net()
-    pipe = nn.PipelineCell(net, 2).set_train()
+    pipe = wrapped(Pipeline(net, 2)).set_train()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
     reducer = nn.PipelineGradReducer(optimizer.parameters)
     step = ms.value_and_grad(lambda x, y: pipe(x, y), None, optimizer.parameters)
@@ -128,7 +142,7 @@ def on_rank(folder: str) -> dict[str, Any]:
     found["ranks"] = {p.name: own.ranks for p in net.get_parameters() if (own := held(p))}
     ms.save_checkpoint(run["step"], f"{folder}/rank_{dist.get_rank()}/net.ckpt")
     ms.save_checkpoint(net, f"{folder}/whole{dist.get_rank()}.ckpt", integrated_save=True)
-    found["loop"] = loop()
+    found["loop"] = loop(staged_by_methods)
     return found
 
 
@@ -287,6 +301,43 @@ def test_a_bare_product_crosses_and_a_table_is_in_both_stages() -> None:
     assert "network.dense.weight" in {entry.name for entry in first.parameters}
     for stage in (first, second):
         assert "network.table.embedding_table" in {entry.name for entry in stage.parameters}
+
+
+class TwoProducts(nn.Cell):
+    """The network of case pipe-1: a product with a strategy in each stage, and one weight in both."""
+
+    def __init__(self, strategy: dict[str, Any]) -> None:
+        super().__init__()
+        self.cell1, self.cell2 = Product(strategy["matmul"]), Product(strategy["matmul1"])
+        self.cell2.weight = self.cell1.weight
+        self.cell1.pipeline_stage, self.cell2.pipeline_stage = 0, 1
+
+    def construct(self, x: Tensor, labels: Tensor) -> Tensor:
+        return (self.cell2(self.cell1(x)) - labels).square().mean()
+
+
+class Product(nn.Cell):
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self.weight = ms.Parameter(ms.common.initializer.initializer("normal", [64, 64]), "weight")
+        self.matmul = ops.MatMul().shard(strategy)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.weight)
+
+
+def test_strategies_are_those_of_a_stage() -> None:
+    case = CASES["pipe-1"]
+    stages, devices = case["pipeline_stages"], case["device_num"]
+    ms.set_auto_parallel_context(**{**STAGED, "pipeline_stages": stages, "device_num": devices})
+    cell, rows = nn.PipelineCell(TwoProducts(case["strategy"]), case["micro_size"]), 16 * case["micro_size"]
+    plan = engine.planned(cell, (torch.zeros(rows, 64), torch.zeros(rows, 64)))
+    assert [stage.placement.ranks for stage in plan.stages] == [tuple(range(16)), tuple(range(16, 32))]
+    for number, want in enumerate(("matmul", "matmul1")):
+        stage = plan.alone(number)
+        (product,) = (own.name for own in stage.operators if own.name.endswith("/matmul"))
+        assert [list(own) for own in counts(stage, product)] == case["strategy"][want]
+        assert len(stage.parameters) == 1  # the one that both have
 
 
 def test_the_plan_of_a_pipeline_is_verified_as_its_micro_batches() -> None:

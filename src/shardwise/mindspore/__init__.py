@@ -7,7 +7,20 @@ cell. What maps to what is on the page "Coming from MindSpore" of the documentat
 
 import logging
 
-from shardwise.mindspore import aliases, amp, common, communication, context, dataset, nn, numpy, ops, parallel, train
+from shardwise.mindspore import (
+    aliases,
+    amp,
+    common,
+    communication,
+    context,
+    dataset,
+    mint,
+    nn,
+    numpy,
+    ops,
+    parallel,
+    train,
+)
 from shardwise.mindspore.amp import (
     DynamicLossScaleManager,
     FixedLossScaleManager,
@@ -114,7 +127,7 @@ __all__ = [
     "get_auto_parallel_context", "get_context", "get_seed", "grad", "half", "initializer", "int8", "int16", "int32",
     "int64", "int_", "is_tensor", "jacfwd", "jacrev", "jit", "jit_class", "jvp", "lazy_inline", "load",
     "load_checkpoint", "load_distributed_checkpoint", "load_param_into_net", "log", "merge_pipeline_strategys",
-    "merge_sliced_parameter", "ms_function", "mutable", "nn", "numpy", "ops", "parallel", "pytype_to_dtype",
+    "merge_sliced_parameter", "mint", "ms_function", "mutable", "nn", "numpy", "ops", "parallel", "pytype_to_dtype",
     "rank_list_for_transform", "reset_algo_parameters", "reset_auto_parallel_context", "reset_context", "run_check",
     "save_checkpoint", "set_algo_parameters", "set_auto_parallel_context", "set_context", "set_deterministic",
     "set_device", "set_seed", "shard", "tensor", "train", "transform_checkpoint_by_rank", "transform_checkpoints",
@@ -128,7 +141,6 @@ __getattr__ = absent(
         **dict.fromkeys(("COOTensor", "CSRTensor", "RowTensor", "SparseTensor"), _DENSE),
         "Profiler": "torch.profiler.profile(); of a split cell shardwise.Parallel.profile",
         "mindrecord": "dataset.GeneratorDataset over files of one's own",
-        "mint": "ops and nn, which have the same functions",
         "load_mindir": "load",
     },
 )

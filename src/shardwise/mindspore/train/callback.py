@@ -40,6 +40,9 @@ class CallbackParams:
     mode: str = "train"
     eval_network: Any = None
     train_dataset_element: Any = None
+    list_callback: Any = None
+    parallel_mode: str = "stand_alone"
+    device_number: int = 1
     eval_results: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
 
