@@ -72,6 +72,12 @@ CALLS: list[tuple[Any, Any]] = [
     (ops.FlashAttentionScore(2, scale_value=3**-0.5)(CUBE, CUBE, CUBE)[3],
      F.scaled_dot_product_attention(*(CUBE.view(2, 4, 2, 3).transpose(1, 2),) * 3).transpose(1, 2).reshape(2, 4, 6)),
     (ops.KLDivLoss()(X.log_softmax(1), Y.softmax(1)), (Y.softmax(1) * (Y.log_softmax(1) - X.log_softmax(1))).mean()),
+    (ops.BCEWithLogitsLoss("sum")(X, MASK.double(), None, None), F.binary_cross_entropy_with_logits(
+        X, MASK.double(), reduction="sum")), (ops.isin(IDS, IDS[:1]), IDS[0] == IDS), (ops.Trunc()(X), X.trunc()),
+    (ops.ScatterNdUpdate()(X.clone(), IDS[:1, None], Y[:1]), X.index_copy(0, IDS[:1], Y[:1])),
+    (ops.TensorScatterElements(1)(X, IDS[:, None], Y[:, :1]), X.scatter(1, IDS[:, None], Y[:, :1])),
+    (ops.MatrixBandPart()(X, 1, 0), X.tril().triu(-1)), (ms.recompute(torch.sin, X), X.sin()),
+    (nn.ReplicationPad3d(1)(IMAGE[None]), F.pad(IMAGE[None], (1,) * 6, "replicate")),
     (ops.Size()(X), 24), (ops.Rank()(X), 2), (ops.MaskedFill()(X, MASK, 1.0), torch.where(MASK, 1.0, X)),
     # cells and losses
     (nn.SiLU()(X), F.silu(X)), (nn.GLU(0)(X), F.glu(X, 0)), (nn.Hardtanh(-0.5, 0.5)(X), X.clamp(-0.5, 0.5)),
@@ -144,6 +150,51 @@ def test_long_paths_of_imports_lead_here() -> None:
     from shardwise.mindspore.train.callback import EarlyStopping
 
     assert (Momentum, Fn.relu, EarlyStopping) == (nn.Momentum, ops.relu, ms.train.EarlyStopping)
+
+
+def _seen(rows: int, columns: int, before: int, behind: int) -> Tensor:
+    """True for keys that a query does not see: those more than so far back or ahead."""
+    ahead = torch.arange(columns) - torch.arange(rows)[:, None]
+    return (ahead > behind) | (-ahead > before)
+
+
+# sparse mode, queries, settings, and which keys each query does not see
+SPARSE: list[tuple[int, int, dict[str, Any], Any]] = [
+    (0, 5, {}, None), (1, 5, {"attn_mask": _seen(5, 5, 2, 1)}, _seen(5, 5, 2, 1)),
+    (0, 5, {"attn_mask": _seen(5, 5, 9, 2), "pre_tokens": 1}, _seen(5, 5, 1, 2)),
+    (2, 5, {"attn_mask": torch.ones(2048, 2048).triu(1).bool()}, _seen(5, 5, 9, 0)), (2, 2, {}, _seen(2, 5, 9, 0)),
+    (3, 2, {}, _seen(2, 5, 9, 3)), (4, 2, {"pre_tokens": 1, "next_tokens": 0}, _seen(2, 5, -2, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
+@pytest.mark.parametrize(("mode", "rows", "settings", "hidden"), SPARSE)
+def test_flash_attention_has_the_layouts_and_masks_of_the_reference(
+    layout: str, mode: int, rows: int, settings: dict[str, Any], hidden: Any
+) -> None:
+    q, k, v = r(2, 4, rows, 3), r(2, 2, 5, 3), r(2, 2, 5, 3)  # two heads of keys for four of queries
+    as_given = {
+        "BNSD": lambda x: x, "BSND": lambda x: x.transpose(1, 2), "BSH": lambda x: x.transpose(1, 2).flatten(2),
+        "SBH": lambda x: x.permute(2, 0, 1, 3).flatten(2),
+    }[layout]  # fmt: skip
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.3
+    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    want = as_given(scores.softmax(-1) @ v.repeat_interleave(2, 1))
+    found = ops.flash_attention_score(*map(as_given, (q, k, v)), 4, scalar_value=0.3, input_layout=layout,
+                                      sparse_mode=mode, **settings)  # fmt: skip
+    torch.testing.assert_close(found.as_subclass(Tensor), want)
+    own = ops.FlashAttentionScore(4, scale_value=0.3, input_layout=layout, sparse_mode=mode, **{
+        word: value for word, value in settings.items() if word != "attn_mask"})  # fmt: skip
+    both = own(*map(as_given, (q, k, v)), None, None, None, settings.get("attn_mask"))[3]
+    torch.testing.assert_close(both.as_subclass(Tensor), want)
+
+
+def test_what_flash_attention_has_not_is_refused() -> None:
+    for settings, message in (({"real_shift": X}, "real_shift"), ({"sparse_mode": 7}, "sparse_mode=7")):
+        with pytest.raises(NotImplementedError, match=message):
+            ops.flash_attention_score(CUBE, CUBE, CUBE, 2, **settings)
+    with pytest.raises(ValueError, match='input_layout is "TND"'):
+        ops.flash_attention_score(CUBE, CUBE, CUBE, 2, input_layout="TND")
 
 
 # -- mint --------------------------------------------------------------------------------------------------------------

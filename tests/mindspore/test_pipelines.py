@@ -22,6 +22,7 @@ from shardwise.mindspore import engine, nn, ops, staged
 from shardwise.mindspore.holding import held, is_elsewhere
 from shardwise.mindspore.parallel.auto_parallel import AutoParallel
 from shardwise.mindspore.parallel.nn import Pipeline
+from shardwise.mindspore.train.transforms import save_group
 from spec.cases import CASES
 
 RunRanks = Callable[..., list[Any]]
@@ -133,7 +134,8 @@ def on_rank(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, config in CONFIGS.items():
         ms.reset_auto_parallel_context()
-        save = {"strategy_ckpt_save_file": f"{folder}/strategies/{kind}{dist.get_rank()}.json"}
+        save = {"strategy_ckpt_save_file": f"{folder}/strategies/{kind}{dist.get_rank()}.json",
+                "group_ckpt_save_file": f"{folder}/groups/{dist.get_rank()}.json"}  # fmt: skip
         ms.set_auto_parallel_context(**STAGED, pipeline_config=config, **save)
         run = trained(kind)
         found[kind] = told(run)
@@ -195,6 +197,8 @@ def test_two_ranks_train_a_pipeline_as_one_process_does(run_ranks: RunRanks, tmp
         np.testing.assert_allclose(found["loop"][1]["evaluated"], own_loop[1]["evaluated"], rtol=2e-5)
     assert {*two[0]["here"], *two[1]["here"]} == one["mean"]["weights"].keys()
     assert not {*two[0]["here"]} & {*two[1]["here"]}
+    groups = [ms.restore_group_info_list(str(tmp_path / f"groups/{rank}.json")) for rank in (0, 1)]
+    assert groups == [[0], [1]]  # each has its stage alone
     for content in (
         ms.load_distributed_checkpoint(None, [str(tmp_path / f"rank_{rank}/net.ckpt") for rank in (0, 1)]),
         ms.load_checkpoint(str(tmp_path / "whole0.ckpt")),
@@ -264,7 +268,7 @@ def planned(net: nn.Cell, micro_size: int = 2, **options: Any) -> Any:
     return engine.planned(nn.PipelineCell(net, micro_size).set_train(), batches()[0])
 
 
-def test_stages_are_those_of_the_cells() -> None:
+def test_stages_are_those_of_the_cells(tmp_path: Path) -> None:
     plan = planned(Net())
     assert [stage.placement.ranks for stage in plan.stages] == [(0,), (1,)]
     assert {entry.name.rpartition(".")[0] for entry in plan.stages[1].parameters} == {
@@ -278,6 +282,12 @@ def test_stages_are_those_of_the_cells() -> None:
     assert len(planned(Net((None,) * 4), auto_pipeline=True).stages) == 2
     inner = planned(Net(), device_num=4)
     assert [stage.placement.ranks for stage in inner.stages] == [(0, 1), (2, 3)]
+    parted = planned(Net(), device_num=4, enable_parallel_optimizer=True,
+                     parallel_optimizer_config={"parallel_optimizer_threshold": 0})  # fmt: skip
+    for rank, (copied, alone) in enumerate([([0, 1], [0]), ([0, 1], [1]), ([2, 3], [2]), ([2, 3], [3])]):
+        for plan, want in ((inner, copied), (parted, alone)):
+            save_group(plan, rank, str(tmp_path / "group.json"))
+            assert ms.restore_group_info_list(str(tmp_path / "group.json")) == want
 
 
 class Tied(nn.Cell):

@@ -20,7 +20,7 @@ def jit(fn: Any = None, *args: Any, **settings: Any) -> Any:
     return (lambda decorated: decorated) if fn is None else fn
 
 
-ms_function = jit_class = lazy_inline = constexpr = _primexpr = jit
+ms_function = ms_class = jit_class = lazy_inline = no_inline = constexpr = _primexpr = jit
 
 
 def mutable(input_data: Any, dynamic_len: bool = False) -> Any:

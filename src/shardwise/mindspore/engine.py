@@ -9,6 +9,7 @@ hold this rank's shards.
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -252,6 +253,10 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     plan = from_rank_zero(lambda: _decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
+    if groups := options.group_ckpt_save_file or os.environ.get("GROUP_INFO_FILE", ""):
+        from shardwise.mindspore.train.transforms import save_group
+
+        save_group(plan, dist.get_rank(), groups)
     local = bool(counts)
     par = sw.parallelize(
         model,

@@ -298,11 +298,11 @@ CHECKS: dict[str, Check] = {
         {
             "load_file": text,
             "save_file": text,
-            "only_trainable_params": later(flag, True, "strategies of frozen parameters follow"),
+            "only_trainable_params": flag,  # a plan says both
         },
         CKPT_CONFIG,
     ),
-    "group_ckpt_save_file": later(text, "", "the file of ranks with equal slices follows, with fault recovery,"),
+    "group_ckpt_save_file": text,
     "auto_pipeline": flag,
     "dump_local_norm": later(flag, False, _LATER_NORMS),
     "dump_local_norm_path": later(text, "", _LATER_NORMS),

@@ -15,6 +15,7 @@ from shardwise.launch.ranks import rank
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, held, own_shard
+from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
@@ -122,6 +123,16 @@ class Optimizer:
     def flatten_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """As they are: nothing is fused here."""
         return gradients
+
+    @property
+    def target(self) -> str:
+        """Where states are: with their parameters. Another place is taken, with a note."""
+        return "CPU" if context.settings().device_type == "cpu" else "GPU"
+
+    @target.setter
+    def target(self, value: str) -> None:
+        if value != self.target:
+            note(f'optimizer.target = "{value}" has no effect here: states are where their parameters are')
 
     use_parallel = False  # every rank updates what it holds: there is nothing to send
     map_ = map_reverse = hyper_map = HyperMap()

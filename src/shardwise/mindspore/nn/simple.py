@@ -147,6 +147,12 @@ CELLS: dict[str, Function] = {
     "PixelUnshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
     "ReflectionPad1d": lambda x, *, padding: _padded(x, padding, "reflect", None, 1),
     "ReflectionPad2d": lambda x, *, padding: _padded(x, padding, "reflect", None, 2),
+    "ReflectionPad3d": lambda x, *, padding: _padded(x, padding, "reflect", None, 3),
+    "ReplicationPad3d": lambda x, *, padding: _padded(x, padding, "replicate", None, 3),
+    "LPPool1d": lambda x, *, norm_type, kernel_size, stride=None, ceil_mode=False: F.lp_pool1d(
+        x, norm_type, kernel_size, stride, ceil_mode),
+    "LPPool2d": lambda x, *, norm_type, kernel_size, stride=None, ceil_mode=False: F.lp_pool2d(
+        x, norm_type, kernel_size, stride, ceil_mode),
     "ReplicationPad1d": lambda x, *, padding: _padded(x, padding, "replicate", None, 1),
     "ReplicationPad2d": lambda x, *, padding: _padded(x, padding, "replicate", None, 2),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
@@ -193,6 +199,8 @@ LOSSES: dict[str, Function] = {
         input1, input2, target, margin, reduction=reduction),
     "MultiLabelSoftMarginLoss": lambda x, target, *, weight=None, reduction="mean": F.multilabel_soft_margin_loss(
         x, target, weight, reduction=reduction),
+    "MultilabelMarginLoss": lambda x, target, *, reduction="mean": F.multilabel_margin_loss(
+        x, target.long(), reduction=reduction),
     "MultiMarginLoss": lambda x, target, *, p=1, margin=1.0, reduction="mean", weight=None: F.multi_margin_loss(
         x, target.long(), p, margin, weight, reduction=reduction),
     "PoissonNLLLoss": lambda x, target, *, log_input=True, full=False, eps=1e-8, reduction="mean": F.poisson_nll_loss(

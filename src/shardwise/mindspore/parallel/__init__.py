@@ -14,6 +14,7 @@ from shardwise.mindspore.train import (
     load_distributed_checkpoint,
     merge_pipeline_strategys,
     rank_list_for_transform,
+    restore_group_info_list,
     transform_checkpoint_by_rank,
     transform_checkpoints,
 )
@@ -26,7 +27,7 @@ def sync_pipeline_shared_parameters(net: Any) -> None:
 __all__ = [
     "DistributedGradReducer", "Layout", "PipelineGradReducer", "build_searched_strategy", "copies_report",
     "get_algo_parameters", "load_distributed_checkpoint", "merge_pipeline_strategys", "rank_list_for_transform",
-    "redistribution_report", "reset_algo_parameters", "set_algo_parameters", "shard",
+    "redistribution_report", "reset_algo_parameters", "restore_group_info_list", "set_algo_parameters", "shard",
     "sync_pipeline_shared_parameters", "transform_checkpoint_by_rank", "transform_checkpoints",
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__, {"reshard": "ms.Layout in the strategy of the operator that reads it"})
