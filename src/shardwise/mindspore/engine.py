@@ -9,7 +9,6 @@ hold this rank's shards.
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +29,7 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.graph.trees import leaf_name
 from shardwise.graph.widen import in_reference_mode
+from shardwise.launch.ranks import group_file
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
@@ -253,7 +253,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     plan = from_rank_zero(lambda: _decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
-    if groups := options.group_ckpt_save_file or os.environ.get("GROUP_INFO_FILE", ""):
+    if groups := options.group_ckpt_save_file or group_file():
         from shardwise.mindspore.train.transforms import save_group
 
         save_group(plan, dist.get_rank(), groups)
