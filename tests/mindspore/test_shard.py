@@ -53,6 +53,16 @@ def test_batch_dims_of_a_product_come_first_in_the_device_order() -> None:
     assert sorted(strategy.split()) == ["b0@data.0", "k@data.2", "m@data.1"]
 
 
+def test_a_number_among_operands_may_have_an_empty_strategy() -> None:
+    x = torch.randn(8, 4).double()
+    for strategy, number in ((((4, 2), ()), 2.0), (((4, 2),), 2.0), (((4, 2), ()), ms.Tensor(2.0, ms.float64))):
+        cell = Applied(P.Mul().shard(strategy), (x, number))
+        assert sorted(equal_to_one_device(cell, (), 8).strategies["/mul"].split()) == [
+            "d0@(data.0,data.1)",
+            "d1@data.2",
+        ]
+
+
 def test_shapes_that_do_not_fit_are_named_with_the_cause_in_the_document() -> None:
     """Row G5: ``get_dataset`` of document 003, called in the order of its last lines."""
     with pytest.raises(

@@ -19,6 +19,7 @@ from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, plain
+from shardwise.runtime.hooks import MARKS
 
 # Whether a call is inside of a function that value_and_grad differentiates, or that torch.func transforms.
 _DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)
@@ -178,8 +179,10 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
         return type(result)(_split_as(name, "outputs", outputs, tuple(result)))
 
     if isinstance(fn, nn.Module):
-        fn.register_forward_pre_hook(lambda _, args: enter(args))
-        fn.register_forward_hook(lambda _, args, result: leave(result))
+        before, behind = (lambda _, args: enter(args)), (lambda _, args, result: leave(result))
+        for hook, register in ((before, fn.register_forward_pre_hook), (behind, fn.register_forward_hook)):
+            setattr(hook, MARKS, True)
+            register(hook)
         vars(fn)[STRATEGIES], vars(fn)[PARAMETERS] = (inputs, outputs), parameters
         return fn
 
