@@ -107,11 +107,11 @@ def _dice(logits: Any, label: Any, smooth: float) -> Any:
 
 CELLS: dict[str, Function] = {
     # -- activations
-    "CELU": lambda x, *, alpha=1.0: F.celu(x, alpha), "FastGelu": FUNCTIONS["fast_gelu"],
+    "CELU": lambda x, *, alpha=1.0: F.celu(x, alpha),
     "GLU": lambda x, *, axis=-1: F.glu(x, axis), "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
     "HardShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
     "Hardtanh": lambda x, *, min_val=-1.0, max_val=1.0: F.hardtanh(x, min_val, max_val),
-    "LogSigmoid": lambda x: F.logsigmoid(x), "SeLU": lambda x: F.selu(x), "SiLU": lambda x: F.silu(x),
+    "LogSigmoid": lambda x: F.logsigmoid(x), "SeLU": lambda x: F.selu(x),
     "SoftShrink": lambda x, *, lambd=0.5: F.softshrink(x, lambd), "Softmax2d": lambda x: torch.softmax(x, -3),
     "Softmin": lambda x, *, axis=-1: torch.softmax(-x, axis), "Softplus": lambda x: F.softplus(x),
     "Softsign": lambda x: F.softsign(x), "Tanhshrink": lambda x: F.tanhshrink(x),

@@ -179,10 +179,8 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
         return type(result)(_split_as(name, "outputs", outputs, tuple(result)))
 
     if isinstance(fn, nn.Module):
-        before, behind = (lambda _, args: enter(args)), (lambda _, args, result: leave(result))
-        for hook, register in ((before, fn.register_forward_pre_hook), (behind, fn.register_forward_hook)):
-            setattr(hook, MARKS, True)
-            register(hook)
+        fn.register_forward_pre_hook(_marking(lambda _, args: enter(args)))
+        fn.register_forward_hook(_marking(lambda _, args, result: leave(result)))
         vars(fn)[STRATEGIES], vars(fn)[PARAMETERS] = (inputs, outputs), parameters
         return fn
 
@@ -191,6 +189,12 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
 
     vars(sharded)[STRATEGIES], vars(sharded)[PARAMETERS] = (inputs, outputs), parameters
     return sharded
+
+
+def _marking(hook: Any) -> Any:
+    """A hook that no user means."""
+    setattr(hook, MARKS, True)
+    return hook
 
 
 def _left_out(name: str, role: str, strategy: Any) -> tuple[Any, Any]:

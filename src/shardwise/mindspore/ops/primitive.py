@@ -287,6 +287,20 @@ class Primitive:
         return f"{self.name}<{self.in_strategy}>" if self.in_strategy else self.name
 
 
+class Inner(Primitive):
+    """What a layer computes, as an operator that may have a strategy of its own: ``norm.bn_train.shard(...)``. It is
+    called with a function and its operands. ``dims``: as of every operator."""
+
+    lead = 0
+
+    def __init__(self, dims: str = "b...") -> None:
+        super().__init__()
+        self.dims = dims
+
+    def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
+        return function(*operands)
+
+
 def _of_tensors(entries: tuple[Any, ...], count: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A strategy's entries for the ``count`` tensors alone: a number among the operands may have ``()``, as a tensor
     without dims has."""
