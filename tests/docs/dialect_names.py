@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import shardwise.mindspore as ms
+from shardwise.mindspore.communication import comm_func
 from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.parallel import auto_parallel
+from shardwise.mindspore.parallel import nn as parallel_nn
 
 PAGE = Path(__file__).parents[2] / "docs/from-mindspore.md"
 BEGIN, END = "<!-- names: make names -->", "<!-- end of names -->"
@@ -27,7 +30,17 @@ def table() -> str:
         "mindspore.amp": [name for name in vars(ms.amp) if "mix" in name or "Scale" in name or name.startswith("get_")]
         + ["all_finite", "build_train_network"],
         "mindspore.communication": ms.communication.__all__,
+        "mindspore.communication.comm_func": comm_func.__all__,
         "mindspore.parallel": ms.parallel.__all__,
+        "mindspore.parallel.nn": parallel_nn.__all__,
+        "mindspore.parallel.auto_parallel": auto_parallel.__all__,
+        "mindspore.mint": ms.mint.__all__,
+        "mindspore.mint.nn": ms.mint.nn.__all__,
+        "mindspore.mint.nn.functional": ms.mint.nn.functional.__all__,
+        "mindspore.mint.linalg, special": [*ms.mint.linalg.__all__, *ms.mint.special.__all__],
+        "mindspore.mint.optim, experimental.optim": ms.mint.optim.__all__,
+        "mindspore.experimental.optim.lr_scheduler": ms.mint.optim.lr_scheduler.__all__,
+        "mindspore.mint.distributed": ms.mint.distributed.__all__,
         "mindspore.dataset": ms.dataset.__all__,
         "mindspore.dataset.text": ms.dataset.text.__all__,
         "mindspore.dataset.transforms": ms.dataset.transforms.__all__,

@@ -119,3 +119,42 @@ def test_what_trains_is_saved_under_the_names_of_its_network(tmp_path: Path) -> 
     assert float(step(*batch)) == float(again(*batch))
     for own, p in zip(net.get_parameters(), other.get_parameters(), strict=True):
         assert torch.equal(own, p)
+
+
+def test_a_checkpoint_is_loaded_by_the_ends_of_its_names_unless_it_is_strict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, again = ms.nn.SequentialCell(ms.nn.Dense(2, 3)), ms.nn.SequentialCell(ms.nn.Dense(2, 3), ms.nn.Dense(3, 1))
+    entries = [{"name": f"backbone.{name}", "data": p} for name, p in net.parameters_and_names()]
+    file = str(tmp_path / "net.ckpt")
+    ms.save_checkpoint([*entries, {"name": "moments.1.weight", "data": torch.ones(1, 3)}], file)
+    content = ms.load_checkpoint(file)
+    assert ms.load_param_into_net(again, content, strict_load=True)[0] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    kept = again[1].bias.asnumpy().copy()
+    missing, extra = ms.load_param_into_net(again, {name: p for name, p in content.items() if "moments" not in name})
+    assert (missing, extra) == (["1.weight", "1.bias"], [])
+    assert "2 parameters keep their values: 1.weight, 1.bias" in capsys.readouterr().err
+    assert torch.equal(again[0].weight, net[0].weight)
+    assert (again[1].bias.asnumpy() == kept).all()
+    half = {"0.weight": ms.Parameter(net[0].weight.half(), "0.weight"), "0.bias": net[0].bias}
+    with pytest.raises(RuntimeError, match=r"0.weight is torch.float16 in the checkpoint and torch.float32"):
+        ms.load_param_into_net(net, half, strict_load=True)
+    assert ms.load_param_into_net(net, half) == ([], [])
+
+
+def test_a_training_that_fails_leaves_a_checkpoint_where_it_is_asked_to(tmp_path: Path) -> None:
+    class Fails(ms.Callback):
+        def step_end(self, run_context: Any) -> None:
+            if run_context.original_args().cur_step_num == 2:
+                raise RuntimeError("stopped")
+
+    for number, saves in enumerate((True, False)):
+        net = Net(STRATEGIES)
+        model = ms.Model(net, ms.nn.MSELoss(), ms.nn.SGD(net.trainable_params(), 0.1))
+        config = ms.CheckpointConfig(save_checkpoint_steps=5, exception_save=saves)
+        saver = ms.ModelCheckpoint("net", str(tmp_path / str(number)), config)
+        with pytest.raises(RuntimeError, match="stopped"):
+            model.train(1, batches(), callbacks=[saver, Fails()])
+        assert [path.name for path in (tmp_path / str(number)).glob("*")] == ["net-1_2.ckpt"] * saves
+    with pytest.raises(ValueError, match="not encrypted"):
+        ms.CheckpointConfig(enc_key=b"0" * 16)

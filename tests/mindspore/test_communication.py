@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from launch.gloo_ranks import run_on_ranks
 from shardwise.mindspore import communication as D
-from shardwise.mindspore.communication import management
+from shardwise.mindspore.communication import comm_func, management
 from shardwise.mindspore.context import reset_auto_parallel_context
+from shardwise.mindspore.mint import distributed
 from shardwise.mindspore.ops.communication import (
     AllGather,
     AllReduce,
@@ -270,6 +271,45 @@ def sums_in_groups() -> list[float]:
 
 def test_members_may_have_different_numbers_of_groups(run_ranks: RunRanks) -> None:
     assert run_ranks(sums_in_groups, 3) == [[11.0, 101.0, 101.0, 2.0], [11.0], [101.0, 101.0, 2.0]]
+
+
+def in_torchs_words() -> dict[str, Any]:
+    """On one of two ranks: what mint.distributed writes, and comm_func returns."""
+    distributed.init_process_group("hccl")
+    rank = distributed.get_rank()
+    found = {name: torch.zeros(size) for name, size in (("gathered", 4), ("scattered", 2), ("summed", 1), ("own", 1))}
+    mine = torch.tensor([1.0, 2.0]) + 10 * rank
+    handle = distributed.all_gather_into_tensor(found["gathered"], mine, async_op=True)
+    assert handle is not None
+    assert handle.wait()
+    assert distributed.reduce_scatter_tensor(found["scattered"], torch.cat([mine, mine])) is None
+    distributed.all_reduce(found["summed"].add_(rank + 1), group=distributed.new_group([0, 1]))
+    distributed.scatter(found["own"], [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None, src=0)
+    parts = [torch.zeros(1), torch.zeros(1)]
+    distributed.all_to_all(parts, [mine[:1], mine[1:]])
+    distributed.broadcast(mine, src=1)
+    objects: list[Any] = [None, None]
+    distributed.all_gather_object(objects, {"rank": rank})
+    distributed.barrier()
+    x = torch.ones(1, requires_grad=True)
+    total, none = comm_func.all_reduce(x * (rank + 1))
+    total.backward()
+    sizes = [1, 2] if rank == 0 else [2, 1]
+    uneven, _ = comm_func.all_to_all_single_with_output_shape((3,), torch.arange(3.0) + 10 * rank, sizes, sizes)
+    return found | {"parts": torch.cat(parts), "broadcast": mine, "objects": objects, "total": total.detach(),
+                    "gradient": x.grad, "uneven": uneven, "none": none}  # fmt: skip
+
+
+def test_collectives_in_torchs_words_write_into_tensors(run_ranks: RunRanks) -> None:
+    for rank, found in enumerate(run_ranks(in_torchs_words, 2)):
+        want = {
+            "gathered": [1, 2, 11, 12], "scattered": [12, 14], "summed": [3], "own": [5 + rank],
+            "parts": [[1, 11], [2, 12]][rank], "broadcast": [11, 12], "total": [3], "gradient": [2 * (rank + 1)],
+            "uneven": [[0, 10, 11], [1, 2, 12]][rank],
+        }  # fmt: skip
+        for name, numbers in want.items():
+            assert found[name].tolist() == numbers, name
+        assert (found["objects"], found["none"]) == ([{"rank": 0}, {"rank": 1}], None)
 
 
 def test_bad_groups_are_refused() -> None:

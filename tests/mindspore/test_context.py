@@ -137,7 +137,7 @@ VALUES: dict[str, Any] = {  # one that is not the default, of every option that 
     "force_fp32_communication": True,
     "all_reduce_fusion_config": (20, 35),
     "comm_fusion": {"openstate": True, "allreduce": {"mode": "size", "config": 32}},
-    "strategy_ckpt_config": {"load_file": "a", "save_file": "b", "only_trainable_params": True},
+    "strategy_ckpt_config": {"load_file": "a", "save_file": "b", "only_trainable_params": False},
     "enable_parallel_optimizer": True,
     "parallel_optimizer_config": {
         "gradient_accumulation_shard": False,
@@ -150,16 +150,17 @@ VALUES: dict[str, Any] = {  # one that is not the default, of every option that 
     "pipeline_result_broadcast": True,
     "pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "gpipe"},
     "auto_pipeline": True,
+    "enable_alltoall": False,
+    "group_ckpt_save_file": "group",
 }
 LATER: dict[str, Any] = {
-    "group_ckpt_save_file": "group",
     "dump_local_norm": True,
     "dump_local_norm_path": "norms",
     "dump_device_local_norm": True,
     "grad_accumulation_step": 4,
 }
-MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False, "enable_alltoall": False, "pipeline_segments": 2}
-ALGO_MEANINGLESS: dict[str, Any] = {
+MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False, "pipeline_segments": 2}
+ALGO_IDLE: dict[str, Any] = {
     "fully_use_devices": False,
     "enable_algo_approxi": True,
     "tensor_slice_align_enable": True,
@@ -203,11 +204,23 @@ def test_what_means_nothing_here_says_why() -> None:
         with pytest.raises(ValueError, match=rf"{name}={value} means nothing here: (an? )?\w+"):
             set_auto_parallel_context(**{name: value})
         set_auto_parallel_context(**{name: getattr(Options(), name)})
-    for name, value in ALGO_MEANINGLESS.items():
-        with pytest.raises(ValueError, match=rf"{name}={value} means nothing here: \w+ \w+"):
-            set_algo_parameters(**{name: value})
+
+
+def test_what_changes_no_result_is_kept_with_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "_told", set())
+    for name, value in ALGO_IDLE.items():
+        set_algo_parameters(**{name: value})
+        assert get_algo_parameters(name) == value
+        assert f"{name}={value} has no effect here" in capsys.readouterr().err
         set_algo_parameters(**{name: not value})
     assert context.algo_parameters() == AlgoParameters()
+    set_context(enable_graph_kernel=True)
+    assert "enable_graph_kernel=...) has no effect here" in capsys.readouterr().err
+    assert (get_context("enable_graph_kernel"), get_context("exec_order")) == (True, None)
+    context.reset_context()
+    assert get_context("enable_graph_kernel") is None
 
 
 def test_elementwise_operators_may_be_asked_to_follow(
@@ -248,7 +261,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"comm_fusion": {"allreduce": {"mode": "size", "config": None}}}, TypeError, "config"),
     ({"comm_fusion": {"allreduce": {"mode": "index", "config": [3, 2]}}}, ValueError, "do not ascend"),
     ({"all_reduce_fusion_config": 20}, TypeError, "list of indices"),
-    ({"strategy_ckpt_config": {"only_trainable_params": False}}, NotImplementedError, "later version"),
 ]
 
 

@@ -118,6 +118,50 @@ def test_optimizers_of_ones_own_and_rates_that_are_assigned_to() -> None:
     assert nn.InverseDecayLR(0.1, 0.5, 4)(2) == pytest.approx(0.1 / 1.25)
 
 
+_decayed = ops.MultitypeFuncGraph("decayed")
+
+
+@_decayed.register("Tensor", "Number", "Tensor", "Tensor", "Tensor", "Bool", "Bool")
+def _update(factor: Any, decay: Any, rate: Any, parameter: Any, gradient: Any, flag: bool, updated: bool) -> Any:
+    step = gradient + decay * parameter if flag else gradient
+    return ops.assign(parameter, parameter - factor * rate * step) if updated else gradient
+
+
+class Decays(nn.Optimizer):
+    """Of one's own, in the words of the reference's base class."""
+
+    def construct(self, gradients: Any) -> Any:
+        rates = self.get_lr() if self.is_group_lr else (self.get_lr(),) * len(self.parameters)
+        found = self.map_(ops.partial(_decayed, 1), self.get_weight_decay(), rates, self.parameters, gradients,
+                          self.decay_flags, self.optim_filter)  # fmt: skip
+        return self.broadcast_params(found) if self.use_parallel else found
+
+
+def test_an_optimizer_of_ones_own_knows_its_groups() -> None:
+    weights = [[Parameter(np.linspace(1, 2, 3), name) for name in ("a", "b", "c")] for _ in range(2)]
+    gradients = [np.full(3, 0.5), np.full(3, 0.25), np.ones(3)]
+    for own, kind in zip(weights, (Decays, nn.SGD), strict=True):
+        groups = [{"params": own[1:2], "lr": 0.2}, {"params": [own[2], own[0]], "weight_decay": 0.1},
+                  {"order_params": own}]  # fmt: skip
+        optimizer = kind(0.1, groups) if kind is Decays else kind(groups, 0.1)
+        assert (optimizer.is_group, optimizer.is_group_lr) == (True, True)
+        assert optimizer.weight_decay == (0.1, 0.0, 0.1)
+        assert optimizer.decay_flags == (True, False, True)
+        assert [float(rate) for rate in optimizer.get_lr()] == [0.1, 0.2, 0.1]
+        for _ in range(2):
+            optimizer([Tensor(gradient) for gradient in gradients])
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-14)
+
+
+def test_a_name_that_is_given_to_a_parameter_of_a_cell_is_whole() -> None:
+    net = nn.SequentialCell(nn.Dense(2, 2), nn.BatchNorm2d(2))
+    for parameter in net.get_parameters():
+        parameter.name = "G." + parameter.name
+    assert list(net.parameters_dict())[:3] == ["G.0.weight", "G.0.bias", "G.1.gamma"]
+    assert [p.name for p in net.trainable_params()] == list(net.parameters_dict())[:4]
+
+
 def test_words_become_numbers_and_rows_of_like_lengths_share_batches() -> None:
     texts = ds.NumpySlicesDataset(["a bad film", "a fine film", "fine"], ["text"], shuffle=False)
     words = texts.map(ds.text.WhitespaceTokenizer(), ["text"])

@@ -128,6 +128,8 @@ LAYERS: dict[str, tuple[Callable[[], Any], Tensor, Callable[[Any, Tensor], Tenso
     "Tanh": (lambda: nn.Tanh(), ROWS, lambda c, x: x.tanh(), ""),
     "HSwish": (lambda: nn.HSwish(), ROWS, lambda c, x: x * (x + 3).clamp(0, 6) / 6, ""),
     "HSigmoid": (lambda: nn.HSigmoid(), ROWS, lambda c, x: (x + 3).clamp(0, 6) / 6, ""),
+    "SiLU": (lambda: nn.SiLU(), ROWS, lambda c, x: x / (1 + (-x).exp()), ""),
+    "FastGelu": (lambda: nn.FastGelu(), ROWS, lambda c, x: x / (1 + (-1.702 * x).exp()), ""),
     "Mish": (lambda: nn.Mish(), ROWS, lambda c, x: x * (1 + x.exp()).log().tanh(), ""),
     "GELU": (lambda: nn.GELU(False), ROWS, lambda c, x: x / 2 * (1 + torch.erf(x / 2**0.5)), ""),
     "ELU": (lambda: nn.ELU(0.5), ROWS, lambda c, x: torch.where(x > 0, x, 0.5 * (x.exp() - 1)), ""),

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.operator_samples import i, r
-from shardwise.mindspore import aliases, engine, nn, ops
+from shardwise.mindspore import aliases, engine, mint, nn, ops
 from shardwise.mindspore.nn import simple, wrapped
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.simple import SIMPLE
@@ -72,6 +72,12 @@ CALLS: list[tuple[Any, Any]] = [
     (ops.FlashAttentionScore(2, scale_value=3**-0.5)(CUBE, CUBE, CUBE)[3],
      F.scaled_dot_product_attention(*(CUBE.view(2, 4, 2, 3).transpose(1, 2),) * 3).transpose(1, 2).reshape(2, 4, 6)),
     (ops.KLDivLoss()(X.log_softmax(1), Y.softmax(1)), (Y.softmax(1) * (Y.log_softmax(1) - X.log_softmax(1))).mean()),
+    (ops.BCEWithLogitsLoss("sum")(X, MASK.double(), None, None), F.binary_cross_entropy_with_logits(
+        X, MASK.double(), reduction="sum")), (ops.isin(IDS, IDS[:1]), IDS[0] == IDS), (ops.Trunc()(X), X.trunc()),
+    (ops.ScatterNdUpdate()(X.clone(), IDS[:1, None], Y[:1]), X.index_copy(0, IDS[:1], Y[:1])),
+    (ops.TensorScatterElements(1)(X, IDS[:, None], Y[:, :1]), X.scatter(1, IDS[:, None], Y[:, :1])),
+    (ops.MatrixBandPart()(X, 1, 0), X.tril().triu(-1)), (ms.recompute(torch.sin, X), X.sin()),
+    (nn.ReplicationPad3d(1)(IMAGE[None]), F.pad(IMAGE[None], (1,) * 6, "replicate")),
     (ops.Size()(X), 24), (ops.Rank()(X), 2), (ops.MaskedFill()(X, MASK, 1.0), torch.where(MASK, 1.0, X)),
     # cells and losses
     (nn.SiLU()(X), F.silu(X)), (nn.GLU(0)(X), F.glu(X, 0)), (nn.Hardtanh(-0.5, 0.5)(X), X.clamp(-0.5, 0.5)),
@@ -144,6 +150,127 @@ def test_long_paths_of_imports_lead_here() -> None:
     from shardwise.mindspore.train.callback import EarlyStopping
 
     assert (Momentum, Fn.relu, EarlyStopping) == (nn.Momentum, ops.relu, ms.train.EarlyStopping)
+
+
+def _seen(rows: int, columns: int, before: int, behind: int) -> Tensor:
+    """True for keys that a query does not see: those more than so far back or ahead."""
+    ahead = torch.arange(columns) - torch.arange(rows)[:, None]
+    return (ahead > behind) | (-ahead > before)
+
+
+# sparse mode, queries, settings, and which keys each query does not see
+SPARSE: list[tuple[int, int, dict[str, Any], Any]] = [
+    (0, 5, {}, None), (1, 5, {"attn_mask": _seen(5, 5, 2, 1)}, _seen(5, 5, 2, 1)),
+    (0, 5, {"attn_mask": _seen(5, 5, 9, 2), "pre_tokens": 1}, _seen(5, 5, 1, 2)),
+    (2, 5, {"attn_mask": torch.ones(2048, 2048).triu(1).bool()}, _seen(5, 5, 9, 0)), (2, 2, {}, _seen(2, 5, 9, 0)),
+    (3, 2, {}, _seen(2, 5, 9, 3)), (4, 2, {"pre_tokens": 1, "next_tokens": 0}, _seen(2, 5, -2, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
+@pytest.mark.parametrize(("mode", "rows", "settings", "hidden"), SPARSE)
+def test_flash_attention_has_the_layouts_and_masks_of_the_reference(
+    layout: str, mode: int, rows: int, settings: dict[str, Any], hidden: Any
+) -> None:
+    q, k, v = r(2, 4, rows, 3), r(2, 2, 5, 3), r(2, 2, 5, 3)  # two heads of keys for four of queries
+    as_given = {
+        "BNSD": lambda x: x, "BSND": lambda x: x.transpose(1, 2), "BSH": lambda x: x.transpose(1, 2).flatten(2),
+        "SBH": lambda x: x.permute(2, 0, 1, 3).flatten(2),
+    }[layout]  # fmt: skip
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.3
+    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    want = as_given(scores.softmax(-1) @ v.repeat_interleave(2, 1))
+    found = ops.flash_attention_score(*map(as_given, (q, k, v)), 4, scalar_value=0.3, input_layout=layout,
+                                      sparse_mode=mode, **settings)  # fmt: skip
+    torch.testing.assert_close(found.as_subclass(Tensor), want)
+    own = ops.FlashAttentionScore(4, scale_value=0.3, input_layout=layout, sparse_mode=mode, **{
+        word: value for word, value in settings.items() if word != "attn_mask"})  # fmt: skip
+    both = own(*map(as_given, (q, k, v)), None, None, None, settings.get("attn_mask"))[3]
+    torch.testing.assert_close(both.as_subclass(Tensor), want)
+
+
+def test_what_flash_attention_has_not_is_refused() -> None:
+    for settings, message in (({"real_shift": X}, "real_shift"), ({"sparse_mode": 7}, "sparse_mode=7")):
+        with pytest.raises(NotImplementedError, match=message):
+            ops.flash_attention_score(CUBE, CUBE, CUBE, 2, **settings)
+    with pytest.raises(ValueError, match='input_layout is "TND"'):
+        ops.flash_attention_score(CUBE, CUBE, CUBE, 2, input_layout="TND")
+
+
+# -- mint --------------------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Cell):
+    """A network of mint's layers and functions alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = mint.nn.Embedding(7, 6), mint.nn.LayerNorm(6)
+        self.qkv = mint.nn.Linear(6, 18, weight_init="ones", bias_init=0.5)
+        self.head, self.drop = mint.nn.Linear(6, 7, bias=False), mint.nn.Dropout(p=0.5)
+
+    def construct(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embedding(ids))
+        q, k, v = mint.split(self.qkv(x), 6, dim=-1)
+        weights = mint.nn.functional.softmax(mint.matmul(q, mint.transpose(k, -1, -2)), dim=-1)
+        return self.head(self.drop(mint.matmul(weights, v)))
+
+
+def test_a_network_of_mint_trains_as_torchs_does() -> None:
+    net, ids = Attends(), i(7, 4, 5).int()
+    assert [p.name for p in net.trainable_params()] == [
+        "embedding.weight", "norm.weight", "norm.bias", "qkv.weight", "qkv.bias", "head.weight"]  # fmt: skip
+    assert net.qkv.weight.min() == net.qkv.weight.max() == 1
+    weights = [p.detach().clone().as_subclass(Tensor).requires_grad_() for p in net.get_parameters()]
+    want = torch.optim.AdamW(weights, 0.1, weight_decay=0.2)
+    rates = torch.optim.lr_scheduler.SequentialLR(
+        want,
+        [torch.optim.lr_scheduler.LinearLR(want, total_iters=2), torch.optim.lr_scheduler.StepLR(want, 1, 0.5)],
+        [2],
+    )
+    optimizer = mint.optim.AdamW(net.trainable_params(), lr=0.1, weight_decay=0.2)
+    from shardwise.mindspore.experimental.optim import lr_scheduler
+
+    own_rates = lr_scheduler.SequentialLR(optimizer, [
+        lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.StepLR(optimizer, 1, 0.5)], [2])  # fmt: skip
+    loss_fn = mint.nn.CrossEntropyLoss()
+    step = ms.value_and_grad(lambda x: loss_fn(net(x).reshape(-1, 7), x.reshape(-1)), None, optimizer.parameters)
+    for _ in range(4):
+        loss, grads = step(ms.Tensor(ids))  # in evaluation mode: nothing is dropped
+        optimizer(grads)
+        table, gain, shift, qkv, bias, head = weights
+        q, k, v = (F.layer_norm(table[ids], (6,), gain, shift) @ qkv.T + bias).split(6, -1)
+        other = F.cross_entropy(((q @ k.mT).softmax(-1) @ v @ head.T).reshape(-1, 7), ids.reshape(-1).long())
+        want.zero_grad()
+        other.backward()
+        want.step()
+        own_rates.step()
+        rates.step()
+        torch.testing.assert_close(loss.as_subclass(Tensor), other.detach(), rtol=1e-5, atol=1e-6)
+        assert own_rates.get_last_lr() == pytest.approx(rates.get_last_lr())
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = net.head.weight.asnumpy().copy()
+    optimizer(grads)
+    np.testing.assert_array_equal(net.head.weight.asnumpy(), before)
+
+
+def test_mint_takes_what_programs_give() -> None:
+    column = i(6, 4, 1).int()
+    assert torch.equal(mint.gather(X, 1, column), X.gather(1, column.long()))
+    assert isinstance(mint.zeros((2, 3)), ms.Tensor)
+    assert mint.zeros(2, 3).shape == mint.ones((2, 3), dtype=ms.float16).shape == (2, 3)
+    values, places = mint.max(X, dim=1)
+    assert torch.equal(values, X.gather(1, places[:, None])[:, 0])
+    assert torch.equal(mint.nn.functional.one_hot(IDS.int(), 6), F.one_hot(IDS, 6))
+    for name in (*mint.__all__, "concatenate"):
+        if name != "concatenate":
+            assert getattr(mint, name) is not None
+    with pytest.raises(AttributeError, match=r"has no concatenate\n(.|\n)*concat"):
+        _ = mint.concatenate
+    conv = nn.SequentialCell(mint.nn.Conv2d(4, 3, 3, padding=1), mint.nn.BatchNorm2d(3), mint.nn.ReLU())
+    image = IMAGE.float()
+    want = F.relu(F.batch_norm(F.conv2d(image, conv[0].weight, conv[0].bias, padding=1), None, None, training=True))
+    torch.testing.assert_close(conv.set_train()(image).as_subclass(Tensor), want.detach(), rtol=1e-4, atol=1e-5)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -16,9 +16,14 @@ from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from search.small_models import counts
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.mindspore import engine, nn, ops, staged
 from shardwise.mindspore.holding import held, is_elsewhere
+from shardwise.mindspore.parallel.auto_parallel import AutoParallel
+from shardwise.mindspore.parallel.nn import Pipeline
+from shardwise.mindspore.train.transforms import save_group
+from spec.cases import CASES
 
 RunRanks = Callable[..., list[Any]]
 STAGED = {"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2, "full_batch": True}
@@ -95,10 +100,20 @@ def told(found: dict[str, Any]) -> dict[str, Any]:
     return {key: found[key] for key in ("losses", "weights", "printed")}
 
 
-def loop() -> tuple[list[float], dict[str, Any]]:
+def staged_by_methods(pipe: nn.Cell) -> nn.Cell:
+    """The options of ``STAGED``, as newer programs set them."""
+    ms.reset_auto_parallel_context()
+    parallel = AutoParallel(pipe, parallel_mode="semi_auto")
+    parallel.dataset_strategy("full_batch")
+    parallel.pipeline(stages=2, scheduler="1f1b")
+    parallel.comm_fusion({"allreduce": {"mode": "size", "config": 16}})
+    return parallel
+
+
+def loop(wrapped: Callable[[nn.Cell], nn.Cell] = lambda pipe: pipe) -> tuple[list[float], dict[str, Any]]:
     """A loop of one's own over a pipeline, with the reducer of pipelines, and an evaluation behind it."""
     net = Net()
-    pipe = nn.PipelineCell(net, 2).set_train()
+    pipe = wrapped(Pipeline(net, 2)).set_train()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
     reducer = nn.PipelineGradReducer(optimizer.parameters)
     step = ms.value_and_grad(lambda x, y: pipe(x, y), None, optimizer.parameters)
@@ -119,7 +134,8 @@ def on_rank(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, config in CONFIGS.items():
         ms.reset_auto_parallel_context()
-        save = {"strategy_ckpt_save_file": f"{folder}/strategies/{kind}{dist.get_rank()}.json"}
+        save = {"strategy_ckpt_save_file": f"{folder}/strategies/{kind}{dist.get_rank()}.json",
+                "group_ckpt_save_file": f"{folder}/groups/{dist.get_rank()}.json"}  # fmt: skip
         ms.set_auto_parallel_context(**STAGED, pipeline_config=config, **save)
         run = trained(kind)
         found[kind] = told(run)
@@ -128,7 +144,7 @@ def on_rank(folder: str) -> dict[str, Any]:
     found["ranks"] = {p.name: own.ranks for p in net.get_parameters() if (own := held(p))}
     ms.save_checkpoint(run["step"], f"{folder}/rank_{dist.get_rank()}/net.ckpt")
     ms.save_checkpoint(net, f"{folder}/whole{dist.get_rank()}.ckpt", integrated_save=True)
-    found["loop"] = loop()
+    found["loop"] = loop(staged_by_methods)
     return found
 
 
@@ -181,6 +197,8 @@ def test_two_ranks_train_a_pipeline_as_one_process_does(run_ranks: RunRanks, tmp
         np.testing.assert_allclose(found["loop"][1]["evaluated"], own_loop[1]["evaluated"], rtol=2e-5)
     assert {*two[0]["here"], *two[1]["here"]} == one["mean"]["weights"].keys()
     assert not {*two[0]["here"]} & {*two[1]["here"]}
+    groups = [ms.restore_group_info_list(str(tmp_path / f"groups/{rank}.json")) for rank in (0, 1)]
+    assert groups == [[0], [1]]  # each has its stage alone
     for content in (
         ms.load_distributed_checkpoint(None, [str(tmp_path / f"rank_{rank}/net.ckpt") for rank in (0, 1)]),
         ms.load_checkpoint(str(tmp_path / "whole0.ckpt")),
@@ -250,7 +268,7 @@ def planned(net: nn.Cell, micro_size: int = 2, **options: Any) -> Any:
     return engine.planned(nn.PipelineCell(net, micro_size).set_train(), batches()[0])
 
 
-def test_stages_are_those_of_the_cells() -> None:
+def test_stages_are_those_of_the_cells(tmp_path: Path) -> None:
     plan = planned(Net())
     assert [stage.placement.ranks for stage in plan.stages] == [(0,), (1,)]
     assert {entry.name.rpartition(".")[0] for entry in plan.stages[1].parameters} == {
@@ -264,6 +282,12 @@ def test_stages_are_those_of_the_cells() -> None:
     assert len(planned(Net((None,) * 4), auto_pipeline=True).stages) == 2
     inner = planned(Net(), device_num=4)
     assert [stage.placement.ranks for stage in inner.stages] == [(0, 1), (2, 3)]
+    parted = planned(Net(), device_num=4, enable_parallel_optimizer=True,
+                     parallel_optimizer_config={"parallel_optimizer_threshold": 0})  # fmt: skip
+    for rank, (copied, alone) in enumerate([([0, 1], [0]), ([0, 1], [1]), ([2, 3], [2]), ([2, 3], [3])]):
+        for plan, want in ((inner, copied), (parted, alone)):
+            save_group(plan, rank, str(tmp_path / "group.json"))
+            assert ms.restore_group_info_list(str(tmp_path / "group.json")) == want
 
 
 class Tied(nn.Cell):
@@ -287,6 +311,43 @@ def test_a_bare_product_crosses_and_a_table_is_in_both_stages() -> None:
     assert "network.dense.weight" in {entry.name for entry in first.parameters}
     for stage in (first, second):
         assert "network.table.embedding_table" in {entry.name for entry in stage.parameters}
+
+
+class TwoProducts(nn.Cell):
+    """The network of case pipe-1: a product with a strategy in each stage, and one weight in both."""
+
+    def __init__(self, strategy: dict[str, Any]) -> None:
+        super().__init__()
+        self.cell1, self.cell2 = Product(strategy["matmul"]), Product(strategy["matmul1"])
+        self.cell2.weight = self.cell1.weight
+        self.cell1.pipeline_stage, self.cell2.pipeline_stage = 0, 1
+
+    def construct(self, x: Tensor, labels: Tensor) -> Tensor:
+        return (self.cell2(self.cell1(x)) - labels).square().mean()
+
+
+class Product(nn.Cell):
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self.weight = ms.Parameter(ms.common.initializer.initializer("normal", [64, 64]), "weight")
+        self.matmul = ops.MatMul().shard(strategy)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.weight)
+
+
+def test_strategies_are_those_of_a_stage() -> None:
+    case = CASES["pipe-1"]
+    stages, devices = case["pipeline_stages"], case["device_num"]
+    ms.set_auto_parallel_context(**{**STAGED, "pipeline_stages": stages, "device_num": devices})
+    cell, rows = nn.PipelineCell(TwoProducts(case["strategy"]), case["micro_size"]), 16 * case["micro_size"]
+    plan = engine.planned(cell, (torch.zeros(rows, 64), torch.zeros(rows, 64)))
+    assert [stage.placement.ranks for stage in plan.stages] == [tuple(range(16)), tuple(range(16, 32))]
+    for number, want in enumerate(("matmul", "matmul1")):
+        stage = plan.alone(number)
+        (product,) = (own.name for own in stage.operators if own.name.endswith("/matmul"))
+        assert [list(own) for own in counts(stage, product)] == case["strategy"][want]
+        assert len(stage.parameters) == 1  # the one that both have
 
 
 def test_the_plan_of_a_pipeline_is_verified_as_its_micro_batches() -> None:

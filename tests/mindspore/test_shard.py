@@ -53,6 +53,16 @@ def test_batch_dims_of_a_product_come_first_in_the_device_order() -> None:
     assert sorted(strategy.split()) == ["b0@data.0", "k@data.2", "m@data.1"]
 
 
+def test_a_number_among_operands_may_have_an_empty_strategy() -> None:
+    x = torch.randn(8, 4).double()
+    for strategy, number in ((((4, 2), ()), 2.0), (((4, 2),), 2.0), (((4, 2), ()), ms.Tensor(2.0, ms.float64))):
+        cell = Applied(P.Mul().shard(strategy), (x, number))
+        assert sorted(equal_to_one_device(cell, (), 8).strategies["/mul"].split()) == [
+            "d0@(data.0,data.1)",
+            "d1@data.2",
+        ]
+
+
 def test_shapes_that_do_not_fit_are_named_with_the_cause_in_the_document() -> None:
     """Row G5: ``get_dataset`` of document 003, called in the order of its last lines."""
     with pytest.raises(
@@ -157,7 +167,7 @@ def test_the_inner_operator_of_a_layer_takes_a_strategy() -> None:
     dense = ms.nn.Dense(16, 8, activation="relu", dtype=torch.float64)
     dense.matmul.shard(((2, 2), (2, 2)))
     dense.bias_add.shard(((2, 2), (2,)))
-    dense.activation.primitive.shard(((2, 2),))
+    dense.activation.relu.shard(((2, 2),))
 
     class Loss(ms.nn.Cell):
         def __init__(self) -> None:
@@ -171,6 +181,44 @@ def test_the_inner_operator_of_a_layer_takes_a_strategy() -> None:
     assert plan.layouts["dense.weight"].local_shape(plan.mesh.coordinates(0)) == (4, 8)
     assert plan.layouts["dense.bias"].local_shape(plan.mesh.coordinates(0)) == (4,)
     assert summing(plan)[0] == "all_reduce"
+
+
+class Layers(ms.nn.Cell):
+    """Layers whose inner operators have strategies, under the reference's names."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        nn, f64 = ms.nn, {"dtype": torch.float64}
+        self.norm, self.relu, self.pool = nn.BatchNorm2d(4, **f64), nn.ReLU(), nn.MaxPool2d(2, 2)
+        self.mean, self.flatten = nn.AvgPool2d(2, 2, "pad", 0), nn.Flatten()
+        self.prelu, self.drop, self.gelu = nn.PReLU(16), nn.Dropout(p=0.0), nn.GELU()
+        self.prelu.w = ms.Parameter(torch.rand(16, **f64), "w")
+        self.loss = nn.SoftmaxCrossEntropyWithLogits(sparse, "mean")
+        for operator, *strategy in (
+            (self.norm.bn_train, (2, 2, 1, 1), (2,), (2,), (2,), (2,)), (self.relu.relu, (2, 2, 1, 1)),
+            (self.pool.max_pool, (2, 1, 2, 1)), (self.mean.avg_pool, (4, 1, 1, 1)), (self.drop.dropout, (4, 1)),
+            (self.prelu.prelu, (2, 2), (2,)), (self.gelu.gelu, (2, 2)), (self.loss.one_hot, (2, 1), (), ()),
+            (self.loss.softmax_cross_entropy, (4, 1), (4, 1)),
+        ):  # fmt: skip
+            operator.shard(tuple(strategy))
+
+    def construct(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.mean(self.pool(self.relu(self.norm(x))))
+        return self.loss(self.gelu(self.prelu(self.drop(self.flatten(x)))), labels)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_inner_operators_of_layers_and_losses_take_strategies(sparse: bool) -> None:
+    x, labels = torch.randn(4, 4, 8, 8, dtype=torch.float64), torch.tensor([3, 0, 15, 7], dtype=torch.int32)
+    given = labels if sparse else torch.eye(16, dtype=torch.float64)[labels]
+    net = Layers(sparse).set_train()
+    plan = equal_to_one_device(net, (x, given), 4)
+    assert plan.layouts["norm.gamma"].local_shape(plan.mesh.coordinates(0)) == (2,)
+    assert plan.layouts["prelu.w"].local_shape(plan.mesh.coordinates(0)) == (8,)
+    ms.reset_auto_parallel_context()
+    alone = ms.nn.SoftmaxCrossEntropyWithLogits(sparse, "mean")  # without strategies, in another way
+    features = net.flatten(net.mean(net.pool(net.relu(net.norm(x)))))
+    torch.testing.assert_close(net(x, given), alone(net.gelu(net.prelu(features)), given))
 
 
 def test_several_operators_of_one_primitive_follow_its_operand() -> None:

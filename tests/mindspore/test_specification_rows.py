@@ -3,6 +3,7 @@ functions and cells, gradients of several outputs, the column split of document 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from mindspore.applied import equal_to_one_device, planned
 from shardwise.api import step_memory
 from shardwise.mindspore import engine, nn, ops
 from shardwise.mindspore.strict import StrategyError
+from shardwise.runtime.hooks import announce_hooks
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,9 @@ def test_a_cell_with_strategies_keeps_its_parameters(method: bool) -> None:
     plan = equal_to_one_device(cell, (X,), 4)
     marks = [_counts(entry.strategy) for entry in plan.operators if entry.name.startswith("inner/alias")]
     assert (marks[0], marks[-1]) == ((2, 2), (4, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        announce_hooks(cell)  # its marks are no hooks of the user's
 
 
 @pytest.mark.parametrize(

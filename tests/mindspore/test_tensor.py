@@ -57,6 +57,17 @@ def test_a_method_is_that_of_numpy(name: str) -> None:
     np.testing.assert_allclose(found.asnumpy(), want, rtol=1e-13, atol=1e-15)
 
 
+def test_tensors_and_parameters_print_as_the_references_do() -> None:
+    x = ms.Tensor([[1.0, 2.5]])
+    assert (str(x), str(x.sum()), str(x > 2)) == ("[[1.  2.5]]", "3.5", "[[False  True]]")
+    assert repr([x]) == "[Tensor(shape=[1, 2], dtype=Float32, value= [[1. , 2.5]])]"
+    weight = ms.Parameter(x, name="w", requires_grad=False)
+    assert str(weight) == "Parameter (name=w, shape=(1, 2), dtype=Float32, requires_grad=False)"
+    shown: list[str] = []
+    ms.vmap(lambda row: (shown.append(str(row)), row)[1])(x)
+    assert "BatchedTensor" in shown[0]  # which has no numbers of its own
+
+
 def test_the_size_is_a_number_and_torch_may_call_it() -> None:
     x = ms.Tensor(DATA)
     assert (x.size, x.size + 1, x.size(), x.size(-1)) == (24, 25, torch.Size((2, 3, 4)), 4)

@@ -223,6 +223,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else read_place(os.environ).world_size
 
 
+def group_file() -> str:
+    """Where the environment's GROUP_INFO_FILE wants to know which ranks hold the same; "" if it does not."""
+    return os.environ.get("GROUP_INFO_FILE", "")
+
+
 def local_rank() -> tuple[int, int]:
     """(this process's number, how many there are) on its machine; a launcher that does not tell has only one."""
     place = read_place(os.environ)

@@ -19,6 +19,9 @@ PATHS = {
     "dataset.vision.py_transforms": "dataset.vision",
     "dataset.vision.transforms": "dataset.vision",
     "dataset.vision.utils": "dataset.vision",
+    "experimental": "mint",
+    "experimental.optim": "mint.optim",
+    "experimental.optim.lr_scheduler": "mint.lr_scheduler",
     "nn.cell": "nn.cell",
     "nn.dynamic_lr": "nn.learning_rates",
     "nn.layer": "nn",
@@ -34,13 +37,18 @@ PATHS = {
     "nn.optim.adam": "nn.adaptive",
     "nn.optim.momentum": "nn.optimizer",
     "nn.optim.optimizer": "nn.optimizer",
+    "nn.utils": "compiling",
     "nn.wrap.cell_wrapper": "nn.wrap",
     "nn.wrap.grad_reducer": "nn.grad_reducer",
     "nn.wrap.loss_scale": "nn.wrap",
+    "ops.auto_generate": "ops",
     "ops.function": "ops.functions",
     "ops.operations.comm_ops": "ops.communication",
     "parallel.shard": "layout",
     "train.amp": "amp",
+    "train.callback._callback": "train.callback",
+    "train.dataset_helper": "train.model",
+    "train.summary": "train.recording",
     "train.loss_scale_manager": "amp",
 }
 
@@ -51,4 +59,4 @@ def install() -> None:
         module = import_module(f"{HERE}.{own}")
         sys.modules.setdefault(f"{HERE}.{path}", module)
         parent, _, leaf = path.rpartition(".")
-        vars(sys.modules[f"{HERE}.{parent}"]).setdefault(leaf, module)  # import parent.leaf as name
+        vars(sys.modules[f"{HERE}.{parent}".rstrip(".")]).setdefault(leaf, module)  # import parent.leaf as name

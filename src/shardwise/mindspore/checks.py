@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import problem
+from shardwise.mindspore.notes import note
 
 Check = Callable[[str, Any], Any]
 
@@ -93,6 +94,17 @@ def meaningless(inner: Check, default: Any, why: str) -> Check:
         if inner(name, value) != default:
             raise ValueError(problem(f"{name}={value!r} means nothing here: {why}", fix=f"leave {name} at {default!r}"))
         return default
+
+    return check
+
+
+def idle(inner: Check, default: Any, why: str) -> Check:
+    """Checked and kept, with a note where it is not the default: it changes no result, and here nothing: ``why``."""
+
+    def check(name: str, value: Any) -> Any:
+        if inner(name, value) != default:
+            note(f"{name}={value!r} has no effect here: {why}")
+        return value
 
     return check
 

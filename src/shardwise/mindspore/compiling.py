@@ -3,6 +3,8 @@ these change nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -18,9 +20,15 @@ def jit(fn: Any = None, *args: Any, **settings: Any) -> Any:
     return (lambda decorated: decorated) if fn is None else fn
 
 
-ms_function = jit_class = lazy_inline = constexpr = _primexpr = jit
+ms_function = ms_class = jit_class = lazy_inline = no_inline = constexpr = _primexpr = jit
 
 
 def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
     """The same: numbers may change between calls anyway."""
     return input_data
+
+
+@contextmanager
+def no_init_parameters() -> Iterator[None]:
+    """Kept for programs that use it: parameters that are made meanwhile have their values at once, as always here."""
+    yield

@@ -84,6 +84,13 @@ _IDLE: dict[str, str] = {
     **dict.fromkeys(("inter_op_parallel_num", "runtime_num_threads", "op_timeout"), "torch.set_num_threads does that"),
     **dict.fromkeys(("pynative_synchronize", "jit_syntax_level", "max_call_depth"), "Python runs the program itself"),
     **dict.fromkeys(("check_bprop", "grad_for_scalar", "reserve_class_name_in_scope"), "torch.autograd differentiates"),
+    **dict.fromkeys(("enable_mem_reuse", "graph_memory_max_size", "memory_offload", "exec_order"), _IS_TORCHS),
+    **dict.fromkeys(("enable_task_sink", "enable_loop_sink", "jit_enable_inplace_ops"), "operators are torch's calls"),
+    **dict.fromkeys(("parallel_speed_up_json_path", "host_scheduling_max_threshold"), "plans have their own schedule"),
+    **dict.fromkeys(("enable_profiling", "profiling_options"), "torch.profiler.profile() does that"),
+    **dict.fromkeys(("print_file_path", "env_config_path", "debug_level", "support_binary"), "Python prints and stops"),
+    "enable_sparse": "gradients are dense",
+    "enable_auto_mixed_precision": "amp.auto_mixed_precision does that",
     "enable_reduce_precision": "kernels compute in the dtypes that they are given",
     "deterministic": "torch.use_deterministic_algorithms(True) does that",
 }
@@ -94,6 +101,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.settings, self.options, self.algo = Settings(), Options(), AlgoParameters()
+        self.idle: dict[str, Any] = {}  # settings that do nothing, as they were given
 
 
 _context = _Context()
@@ -125,6 +133,7 @@ def set_context(**values: Any) -> None:
     stored = {name: _SETTINGS[name](name, value) for name, value in values.items() if name in _SETTINGS}
     for name in values:
         if name in _IDLE:
+            _context.idle[name] = values[name]
             note(f"set_context({name}=...) has no effect here: {_IDLE[name]}")
     _context.settings = replace(_context.settings, **stored)
     target = stored.get("device_target", "CPU")  # which every machine has
@@ -151,15 +160,18 @@ def run_check() -> None:
 
 
 def get_context(name: str) -> Any:
-    """A setting. Without one, ``device_target`` is what the machine has: "GPU" or "CPU"."""
-    known_name(name, _SETTINGS, "get_context")
+    """A setting. Without one, ``device_target`` is what the machine has: "GPU" or "CPU". Of one that does nothing what
+    was given, or None."""
+    known_name(name, (*_SETTINGS, *_IDLE), "get_context")
+    if name in _IDLE:
+        return _context.idle.get(name)
     value = getattr(_context.settings, name)
     return value or ("GPU" if torch.cuda.is_available() else "CPU") if name == "device_target" else value
 
 
 def reset_context() -> None:
     """Forget what ``set_context`` has set."""
-    _context.settings = Settings()
+    _context.settings, _context.idle = Settings(), {}
 
 
 def set_auto_parallel_context(**values: Any) -> None:

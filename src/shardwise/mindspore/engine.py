@@ -29,6 +29,7 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.graph.trees import leaf_name
 from shardwise.graph.widen import in_reference_mode
+from shardwise.launch.ranks import group_file
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
@@ -252,6 +253,10 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     plan = from_rank_zero(lambda: _decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
+    if groups := options.group_ckpt_save_file or group_file():
+        from shardwise.mindspore.train.transforms import save_group
+
+        save_group(plan, dist.get_rank(), groups)
     local = bool(counts)
     par = sw.parallelize(
         model,

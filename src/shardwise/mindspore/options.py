@@ -12,7 +12,19 @@ from typing import Any
 
 from shardwise.errors import problem
 from shardwise.launch.ranks import rank, world_size
-from shardwise.mindspore.checks import Check, closest, entries, flag, fraction, later, meaningless, one_of, text, whole
+from shardwise.mindspore.checks import (
+    Check,
+    closest,
+    entries,
+    flag,
+    fraction,
+    idle,
+    later,
+    meaningless,
+    one_of,
+    text,
+    whole,
+)
 from shardwise.mindspore.notes import note
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.search.zero import Zero
@@ -264,7 +276,7 @@ CHECKS: dict[str, Check] = {
     "dataset_strategy": _dataset_strategy,
     "enable_parallel_optimizer": flag,
     "force_fp32_communication": flag,
-    "enable_alltoall": meaningless(flag, True, "an all-to-all moves less than gathering and slicing, on every machine"),
+    "enable_alltoall": idle(flag, True, "an all-to-all moves less than gathering and slicing, on every machine"),
     "all_reduce_fusion_config": _indices,
     "pipeline_stages": whole(1, 4096),
     "pipeline_segments": meaningless(
@@ -286,11 +298,11 @@ CHECKS: dict[str, Check] = {
         {
             "load_file": text,
             "save_file": text,
-            "only_trainable_params": later(flag, True, "strategies of frozen parameters follow"),
+            "only_trainable_params": flag,  # a plan says both
         },
         CKPT_CONFIG,
     ),
-    "group_ckpt_save_file": later(text, "", "the file of ranks with equal slices follows, with fault recovery,"),
+    "group_ckpt_save_file": text,
     "auto_pipeline": flag,
     "dump_local_norm": later(flag, False, _LATER_NORMS),
     "dump_local_norm_path": later(text, "", _LATER_NORMS),
@@ -325,10 +337,10 @@ def _follow(name: str, value: Any) -> bool:
 
 
 ALGO_CHECKS: dict[str, Check] = {
-    "fully_use_devices": meaningless(flag, True, "the search prices splits over all devices and over fewer of them"),
+    "fully_use_devices": idle(flag, True, "the search prices splits over all devices and over fewer of them"),
     "elementwise_op_strategy_follow": _follow,
-    "enable_algo_approxi": meaningless(flag, False, "the search keeps what can be best, and a plan tells its gap"),
+    "enable_algo_approxi": idle(flag, False, "the search keeps what can be best, and a plan tells its gap"),
     "algo_approxi_epsilon": fraction,
-    "tensor_slice_align_enable": meaningless(flag, False, "no device here computes in units of one slice size"),
+    "tensor_slice_align_enable": idle(flag, False, "no device here computes in units of one slice size"),
     "tensor_slice_align_size": whole(1, 1024),
 }

@@ -71,11 +71,31 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         return np.asarray(METHODS["asnumpy"](self), dtype)
 
+    def __str__(self) -> str:
+        return str(METHODS["asnumpy"](self)) if _has_values(self) else repr(self)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if not _has_values(self):
+            return str(super().__repr__())  # type: ignore[no-untyped-call]
+        values = np.array2string(METHODS["asnumpy"](self), separator=", ")
+        return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value= {values})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = plain(self).detach().clone().as_subclass(Tensor).requires_grad_(self.requires_grad)
         copied: Tensor = memo[id(self)]
         return copied
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    """Whether there are numbers to print: not while something is captured, or transformed by torch.func."""
+    unreal = torch.compiler.is_exporting() or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not unreal and x.dtype != torch.bfloat16
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """A dtype as the reference prints it: Float32."""
+    return str(dtype).removeprefix("torch.").capitalize()
 
 
 def _made(result: Any) -> Any:
@@ -135,6 +155,7 @@ class Parameter(nn.Parameter):
     param_name: str | None
     prefix: str = ""  # of update_parameters_name
     path: str | None = None  # in the cell whose parameters were asked for
+    renamed: bool = False  # since then: the name is whole
     layerwise_parallel: bool
     parallel_optimizer: bool
 
@@ -145,7 +166,7 @@ class Parameter(nn.Parameter):
 
     @name.setter
     def name(self, value: str) -> None:
-        self.param_name, self.path = value, None
+        self.renamed, self.param_name, self.path = self.renamed or self.path is not None, value, None
 
     def init_data(self, *settings: Any, **named: Any) -> Parameter:
         """The parameter, which has its values already."""
@@ -175,6 +196,12 @@ class Parameter(nn.Parameter):
             )
         self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # which goes on to be another one's
         return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        told = f"shape={tuple(self.shape)}, dtype={_kind(self.dtype)}, requires_grad={self.requires_grad}"
+        return f"Parameter (name={self.name}, {told})"
+
+    __str__ = __repr__
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.asnumpy(), dtype, copy=copy)

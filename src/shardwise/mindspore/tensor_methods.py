@@ -245,7 +245,8 @@ def asnumpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 _FUNCTIONS = (
-    "approximate_equal", "gather_elements", "gather_nd", "inv", "reverse", "unsorted_segment_max",
+    "approximate_equal", "gather_elements", "gather_nd", "inv", "random_categorical", "reverse", "reverse_sequence",
+    "searchsorted", "unique_with_pad", "unsorted_segment_max",
     "unsorted_segment_min", "unsorted_segment_prod", "xdivy",
 )  # fmt: skip
 METHODS: dict[str, Any] = {

@@ -18,6 +18,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.shards import shard
 
+MARKS = "marks_values"  # of a hook that does no more than to say how values lie
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -142,7 +143,7 @@ def _empty_shards() -> Shards:
 
 
 def announce_hooks(module: nn.Module) -> None:
-    """Warns of hooks of modules, which are not what they are on one device."""
+    """Warns of hooks of modules, which are not what they are on one device. Those with ``MARKS`` are for capture."""
     for kinds, what in (
         (
             _FORWARD,
@@ -154,7 +155,7 @@ def announce_hooks(module: nn.Module) -> None:
         names = [
             path or type(owner).__name__
             for path, owner in module.named_modules()
-            if any(vars(owner).get(kind) for kind in kinds)
+            if any(not hasattr(hook, MARKS) for kind in kinds for hook in (vars(owner).get(kind) or {}).values())
         ]
         if names:
             warnings.warn(what.format(listed(names)), CaptureWarning, stacklevel=4)

@@ -13,27 +13,39 @@ from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops import arithmetic
 from shardwise.mindspore.ops.normalization import LogSoftmax as LogSoftmaxOperator
 from shardwise.mindspore.ops.normalization import Softmax as SoftmaxOperator
-from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.ops.primitive import Inner, Primitive
+from shardwise.mindspore.ops.simple import PRIMITIVES
 from shardwise.mindspore.tensor import Parameter
 
 
 class _Activation(Cell):
-    operator: type[Primitive]
+    """Around an operator, which the cell has under ``attribute``, and which may be given a strategy there."""
 
-    def __init__(self) -> None:
+    operator: type[Primitive]
+    attribute: str
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
         super().__init__()
-        self.primitive = self.operator()
+        setattr(self, self.attribute, self.operator(*settings, **named))
 
     def construct(self, x: Any) -> Any:
-        return self.primitive(x)
+        return getattr(self, self.attribute)(x)
 
 
-_OPERATORS = (arithmetic.ReLU, arithmetic.ReLU6, arithmetic.Sigmoid, arithmetic.Tanh, arithmetic.HSwish,
-              arithmetic.HSigmoid, arithmetic.Mish)  # fmt: skip
-ReLU, ReLU6, Sigmoid, Tanh, HSwish, HSigmoid, Mish = (
-    type(own.__name__, (_Activation,), {"operator": own, "__module__": __name__, "__doc__": own.__doc__})
-    for own in _OPERATORS
-)
+_OPERATORS: dict[str, tuple[str, type[Primitive]]] = {
+    "ELU": ("elu", arithmetic.Elu), "FastGelu": ("fast_gelu", PRIMITIVES["FastGeLU"]),
+    "HSigmoid": ("hsigmoid", arithmetic.HSigmoid), "HSwish": ("hswish", arithmetic.HSwish),
+    "LeakyReLU": ("leaky_relu", arithmetic.LeakyReLU), "LogSoftmax": ("log_softmax", LogSoftmaxOperator),
+    "Mish": ("mish", arithmetic.Mish), "ReLU": ("relu", arithmetic.ReLU), "ReLU6": ("relu6", arithmetic.ReLU6),
+    "SiLU": ("silu", PRIMITIVES["SiLU"]), "Sigmoid": ("sigmoid", arithmetic.Sigmoid),
+    "Softmax": ("softmax", SoftmaxOperator), "Tanh": ("tanh", arithmetic.Tanh),
+}  # fmt: skip
+CLASSES: dict[str, type[Cell]] = {
+    name: type(name, (_Activation,), {
+        "operator": operator, "attribute": attribute, "__module__": __name__, "__doc__": operator.__doc__})
+    for name, (attribute, operator) in _OPERATORS.items()
+}  # fmt: skip
+globals().update(CLASSES)
 
 
 class GELU(Cell):
@@ -42,31 +54,10 @@ class GELU(Cell):
     def __init__(self, approximate: bool = True) -> None:
         super().__init__()
         self.approximate = "tanh" if approximate else "none"
+        self.gelu = Inner()
 
     def construct(self, x: Any) -> Any:
-        return F.gelu(x, approximate=self.approximate)
-
-
-class ELU(Cell):
-    """x above 0, else alpha * (exp(x) - 1)."""
-
-    def __init__(self, alpha: float = 1.0) -> None:
-        super().__init__()
-        self.elu = arithmetic.Elu(alpha)
-
-    def construct(self, x: Any) -> Any:
-        return self.elu(x)
-
-
-class LeakyReLU(Cell):
-    """x above 0, else alpha * x."""
-
-    def __init__(self, alpha: float = 0.2) -> None:
-        super().__init__()
-        self.leaky_relu = arithmetic.LeakyReLU(alpha)
-
-    def construct(self, x: Any) -> Any:
-        return self.leaky_relu(x)
+        return self.gelu(lambda x: F.gelu(x, approximate=self.approximate), x)
 
 
 class PReLU(Cell):
@@ -75,50 +66,21 @@ class PReLU(Cell):
     def __init__(self, channel: int = 1, w: Any = 0.25) -> None:
         super().__init__()
         self.w = Parameter(initializer(w, [channel]), "a")
+        self.prelu = Inner("n c b..., c")
 
     def construct(self, x: Any) -> Any:
-        return F.prelu(x, self.w)
-
-
-class Softmax(Cell):
-    """exp(x) over its sum along ``axis``."""
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__()
-        self.softmax = SoftmaxOperator(axis)
-
-    def construct(self, x: Any) -> Any:
-        return self.softmax(x)
-
-
-class LogSoftmax(Cell):
-    """The logarithm of Softmax."""
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__()
-        self.log_softmax = LogSoftmaxOperator(axis)
-
-    def construct(self, x: Any) -> Any:
-        return self.log_softmax(x)
-
-
-_NAMED: dict[str, type[Cell]] = {
-    "elu": ELU, "gelu": GELU, "hsigmoid": HSigmoid, "hswish": HSwish, "leakyrelu": LeakyReLU, "logsoftmax": LogSoftmax,
-    "mish": Mish, "prelu": PReLU, "relu": ReLU, "relu6": ReLU6, "sigmoid": Sigmoid, "softmax": Softmax, "tanh": Tanh,
-}  # fmt: skip
+        return self.prelu(F.prelu, x, self.w)
 
 
 def get_activation(name: str) -> Cell:
     """The activation of that name. Raises ValueError for another."""
-    from shardwise.mindspore.nn.simple import CLASSES
+    from shardwise.mindspore.nn.simple import CLASSES as FURTHER
 
-    known = _NAMED | {own.lower(): CLASSES[own] for own in ("CELU", "FastGelu", "LogSigmoid", "SiLU", "SeLU")}
+    cells = {**CLASSES, "GELU": GELU, "PReLU": PReLU, **{own: FURTHER[own] for own in ("CELU", "LogSigmoid", "SeLU")}}
+    known: dict[str, type[Cell]] = {own.lower(): cell for own, cell in cells.items()}
     if name not in known:
         raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, known)))
     return known[name]()
 
 
-__all__ = [
-    "ELU", "GELU", "HSigmoid", "HSwish", "LeakyReLU", "LogSoftmax", "Mish", "PReLU", "ReLU", "ReLU6", "Sigmoid",
-    "Softmax", "Tanh", "get_activation",
-]  # fmt: skip
+__all__ = [*CLASSES, "GELU", "PReLU", "get_activation"]

@@ -369,7 +369,7 @@ class LARS(Optimizer):
 
     def __call__(self, gradients: Sequence[Tensor]) -> bool:
         decay = {id(p): group["weight_decay"] for group in self.optimizer.groups for p in group["params"]}
-        rate, scaled = float(self.get_lr()), []
+        rate, scaled = self.rate_now(), []
         for p, g in zip(self.parameters, gradients, strict=True):
             size, length = _whole_norms(p, g)
             ratio = self.coefficient * size / (length + decay[id(p)] * size + self.epsilon)

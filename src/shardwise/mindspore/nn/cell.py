@@ -419,7 +419,7 @@ def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Pa
         leaf = path.rpartition(".")[2]
         name = (
             getattr(parameter, "prefix", "")
-            + path.removesuffix(leaf)
+            + ("" if getattr(parameter, "renamed", False) else path.removesuffix(leaf))
             + (getattr(parameter, "param_name", None) or leaf)
         )
         if name in named:

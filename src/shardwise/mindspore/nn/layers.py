@@ -17,6 +17,7 @@ from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair, same_padding
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
+from shardwise.mindspore.ops.primitive import Inner
 from shardwise.mindspore.ops.shape import Reshape
 from shardwise.mindspore.tensor import Parameter
 
@@ -122,6 +123,7 @@ class EmbeddingLookup(Embedding):
             fix = "ops.Gather().add_prim_attr('manual_split', (...))"
             raise NotImplementedError(problem("EmbeddingLookup(manual_shapes=...)", fix=fix))
         self.max_norm = max_norm
+        self.embeddinglookup = self.gatherv2 = self.gather  # as versions of the reference call it
         if target == "CPU":
             self.gather.add_prim_attr("primitive_target", "CPU")
         devices = context.options().stage_devices
@@ -316,9 +318,10 @@ class Dropout(Cell):
         self.keep_prob = 1 - self.p
         if not 0 <= self.p < 1:
             raise ValueError(problem(f"Dropout would drop with probability {self.p}", fix="p from 0, below 1"))
+        self.dropout = Inner()
 
     def construct(self, x: Any) -> Any:
-        return F.dropout(x, self.p, self.training)
+        return self.dropout(lambda x: F.dropout(x, self.p, self.training), x)
 
 
 class _Pool2d(Cell):
@@ -326,6 +329,7 @@ class _Pool2d(Cell):
     (``dilation``, ``ceil_mode``, ``count_include_pad``, ``divisor_override``) are torch's."""
 
     operator: type[MaxPool] | type[AvgPool]
+    attribute: str  # which holds the operator
     padded: Any
 
     def __init__(
@@ -340,26 +344,29 @@ class _Pool2d(Cell):
         super().__init__()
         if data_format != "NCHW":
             raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
-        plain = pad_mode.lower() != "pad" and not settings
-        self.pool = self.operator(kernel_size, stride, pad_mode) if plain else None
+        self.is_plain = pad_mode.lower() != "pad" and not settings
+        setattr(self, self.attribute, self.operator(kernel_size, stride, pad_mode) if self.is_plain else Inner())
         self.kernel_size, self.stride, self.pad_mode = kernel_size, stride, pad_mode
         self.sizes = (kernel_size, stride, padding if pad_mode.lower() == "pad" else 0)
         self.settings = settings
 
     def construct(self, x: Any) -> Any:
-        return type(self).padded(x, *self.sizes, **self.settings) if self.pool is None else self.pool(x)
+        operator = getattr(self, self.attribute)
+        if self.is_plain:
+            return operator(x)
+        return operator(lambda x: type(self).padded(x, *self.sizes, **self.settings), x)
 
 
 class MaxPool2d(_Pool2d):
     """The largest element of each window."""
 
-    operator, padded = MaxPool, staticmethod(F.max_pool2d)
+    operator, attribute, padded = MaxPool, "max_pool", staticmethod(F.max_pool2d)
 
 
 class AvgPool2d(_Pool2d):
     """The mean of each window."""
 
-    operator, padded = AvgPool, staticmethod(F.avg_pool2d)
+    operator, attribute, padded = AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
 
 
 class Flatten(Cell):

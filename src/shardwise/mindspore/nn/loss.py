@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from shardwise.errors import problem
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.arithmetic import Cast, Mul
+from shardwise.mindspore.ops.indexing import OneHot
+from shardwise.mindspore.ops.losses import SoftmaxCrossEntropyWithLogits as SoftmaxCrossEntropy
 from shardwise.mindspore.ops.reductions import ReduceMean, ReduceSum
 from shardwise.mindspore.tensor import as_torch
 
@@ -78,11 +80,14 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
     def __init__(self, sparse: bool = False, reduction: str = "none") -> None:
         super().__init__(reduction)
         self.sparse = sparse
+        self.softmax_cross_entropy, self.one_hot = SoftmaxCrossEntropy(), OneHot()
 
     def construct(self, logits: Any, labels: Any) -> Any:
-        if self.sparse:
+        if self.sparse and not (self.softmax_cross_entropy.in_strategy or self.one_hot.in_strategy):
             return F.cross_entropy(logits, labels.long(), reduction=self.reduction)
-        return self.get_loss(-(labels * logits.log_softmax(-1)).sum(-1))
+        if self.sparse:
+            labels = self.one_hot(labels, logits.shape[-1], 1.0, 0.0)
+        return self.get_loss(self.softmax_cross_entropy(logits, labels.to(logits.dtype))[0])
 
 
 class CrossEntropyLoss(LossBase):

@@ -16,6 +16,7 @@ from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.layers import positive
 from shardwise.mindspore.ops.communication import AllReduce
 from shardwise.mindspore.ops.normalization import LayerNorm as LayerNormOperator
+from shardwise.mindspore.ops.primitive import Inner
 from shardwise.mindspore.tensor import Parameter
 
 
@@ -54,6 +55,7 @@ class _BatchNorm(Cell):
         self.moving_variance: torch.Tensor
         self.register_buffer("moving_mean", initializer(moving_mean_init, [num_features], dtype))
         self.register_buffer("moving_variance", initializer(moving_var_init, [num_features], dtype))
+        self.bn_train = self.bn_infer = Inner("n c b..., c, c, c, c")
 
     def construct(self, x: Any) -> Any:
         if x.dim() not in self.dims:
@@ -64,7 +66,11 @@ class _BatchNorm(Cell):
         mean, variance = self.moving_mean, self.moving_variance
         weight = 0.0 if engine.is_again() else 1 - self.momentum
         wide = x if self._float is None else x.to(mean.dtype)
-        return F.batch_norm(wide, mean, variance, self.gamma, self.beta, batch, weight, self.eps).to(x.dtype)
+
+        def normalised(x: Any, gamma: Any, beta: Any, mean: Any, variance: Any) -> Any:
+            return F.batch_norm(x, mean, variance, gamma, beta, batch, weight, self.eps)
+
+        return self.bn_train(normalised, wide, self.gamma, self.beta, mean, variance).to(x.dtype)
 
 
 class BatchNorm1d(_BatchNorm):

@@ -15,6 +15,8 @@ from shardwise.launch.ranks import rank
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, held, own_shard
+from shardwise.mindspore.notes import note
+from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
 
@@ -45,7 +47,8 @@ class Optimizer:
         order = [
             parameter for group in groups if isinstance(group, dict) for parameter in group.get("order_params", ())
         ]
-        if isinstance(groups[0], dict):
+        self.is_group = isinstance(groups[0], dict)
+        if self.is_group:
             groups = [group for group in groups if "order_params" not in group]
         else:
             order = groups
@@ -55,7 +58,8 @@ class Optimizer:
                 if members
             ]
         self.rates = [_rate(group.get("lr", learning_rate)) for group in groups]
-        self.weight_decay, self.loss_scale, self._steps = float(weight_decay), float(loss_scale), 0
+        self.is_group_lr = self.is_group and any("lr" in group for group in groups)
+        self.loss_scale, self._steps, self._decay = float(loss_scale), 0, float(weight_decay)
         grouped = [parameter for group in groups for parameter in group["params"]]
         for parameter in grouped:
             if not isinstance(parameter, nn.Parameter):
@@ -77,15 +81,24 @@ class Optimizer:
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         raise NotImplementedError
 
-    def get_lr(self) -> Tensor:
+    def rate_now(self) -> float:
         """The learning rate of the next step, of the first group."""
-        return Tensor(self.rates[0](self._steps), torch.float64)
+        return self.rates[0](self._steps)
+
+    def get_lr(self) -> Any:
+        """The learning rate of the next step; where groups have their own, a tuple with that of each parameter."""
+        if not self.is_group_lr:
+            return Tensor(self.rate_now(), torch.float64)
+        own = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
+        return self._of_groups(own)
 
     @property
     def learning_rate(self) -> Any:
         """The learning rate of the next step: a parameter, which may be assigned to, or of a schedule a tensor. What is
         set stays."""
-        return self.rates[0].parameter if isinstance(self.rates[0], _Constant) else self.get_lr()
+        return (
+            self.rates[0].parameter if isinstance(self.rates[0], _Constant) else Tensor(self.rate_now(), torch.float64)
+        )
 
     @learning_rate.setter
     def learning_rate(self, rate: Rate) -> None:
@@ -104,16 +117,51 @@ class Optimizer:
 
     def decay_weight(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Gradients with ``weight_decay`` times the parameter added."""
-        decays = {id(p): group["weight_decay"] for group in self.groups for p in group["params"]}
-        return tuple(g + decays[id(p)] * p for g, p in zip(gradients, self.parameters, strict=True))
+        decays = self._of_groups([group["weight_decay"] for group in self.groups])
+        return tuple(g + decay * p for g, decay, p in zip(gradients, decays, self.parameters, strict=True))
 
     def flatten_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """As they are: nothing is fused here."""
         return gradients
 
     @property
-    def is_group(self) -> bool:
-        return len(self.groups) > 1
+    def target(self) -> str:
+        """Where states are: with their parameters. Another place is taken, with a note."""
+        return "CPU" if context.settings().device_type == "cpu" else "GPU"
+
+    @target.setter
+    def target(self, value: str) -> None:
+        if value != self.target:
+            note(f'optimizer.target = "{value}" has no effect here: states are where their parameters are')
+
+    use_parallel = False  # every rank updates what it holds: there is nothing to send
+    map_ = map_reverse = hyper_map = HyperMap()
+
+    def broadcast_params(self, optim_result: Any) -> Any:
+        return optim_result
+
+    def _of_groups(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """One value per parameter: that of its group."""
+        own = {id(p): value for value, group in zip(values, self.groups, strict=True) for p in group["params"]}
+        return tuple(own[id(parameter)] for parameter in self.parameters)
+
+    @property
+    def weight_decay(self) -> Any:
+        """A number; of groups a tuple with that of each parameter."""
+        return self._of_groups([group["weight_decay"] for group in self.groups]) if self.is_group else self._decay
+
+    def get_weight_decay(self) -> Any:
+        return self.weight_decay
+
+    @property
+    def decay_flags(self) -> tuple[bool, ...]:
+        """Whether each parameter decays."""
+        return self._of_groups([group["weight_decay"] > 0 for group in self.groups])
+
+    @property
+    def optim_filter(self) -> tuple[bool, ...]:
+        """Whether this rank updates each parameter: it does."""
+        return (True,) * len(self.parameters)
 
     @property
     def dynamic_lr(self) -> bool:
@@ -342,7 +390,7 @@ class Rprop(Optimizer):
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:
-            group["lr"] = float(self.get_lr())
+            group["lr"] = self.rate_now()
         return torch.optim.Rprop(groups, etas=self.etas, step_sizes=self.step_sizes)
 
 
@@ -363,5 +411,5 @@ class ASGD(Optimizer):
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:
-            group["lr"] = float(self.get_lr())
+            group["lr"] = self.rate_now()
         return torch.optim.ASGD(groups, lambd=self.lambd, alpha=self.alpha, t0=self.t0)

@@ -107,11 +107,11 @@ def _dice(logits: Any, label: Any, smooth: float) -> Any:
 
 CELLS: dict[str, Function] = {
     # -- activations
-    "CELU": lambda x, *, alpha=1.0: F.celu(x, alpha), "FastGelu": FUNCTIONS["fast_gelu"],
+    "CELU": lambda x, *, alpha=1.0: F.celu(x, alpha),
     "GLU": lambda x, *, axis=-1: F.glu(x, axis), "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
     "HardShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
     "Hardtanh": lambda x, *, min_val=-1.0, max_val=1.0: F.hardtanh(x, min_val, max_val),
-    "LogSigmoid": lambda x: F.logsigmoid(x), "SeLU": lambda x: F.selu(x), "SiLU": lambda x: F.silu(x),
+    "LogSigmoid": lambda x: F.logsigmoid(x), "SeLU": lambda x: F.selu(x),
     "SoftShrink": lambda x, *, lambd=0.5: F.softshrink(x, lambd), "Softmax2d": lambda x: torch.softmax(x, -3),
     "Softmin": lambda x, *, axis=-1: torch.softmax(-x, axis), "Softplus": lambda x: F.softplus(x),
     "Softsign": lambda x: F.softsign(x), "Tanhshrink": lambda x: F.tanhshrink(x),
@@ -147,6 +147,12 @@ CELLS: dict[str, Function] = {
     "PixelUnshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
     "ReflectionPad1d": lambda x, *, padding: _padded(x, padding, "reflect", None, 1),
     "ReflectionPad2d": lambda x, *, padding: _padded(x, padding, "reflect", None, 2),
+    "ReflectionPad3d": lambda x, *, padding: _padded(x, padding, "reflect", None, 3),
+    "ReplicationPad3d": lambda x, *, padding: _padded(x, padding, "replicate", None, 3),
+    "LPPool1d": lambda x, *, norm_type, kernel_size, stride=None, ceil_mode=False: F.lp_pool1d(
+        x, norm_type, kernel_size, stride, ceil_mode),
+    "LPPool2d": lambda x, *, norm_type, kernel_size, stride=None, ceil_mode=False: F.lp_pool2d(
+        x, norm_type, kernel_size, stride, ceil_mode),
     "ReplicationPad1d": lambda x, *, padding: _padded(x, padding, "replicate", None, 1),
     "ReplicationPad2d": lambda x, *, padding: _padded(x, padding, "replicate", None, 2),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
@@ -193,6 +199,8 @@ LOSSES: dict[str, Function] = {
         input1, input2, target, margin, reduction=reduction),
     "MultiLabelSoftMarginLoss": lambda x, target, *, weight=None, reduction="mean": F.multilabel_soft_margin_loss(
         x, target, weight, reduction=reduction),
+    "MultilabelMarginLoss": lambda x, target, *, reduction="mean": F.multilabel_margin_loss(
+        x, target.long(), reduction=reduction),
     "MultiMarginLoss": lambda x, target, *, p=1, margin=1.0, reduction="mean", weight=None: F.multi_margin_loss(
         x, target.long(), p, margin, weight, reduction=reduction),
     "PoissonNLLLoss": lambda x, target, *, log_input=True, full=False, eps=1e-8, reduction="mean": F.poisson_nll_loss(

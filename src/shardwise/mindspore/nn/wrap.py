@@ -243,6 +243,22 @@ class PipelineCell(Cell):
         return sum(losses[1:], losses[0])
 
 
+class _VirtualDatasetCell(Cell):
+    """A network whose inputs are as the option ``dataset_strategy`` says, as those of every network are."""
+
+    is_wrapper = True
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self._backbone = backbone
+
+    def construct(self, *inputs: Any) -> Any:
+        return self._backbone(*inputs)
+
+
+VirtualDatasetCellTriple = _VirtualDatasetCell
+
+
 class GradAccumulationCell(PipelineCell):
     """The same without stages: gradients are added up over ``micro_size`` parts of a batch, and updated once."""
 
@@ -265,5 +281,6 @@ class PipelineGradReducer(Cell):
 __all__ = [
     "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "GradAccumulationCell",
     "MicroBatchInterleaved", "ParameterUpdate", "PipelineCell", "PipelineGradReducer", "TimeDistributed",
-    "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithGradCell", "WithLossCell",
+    "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "VirtualDatasetCellTriple",
+    "WithEvalCell", "WithGradCell", "WithLossCell",
 ]  # fmt: skip

@@ -44,6 +44,15 @@ class Wrapped(Cell):
     def construct(self, *inputs: Any, **named: Any) -> Any:
         return self.module(*inputs, **named)
 
+    def __getattr__(self, name: str) -> Any:
+        """Torch's own attributes, parameters among them, are the cell's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in vars(self).get("_modules", {}):
+                raise
+            return getattr(self._modules["module"], name)
+
 
 class _Recurrent(Wrapped):
     """``construct(x, hx=None, seq_length=None)`` returns the outputs and the last state. ``seq_length``: of each

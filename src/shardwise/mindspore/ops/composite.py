@@ -12,6 +12,7 @@ from shardwise.errors import problem
 from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.functional import grad
+from shardwise.mindspore.tensor import Tensor
 
 
 class Map:
@@ -60,6 +61,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+def _as_kind(x: Any, kind: Any) -> Any:
+    """A number as a tensor where one is wanted, and a tensor of one element as a number."""
+    if kind == _KINDS["Tensor"] and isinstance(x, _KINDS["Number"]):
+        return Tensor(x)
+    return x.item() if kind == _KINDS["Number"] and isinstance(x, torch.Tensor) and x.numel() == 1 else x
+
+
 class MultitypeFuncGraph:
     """A function with one body per types of its arguments: ``@scale.register("Tensor", "Number")``."""
 
@@ -80,6 +88,11 @@ class MultitypeFuncGraph:
         for types, body in self._bodies:
             if len(types) == len(args) and all(isinstance(x, arg) for x, arg in zip(args, types, strict=True)):
                 return body(*args)
+        for types, body in self._bodies:  # numbers are tensors, too: versions give either
+            if len(types) == len(args):
+                made = [_as_kind(x, kind) for x, kind in zip(args, types, strict=True)]
+                if all(isinstance(x, kind) for x, kind in zip(made, types, strict=True)):
+                    return body(*made)
         types_of_args = ", ".join(type(arg).__name__ for arg in args)
         raise TypeError(
             problem(f"{self.name} has no body for ({types_of_args})", fix=f"@{self.name}.register(...) one")

@@ -19,6 +19,7 @@ from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, plain
+from shardwise.runtime.hooks import MARKS
 
 # Whether a call is inside of a function that value_and_grad differentiates, or that torch.func transforms.
 _DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)
@@ -178,8 +179,8 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
         return type(result)(_split_as(name, "outputs", outputs, tuple(result)))
 
     if isinstance(fn, nn.Module):
-        fn.register_forward_pre_hook(lambda _, args: enter(args))
-        fn.register_forward_hook(lambda _, args, result: leave(result))
+        fn.register_forward_pre_hook(_marking(lambda _, args: enter(args)))
+        fn.register_forward_hook(_marking(lambda _, args, result: leave(result)))
         vars(fn)[STRATEGIES], vars(fn)[PARAMETERS] = (inputs, outputs), parameters
         return fn
 
@@ -188,6 +189,12 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
 
     vars(sharded)[STRATEGIES], vars(sharded)[PARAMETERS] = (inputs, outputs), parameters
     return sharded
+
+
+def _marking(hook: Any) -> Any:
+    """A hook that no user means."""
+    setattr(hook, MARKS, True)
+    return hook
 
 
 def _left_out(name: str, role: str, strategy: Any) -> tuple[Any, Any]:

@@ -316,6 +316,8 @@ FUNCTIONS: dict[str, Function] = {
     "sequence_mask": lambda lengths, maxlen=None: torch.arange(
         int(lengths.max()) if maxlen is None else maxlen) < lengths.unsqueeze(-1),
     "sort": lambda input_x, axis=-1, descending=False: tuple(torch.sort(input_x, axis, descending)),
+    "scatter_nd_update": lambda input_x, indices, updates: _assigned(
+        input_x, lambda own: TensorScatterUpdate()(own, as_int(indices), updates)),
     "tensor_scatter_add": lambda input_x, indices, updates: TensorScatterAdd()(input_x, as_int(indices), updates),
     "tensor_scatter_elements": lambda input_x, indices, updates, axis=0: torch.scatter(
         input_x, axis, as_int(indices), updates),
@@ -366,6 +368,7 @@ FUNCTIONS: dict[str, Function] = {
     "assign_add": lambda variable, value: _assigned(variable, lambda own: own + value),
     "assign_sub": lambda variable, value: _assigned(variable, lambda own: own - value),
     "clip_by_norm": clip_by_norm,
+    "recompute": lambda block, *args: engine.again(block, args),
     "identity": lambda x: x,
     "dtype": lambda input_x: input_x.dtype,
     "is_tensor": lambda obj: isinstance(obj, Tensor),

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.mindspore.named import Function
+from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.images import Conv2D
 from shardwise.mindspore.ops.normalization import LayerNorm
 
@@ -70,6 +71,12 @@ NETWORKS: dict[str, Function] = {
     "dropout2d": lambda input, p=0.5, training=True: F.dropout2d(input, p, training),
     "dropout3d": lambda input, p=0.5, training=True: F.dropout3d(input, p, training),
     "embedding": lambda input, weight, padding_idx=None: F.embedding(input, weight, padding_idx),
+    "flash_attention_score": lambda query, key, value, head_num, real_shift=None, drop_mask=None, padding_mask=None,
+    attn_mask=None, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, keep_prob=1.0, scalar_value=1.0,
+    pre_tokens=2**31 - 1, next_tokens=2**31 - 1, inner_precise=0, input_layout="BSH", sparse_mode=0: attention(
+        query, key, value, attn_mask, head_num,
+        (real_shift, drop_mask, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen), keep_prob, scalar_value,
+        pre_tokens, next_tokens, input_layout, sparse_mode),
     "grid_sample": lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
         input, grid, mode, padding_mode, align_corners),
     "group_norm": lambda input, num_groups, weight=None, bias=None, eps=1e-5: F.group_norm(

@@ -14,7 +14,7 @@ _HOMES: dict[Any, str] = {
         adjoint aminmax argwhere bartlett_window bitwise_left_shift bitwise_not bitwise_right_shift
         blackman_window block_diag cartesian_prod cdist cholesky_inverse cholesky_solve combinations complex
         corrcoef cov cumulative_trapezoid diag_embed diagflat diagonal_scatter hamming_window hann_window histc
-        igamma igammac is_complex is_floating_point is_nonzero isreal kaiser_window ldexp logcumsumexp lu_solve
+        igamma igammac is_complex is_floating_point is_nonzero isin isreal kaiser_window ldexp logcumsumexp lu_solve
         lu_unpack masked_scatter matrix_exp msort mvlgamma nanmean nanmedian nanquantile nextafter poisson polar
         polygamma positive quantile renorm row_stack scatter_reduce select_scatter sgn slice_scatter std_mean
         stft tensordot trapz tril_indices triu_indices unravel_index vander""",

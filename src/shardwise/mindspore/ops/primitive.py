@@ -185,7 +185,7 @@ class Primitive:
         if strategy is None and self.data_parallel and shapes and shapes[0]:
             strategy = ((options.stage_devices, *(1,) * (len(shapes[0]) - 1)), *((),) * (len(shapes) - 1))
         elif strategy is not None:
-            strategy = self.completed(strategy, shapes, args)
+            strategy = self.completed(_of_tensors(strategy, len(shapes), args), shapes, args)
             strict.check(self, strategy, shapes, args, options.stage_devices, even=options.strict)
         out = self.out_counts(strategy, shapes, args, strict=options.strict) if strategy is not None else None
         text = self.strategy_text(strategy, args)
@@ -211,7 +211,8 @@ class Primitive:
         """``compute`` of operands in the layouts that were given; what is inside follows."""
         leaves, spec = pytree.tree_flatten(args)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for i, layout in zip(tensors, self.in_layouts or (), strict=True):
+        layouts = _of_tensors(self.in_layouts or (), len(tensors), args)
+        for i, layout in zip(tensors, layouts, strict=True):
             leaves[i] = leaves[i] if layout is None else laid(leaves[i], layout)
         return self.compute(*pytree.tree_unflatten(leaves, spec))
 
@@ -284,6 +285,29 @@ class Primitive:
 
     def __repr__(self) -> str:
         return f"{self.name}<{self.in_strategy}>" if self.in_strategy else self.name
+
+
+class Inner(Primitive):
+    """What a layer computes, as an operator that may have a strategy of its own: ``norm.bn_train.shard(...)``. It is
+    called with a function and its operands. ``dims``: as of every operator."""
+
+    lead = 0
+
+    def __init__(self, dims: str = "b...") -> None:
+        super().__init__()
+        self.dims = dims
+
+    def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
+        return function(*operands)
+
+
+def _of_tensors(entries: tuple[Any, ...], count: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A strategy's entries for the ``count`` tensors alone: a number among the operands may have ``()``, as a tensor
+    without dims has."""
+    leaves = pytree.tree_leaves(args)
+    if not len(leaves) == len(entries) > count:
+        return entries
+    return tuple(own for own, leaf in zip(entries, leaves, strict=True) if own or isinstance(leaf, torch.Tensor))
 
 
 def _check_instance(primitive: Any, method: str, strategies: tuple[Any, ...]) -> None:

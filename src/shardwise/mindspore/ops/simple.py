@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from shardwise.errors import problem
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.notes import note
+from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Tensor
@@ -34,19 +35,6 @@ class Simple(Primitive):
 
     def compute(self, *args: Any) -> Any:
         return type(self).function(*args, **self.settings)
-
-
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any, heads: int, scale: float, keep: float, layout: str
-) -> Any:
-    """Attention of (batch, time, heads * width) or the layouts that the letters say; True in a mask is left out."""
-    split = "BSND" if layout in ("BSH", "BSND") else "BNSD"
-    apart = [x.reshape(*x.shape[:2], heads, -1) if layout == "BSH" else x for x in (query, key, value)]
-    q, k, v = (x.transpose(1, 2) if split == "BSND" else x for x in apart)
-    mask = None if attn_mask is None else ~attn_mask.bool()
-    out = F.scaled_dot_product_attention(q, k, v, mask, 1 - keep, scale=scale)
-    out = out.transpose(1, 2) if split == "BSND" else out
-    return out.reshape(query.shape)
 
 
 def _print(*values: Any) -> Any:
@@ -113,6 +101,9 @@ _OF_FUNCTIONS = {
     "Gamma": "gamma seed=None", "StandardLaplace": "standard_laplace seed=None",
     "RandomCategorical": "random_categorical",
     "Assign": "assign", "AssignAdd": "assign_add", "AssignSub": "assign_sub", "LinSpace": "linspace",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits reduction='mean'", "Fills": "fills",
+    "Gcd": "gcd", "Lcm": "lcm", "MatrixBandPart": "matrix_band_part", "ScalarCast": "scalar_cast", "Trunc": "trunc",
+    "ScatterNdUpdate": "scatter_nd_update use_locking=True", "TensorScatterElements": "tensor_scatter_elements axis=0",
     "RmsNorm": "rms_norm epsilon=1e-6", "KLDivLoss": "kl_div reduction='mean'", "ScatterNd": "scatter_nd",
     "ScatterAdd": "scatter_add use_locking=False", "ScatterUpdate": "scatter_update use_locking=True",
     "ScatterSub": "scatter_sub use_locking=False", "ScatterNdAdd": "scatter_nd_add use_locking=False",
@@ -176,8 +167,9 @@ SIMPLE: dict[str, Function] = {
     "Dropout2D": lambda x, *, keep_prob=0.5: (y := F.dropout2d(x, 1 - keep_prob, True), y != 0),
     "FlashAttentionScore": lambda query, key, value, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None,
     prefix=None, *, head_num, keep_prob=1.0, scale_value=1.0, pre_tokens=2**31 - 1, next_tokens=2**31 - 1,
-    inner_precise=0, input_layout="BSH", sparse_mode=0: (None, None, None, _attention(
-        query, key, value, attn_mask, head_num, scale_value, keep_prob, input_layout)),
+    inner_precise=0, input_layout="BSH", sparse_mode=0: (None, None, None, attention(
+        query, key, value, attn_mask, head_num, (real_shift, drop_mask, padding_mask, prefix), keep_prob, scale_value,
+        pre_tokens, next_tokens, input_layout, sparse_mode)),
     "MaxPool3D": lambda x, *, kernel_size=1, strides=1, pad_mode="valid": F.max_pool3d(x, kernel_size, strides),
     "ResizeBilinear": lambda x, *, size, align_corners=False: F.interpolate(
         x, tuple(size), mode="bilinear", align_corners=align_corners),

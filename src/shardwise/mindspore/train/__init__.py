@@ -56,6 +56,7 @@ from shardwise.mindspore.train.transforms import (
     merge_pipeline_strategys,
     merge_sliced_parameter,
     rank_list_for_transform,
+    restore_group_info_list,
     transform_checkpoint_by_rank,
     transform_checkpoints,
 )
@@ -72,7 +73,8 @@ __all__ = [
     "Top1CategoricalAccuracy", "Top5CategoricalAccuracy", "TopKCategoricalAccuracy", "async_ckpt_thread_status", "auc",
     "build_searched_strategy", "data_sink", "export", "get_metric_fn", "load", "load_checkpoint",
     "load_distributed_checkpoint", "load_param_into_net", "merge_pipeline_strategys", "merge_sliced_parameter",
-    "names", "rank_list_for_transform", "rearrange_inputs", "save_checkpoint", "transform_checkpoint_by_rank",
+    "names", "rank_list_for_transform", "rearrange_inputs", "restore_group_info_list",
+    "save_checkpoint", "transform_checkpoint_by_rank",
     "transform_checkpoints",
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__)

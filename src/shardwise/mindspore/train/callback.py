@@ -40,6 +40,9 @@ class CallbackParams:
     mode: str = "train"
     eval_network: Any = None
     train_dataset_element: Any = None
+    list_callback: Any = None
+    parallel_mode: str = "stand_alone"
+    device_number: int = 1
     eval_results: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -206,7 +209,9 @@ class LambdaCallback(Callback):
 class CheckpointConfig:
     """How often, how many and what: every ``save_checkpoint_steps`` steps (0: not) or ``save_checkpoint_seconds``,
     at most ``keep_checkpoint_max`` files. ``integrated_save``: whole tensors, which all ranks gather, else each
-    rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict."""
+    rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict. ``exception_save``: also when
+    training ends with an error. Files are written before training goes on (``async_save`` changes that nowhere), and
+    not encrypted: ValueError for a key."""
 
     save_checkpoint_steps: int = 1
     save_checkpoint_seconds: int = 0
@@ -216,8 +221,17 @@ class CheckpointConfig:
     async_save: bool = False
     saved_network: Any = None
     append_info: list[Any] = field(default_factory=list)
+    enc_key: Any = None
+    enc_mode: str = "AES-GCM"
+    exception_save: bool = False
+    crc_check: bool = False
 
     def __post_init__(self) -> None:
+        if self.enc_key is not None:
+            raise ValueError(problem("enc_key is given, and checkpoints are not encrypted here", fix="leave it out"))
+        if self.keep_checkpoint_per_n_minutes and not self.keep_checkpoint_max:
+            what = f"keep_checkpoint_per_n_minutes is {self.keep_checkpoint_per_n_minutes}"
+            raise NotImplementedError(problem(what, fix="save_checkpoint_seconds, and keep_checkpoint_max"))
         for name in ("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -238,12 +252,15 @@ class ModelCheckpoint(Callback):
         self._config = config or CheckpointConfig()
         self._files: list[Path] = []
         self._last_step, self._last_seconds = 0, time.monotonic()
+        self._params: CallbackParams | None = None  # of the training that goes on
 
     @property
     def latest_ckpt_file_name(self) -> str:
         return str(self._files[-1]) if self._files else ""
 
     def begin(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self._params = params if params.mode == "train" else None
         self._directory.mkdir(parents=True, exist_ok=True)
         taken = {os.path.basename(file) for file in glob.glob(str(self._directory / "*.ckpt"))} - {
             file.name for file in self._files
@@ -271,7 +288,12 @@ class ModelCheckpoint(Callback):
         if params.mode == "train" and params.cur_step_num > self._last_step:
             self._save(params)
 
-    def _save(self, params: CallbackParams) -> None:
+    def __exit__(self, *error: object) -> None:
+        params = self._params
+        if self._config.exception_save and error[0] is not None and params and params.cur_step_num > self._last_step:
+            self._save(params, integrated=False)  # other ranks may be elsewhere
+
+    def _save(self, params: CallbackParams, integrated: bool | None = None) -> None:
         path = self._directory / f"{self._prefix}-{params.cur_epoch_num}_{params.step_in_epoch}.ckpt"
         info: dict[str, Any] = {}
         for entry in self._config.append_info:
@@ -284,7 +306,8 @@ class ModelCheckpoint(Callback):
             else:
                 raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
         saved = self._config.saved_network or params.network
-        save_checkpoint(saved, str(path), self._config.integrated_save, info, params.optimizer)
+        whole = self._config.integrated_save if integrated is None else integrated
+        save_checkpoint(saved, str(path), whole, info, params.optimizer)
         self._files.append(path)
         self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
         while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:

@@ -84,6 +84,10 @@ class Model:
         return self._train_network
 
     @property
+    def predict_network(self) -> nn.Module:
+        return self._network
+
+    @property
     def eval_network(self) -> nn.Module | None:
         return self._eval_network
 
@@ -146,8 +150,10 @@ class Model:
             network=self._network, train_network=network, optimizer=self._optimizer, loss_fn=self._loss_fn,
             train_dataset=train_dataset, epoch_num=epoch, batch_num=size_of(train_dataset, sink_size),
             dataset_sink_mode=dataset_sink_mode, eval_network=self._eval_network,
+            parallel_mode=context.options().parallel_mode, device_number=context.options().devices,
         )  # fmt: skip
         run, listed = RunContext(params), callbacks_of(callbacks)
+        params.list_callback = listed
         with ExitStack() as opened:
             for callback in listed:
                 opened.enter_context(callback)

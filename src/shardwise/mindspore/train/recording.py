@@ -113,7 +113,7 @@ class SummaryCollector(Callback):
         if self._asked("collect_metric"):
             self._record.add_value("scalar", "loss", loss_value(params.net_outputs))
             if params.optimizer is not None:
-                self._record.add_value("scalar", "learning_rate", float(params.optimizer.get_lr()))
+                self._record.add_value("scalar", "learning_rate", params.optimizer.rate_now())
         pattern = self._wanted.get("histogram_regular", "" if self._default else None)
         if pattern is not None:
             self._add_parameters(params.network, str(pattern))

@@ -20,6 +20,7 @@ from shardwise.mindspore.dataset.values import unknown_words
 from shardwise.mindspore.holding import Held, gathered, held, hold, is_elsewhere, joined, own_shard
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
+from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor import Parameter, as_torch
 
 FORMAT = "shardwise-rank-checkpoint"
@@ -273,7 +274,9 @@ def load_param_into_net(
     those that the network lacks.
 
     A part of a parameter fits a network that is split in the same way, or not yet split: it is split so then. Whole
-    parameters fit every network. Raises RuntimeError for other shapes; nothing is changed then.
+    parameters fit every network. Unless ``strict_load``, names of the checkpoint may have a prefix that those of the
+    network lack, and dtypes are converted. Raises RuntimeError for other shapes, and dtypes where it is strict; nothing
+    is changed then.
     """
     entries = {
         name: entry
@@ -284,6 +287,8 @@ def load_param_into_net(
         taken = net.load_states({name: entry for name, entry in entries.items() if getattr(entry, "is_state", False)})
         return [name for name in net.states() if name not in taken], [name for name in entries if name not in taken]
     targets: dict[str, torch.Tensor] = {**checkpoint_names(net), **checkpoint_buffers(net)}
+    if not strict_load:
+        entries = _without_prefix(entries, [name for name in targets if name not in entries])
     loads = []
     for name, target in targets.items():
         entry = entries.get(name)
@@ -299,6 +304,9 @@ def load_param_into_net(
                     fix="load into the network that was saved",
                 )
             )
+        if strict_load and entry.dtype != target.dtype:
+            what = f"{name} is {entry.dtype} in the checkpoint and {target.dtype} in the network"
+            raise RuntimeError(problem(what, fix="strict_load=False converts it"))
         _check_part(name, of, now)
         loads.append((target, entry, of))
     for target, entry, of in loads:
@@ -310,11 +318,21 @@ def load_param_into_net(
             hold(target, data.clone(), of)
     if isinstance(getattr(net, "optimizer", None), Optimizer):
         load_param_into_net(net.optimizer, parameter_dict)
-    missing = [name for name in targets if name not in parameter_dict]
-    extra = [name for name in entries if name not in targets]
-    if strict_load and missing:
-        raise RuntimeError(problem(f"the checkpoint lacks {', '.join(missing)}", fix="strict_load=False skips them"))
-    return missing, extra
+    missing = [name for name in targets if name not in entries]
+    if missing:
+        note(f"load_param_into_net: {len(missing)} parameters keep their values: {', '.join(missing)}")
+    return missing, [name for name in entries if name not in targets]
+
+
+def _without_prefix(entries: dict[str, Any], missing: list[str]) -> dict[str, Any]:
+    """A checkpoint's entries, those that the network lacks without the prefix of the first that ends with a missing
+    name."""
+    own_names = [name for name, entry in entries.items() if not getattr(entry, "is_state", False)]
+    ends = ((own, name) for name in missing for own in own_names if own.endswith(f".{name}"))
+    own, name = next(ends, ("", ""))
+    prefix = own.removesuffix(name)
+    found = {f"{prefix}{name}": name for name in missing} if prefix else {}
+    return {found.get(own, own): entry for own, entry in entries.items()}
 
 
 def _check_part(name: str, of: Held | None, now: Held | None) -> None:

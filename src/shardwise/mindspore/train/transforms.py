@@ -3,6 +3,7 @@ are parts of."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,29 @@ def _ranks(strategy: str | None) -> int:
     return 0 if strategy is None else sw.Plan.load(strategy).num_ranks
 
 
+def save_group(plan: sw.Plan, rank: int, file: str) -> None:
+    """Write which ranks hold the same parts as one: any of their checkpoints stands for its own, if that is lost."""
+    holdings = _held_by(plan).values()
+    parts = {other: [_boxes(own, other, own) for own in holdings] for stage in plan.stages
+             for other in stage.placement.ranks}  # fmt: skip
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(json.dumps([other for other in sorted(parts) if parts[other] == parts[rank]]))
+
+
+def restore_group_info_list(ckpt_file_name: str) -> list[int]:
+    """The ranks of a file that ``group_ckpt_save_file`` (or the environment's GROUP_INFO_FILE) named."""
+    return [int(rank) for rank in json.loads(Path(ckpt_file_name).read_text())]
+
+
 def _holdings(strategy: str | None) -> dict[str, Held]:
     """Path in the network -> how the ranks hold it."""
-    stages = () if strategy is None else sw.Plan.load(strategy).stages
+    return {} if strategy is None else _held_by(sw.Plan.load(strategy))
+
+
+def _held_by(plan: sw.Plan) -> dict[str, Held]:
     return {
         unwrapped(entry.name): Held(stage.layouts[entry.name], stage.placement.ranks)
-        for stage in reversed(stages)
+        for stage in reversed(plan.stages)
         for entry in (*stage.parameters, *stage.buffers)
     }
 

@@ -124,12 +124,12 @@ class ReduceLROnPlateau(_Watching):
             self.wait = 0
         elif not self.resting:
             self.wait += 1
-            rate = float(params.optimizer.get_lr())
+            rate = params.optimizer.rate_now()
             if self.wait >= self.patience and rate > self.min_lr:
                 params.optimizer.learning_rate = max(rate * self.factor, self.min_lr)
                 self.resting, self.wait = self.cooldown, 0
                 if self.verbose:
-                    now = float(params.optimizer.get_lr())
+                    now = params.optimizer.rate_now()
                     print(f"Epoch {params.cur_epoch_num:05d}: ReduceLROnPlateau reducing learning rate to {now}.")
 
 
@@ -145,7 +145,7 @@ class LearningRateScheduler(Callback):
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         if params.mode == "train":
-            rate = self.learning_rate_function(float(params.optimizer.get_lr()), params.cur_step_num)
+            rate = self.learning_rate_function(params.optimizer.rate_now(), params.cur_step_num)
             params.optimizer.learning_rate = float(rate)
 
 

@@ -1,0 +1,109 @@
+"""Collectives as functions, with gradients where the operators of ``ops`` have them.
+
+Those that take ``async_op`` return what came, and a handle (None, unless one was asked for).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.launch import rank_groups
+from shardwise.mindspore.communication import management as D
+from shardwise.mindspore.named import absent
+from shardwise.mindspore.ops import communication as C
+from shardwise.mindspore.ops.communication import ReduceOp
+
+Tensor = torch.Tensor
+
+
+class Done:
+    """The handle of an exchange, which has ended already."""
+
+    def wait(self) -> bool:
+        return True
+
+
+Pair = Any  # a tensor, and a Done or None
+
+
+def _told(result: Any, async_op: bool) -> Any:
+    return result, Done() if async_op else None
+
+
+def all_reduce(tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False) -> Pair:
+    return _told(C.AllReduce(op, group)(tensor), async_op)
+
+
+def all_gather_into_tensor(tensor: Tensor, group: str | None = None, async_op: bool = False) -> Pair:
+    """The ranks' tensors, one behind the other along dim 0."""
+    return _told(C.AllGather(group)(tensor), async_op)
+
+
+def reduce_scatter_tensor(
+    tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
+) -> Pair:
+    """This rank's part, along dim 0, of the reduction."""
+    return _told(C.ReduceScatter(op, group)(tensor), async_op)
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: str | None = None) -> Any:
+    return C.Broadcast(src, group)(tensor)
+
+
+def reduce(tensor: Tensor, dst: int, op: str = ReduceOp.SUM, group: str | None = None) -> Tensor:
+    """The reduction on ``dst``, elsewhere the tensor as it is."""
+    reduced = C.AllReduce(op, group)(tensor)
+    return reduced if D.get_rank() == dst else tensor
+
+
+def gather_into_tensor(tensor: Tensor, dst: int = 0, group: str | None = None) -> Tensor:
+    """The ranks' tensors on ``dst``, elsewhere zeros."""
+    gathered = C.AllGather(group)(tensor)
+    return gathered if D.get_rank() == dst else torch.zeros_like(gathered)
+
+
+def scatter_tensor(tensor: Tensor, src: int = 0, group: str | None = None) -> Tensor:
+    """This rank's part, along dim 0, of what ``src`` has."""
+    members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
+    parts: Tensor = C.Broadcast(src, group)(tensor).chunk(members.size)[members.position]  # type: ignore[union-attr]
+    return parts
+
+
+def all_to_all_single_with_output_shape(
+    output_shape: Any, tensor: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
+    group: str | None = None, async_op: bool = False,
+) -> Pair:  # fmt: skip
+    """Equal parts along dim 0 to all ranks, or parts of several sizes."""
+    members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
+    if input_split_sizes is None and output_split_sizes is None:
+        return _told(C.AlltoAll(members.size, 0, 0, group)(tensor), async_op)
+    rest, shape = tuple(tensor.shape[1:]), tuple(output_shape)
+    sent = input_split_sizes or [tensor.shape[0] // members.size] * members.size
+    received = output_split_sizes or [shape[0] // members.size] * members.size
+    ways, shapes = list(members.ranks), [(size, *rest) for size in received]
+    parts = C.NeighborExchange(ways, ways, shapes, None, tensor.dtype, group)(tensor.split(list(sent)))
+    return _told(torch.cat(parts).reshape(shape), async_op)
+
+
+def barrier(group: str | None = None) -> None:
+    """Wait for all ranks of a group."""
+    rank_groups.all_reduce(torch.zeros(1), ReduceOp.SUM, D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP))
+
+
+def send(tensor: Tensor, dst: int = 0, group: str | None = None, tag: int = 0) -> None:
+    C.Send(tag, dst, group)(tensor)
+
+
+def recv(tensor: Tensor, src: int = 0, group: str | None = None, tag: int = 0) -> Tensor:
+    """What ``src`` sends, also in ``tensor``, which has its shape."""
+    received = C.Receive(tag, src, tensor.shape, tensor.dtype, group)()
+    return tensor.detach().copy_(received)
+
+
+__all__ = [
+    "all_gather_into_tensor", "all_reduce", "all_to_all_single_with_output_shape", "barrier", "broadcast",
+    "gather_into_tensor", "recv", "reduce", "reduce_scatter_tensor", "scatter_tensor", "send",
+]  # fmt: skip
+__getattr__ = absent(__name__, lambda: __all__)

@@ -1,0 +1,15 @@
+"""``mint``: torch's functions, layers and optimizers under torch's own arguments, as newer programs use them."""
+
+from typing import Any
+
+from shardwise.mindspore.mint import distributed, linalg, nn, optim, special
+from shardwise.mindspore.mint.table import TOP
+from shardwise.mindspore.named import absent
+
+__all__ = [*TOP, "distributed", "linalg", "nn", "optim", "special"]
+_missing = absent(__name__, lambda: __all__, {"concatenate": "concat"})
+
+
+def __getattr__(name: str) -> Any:
+    """The functions, whose names would hide Python's own in this file."""
+    return TOP[name] if name in TOP else _missing(name)

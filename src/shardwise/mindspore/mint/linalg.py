@@ -1,0 +1,8 @@
+"""Linear algebra."""
+
+from shardwise.mindspore.mint.table import LINALG
+from shardwise.mindspore.named import absent
+
+globals().update(LINALG)
+__all__ = [*LINALG]
+__getattr__ = absent(__name__, lambda: __all__)

@@ -1,0 +1,8 @@
+"""Special functions."""
+
+from shardwise.mindspore.mint.table import SPECIAL
+from shardwise.mindspore.named import absent
+
+globals().update(SPECIAL)
+__all__ = [*SPECIAL]
+__getattr__ = absent(__name__, lambda: __all__)

@@ -1,0 +1,111 @@
+"""``AutoParallel``: the options of ``set_auto_parallel_context`` as methods of a cell around the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import problem
+from shardwise.mindspore import context
+from shardwise.mindspore.checks import closest
+from shardwise.mindspore.nn.wrap import PipelineCell
+
+MODES: dict[str, dict[str, str]] = {
+    "semi_auto": {"parallel_mode": "semi_auto_parallel"},
+    "sharding_propagation": {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"},
+    "recursive_programming": {"parallel_mode": "auto_parallel", "search_mode": "recursive_programming"},
+}
+
+
+class AutoParallel(PipelineCell):
+    """``AutoParallel(network, parallel_mode="semi_auto")``: the network (or a function), called as it is. It sets the
+    options of the process anew: those of the last one made hold for all cells."""
+
+    def __init__(self, network: Any, parallel_mode: str = "semi_auto") -> None:
+        nn.Module.__init__(self)
+        super(PipelineCell, self).__init__()
+        if parallel_mode not in MODES:
+            what = f"AutoParallel(parallel_mode={parallel_mode!r})"
+            raise ValueError(problem(what, fix=closest(parallel_mode, MODES)))
+        self._called = [network]  # which a call goes to
+        if isinstance(network, PipelineCell):
+            network, self.micro_size = network.network, network.micro_size
+        if isinstance(network, nn.Module):
+            self.network = network
+        context.reset_auto_parallel_context()
+        context.set_auto_parallel_context(**MODES[parallel_mode])
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._called[0](*inputs, **kwargs)
+
+    def train(self, mode: bool = True) -> AutoParallel:
+        """The mode of the network that is called, too."""
+        if isinstance(self._called[0], nn.Module):
+            self._called[0].train(mode)
+        super().train(mode)
+        return self
+
+    def construct(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().construct(*inputs) if hasattr(self, "micro_size") else self.network(*inputs, **kwargs)
+
+    def dataset_strategy(self, config: Any) -> None:
+        """``"data_parallel"``, ``"full_batch"``, or a tuple per input."""
+        context.set_auto_parallel_context(dataset_strategy=config)
+
+    def hsdp(self, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1") -> None:
+        """The parallel optimizer: over how many ranks, from how many KB on, and what it splits."""
+        config = {
+            "optimizer_weight_shard_size": shard_size,
+            "parallel_optimizer_threshold": threshold,
+            "optimizer_level": optimizer_level,
+        }
+        context.set_auto_parallel_context(enable_parallel_optimizer=True, parallel_optimizer_config=config)
+
+    def pipeline(
+        self, stages: int = 1, output_broadcast: bool = False, interleave: bool = False, scheduler: str = "1f1b"
+    ) -> None:
+        """Stages, and their schedule."""
+        context.set_auto_parallel_context(
+            pipeline_stages=stages,
+            pipeline_result_broadcast=output_broadcast,
+            pipeline_config={"pipeline_interleave": interleave, "pipeline_scheduler": scheduler},
+        )
+
+    def comm_fusion(self, config: dict[str, Any]) -> None:
+        """How gradients share messages."""
+        context.set_auto_parallel_context(comm_fusion=config)
+
+    def load_param_strategy_file(self, file_path: str) -> None:
+        """The strategies of an earlier run."""
+        context.set_auto_parallel_context(strategy_ckpt_load_file=file_path)
+
+    def save_param_strategy_file(self, file_path: str) -> None:
+        """Where strategies are written."""
+        context.set_auto_parallel_context(strategy_ckpt_save_file=file_path)
+
+    load_operator_strategy_file, save_operator_strategy_file = load_param_strategy_file, save_param_strategy_file
+
+    def set_group_ckpt_save_file(self, file_path: str) -> None:
+        context.set_auto_parallel_context(group_ckpt_save_file=file_path)
+
+    def enable_gradients_mean(self) -> None:
+        context.set_auto_parallel_context(gradients_mean=True)
+
+    def enable_fp32_communication(self) -> None:
+        context.set_auto_parallel_context(force_fp32_communication=True)
+
+    def disable_gradient_fp32_sync(self) -> None:
+        context.set_auto_parallel_context(gradient_fp32_sync=False)
+
+    def disable_loss_repeated_mean(self) -> None:
+        context.set_auto_parallel_context(loss_repeated_mean=False)
+
+    def disable_strategy_file_only_for_trainable_params(self) -> None:
+        context.set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
+
+    def no_init_parameters_in_compile(self) -> None:
+        """Kept for programs that call it: parameters have their values before anything is split."""
+
+
+__all__ = ["AutoParallel"]
