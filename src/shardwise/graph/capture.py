@@ -37,6 +37,7 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
+from shardwise.graph.kinds import check_kinds
 from shardwise.graph.masks import fold_masks
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
@@ -117,9 +118,7 @@ def capture(
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
-    if not isinstance(module, nn.Module):
-        what = f"the model is a {type(module).__name__} and no torch.nn.Module"
-        raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
+    check_kinds(module)
     check_memory(module)
     precision = precision.at_hand
     args, kwargs = tuple(args), dict(kwargs or {})
@@ -269,8 +268,8 @@ def _announce_dense(graph: Graph) -> None:
     for op in graph.ops:
         if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
             warnings.warn(
-                f"{op.module} ({op.source}) asks for a sparse gradient (sparse=True); under a plan it is dense, with "
-                "the same numbers: use an optimizer for dense gradients",
+                f"{' '.join(filter(None, (op.module, op.source and f'({op.source})')))} asks for a sparse gradient (sparse=True); under a plan "
+                "it is dense, with the same numbers: use an optimizer for dense gradients",
                 CaptureWarning,
                 stacklevel=4,
             )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
@@ -98,6 +99,7 @@ def parallelize(
         raise ShardwiseError(
             f'outputs is "when read" (brought together then, by every rank) or "whole" (at the call), not {outputs!r}'
         )
+    check_kinds(module)
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:
