@@ -267,9 +267,10 @@ def _announce_dense(graph: Graph) -> None:
     """Warns of lookups that ask for a sparse gradient: under a plan it is dense."""
     for op in graph.ops:
         if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
+            where = f" ({op.source})" if op.source else ""
             warnings.warn(
-                f"{' '.join(filter(None, (op.module, op.source and f'({op.source})')))} asks for a sparse gradient (sparse=True); under a plan "
-                "it is dense, with the same numbers: use an optimizer for dense gradients",
+                f"{op.module or op.name}{where} asks for a sparse gradient (sparse=True); under a plan it is dense, "
+                "with the same numbers: use an optimizer for dense gradients",
                 CaptureWarning,
                 stacklevel=4,
             )
