@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanError, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.shared_memory import check_memory
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
@@ -48,6 +49,9 @@ def hold(
         if id(parameter) not in shards and name in held:
             made = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
             shards[id(parameter)] = made
+            for mark, value in vars(parameter).items():  # p.no_decay = True, say
+                if not isinstance(value, torch.Tensor):
+                    setattr(made, mark, value)
             ranks = own.host_ranks if name in own.host else own.ranks
             carry_hooks(parameter, made, own.layout(name, parameter), name, ranks)
         mine = shards.get(id(parameter))
@@ -63,6 +67,20 @@ def hold(
             root.get_submodule(path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
     for own_part, original in stand_ins:
         own_part.stand_for(original)
+    if own.everyone.rank == 0:
+        _announce_plain(module)
+
+
+def _announce_plain(module: torch.nn.Module) -> None:
+    """Warns of what parameters are beside their numbers that shards are not."""
+    named = dict(module.named_parameters())
+    classes = [f"{name} ({type(p).__name__})" for name, p in named.items() if type(p) is not torch.nn.Parameter]
+    if classes:
+        what = f"a rank's shards are plain parameters, which isinstance no longer tells apart: {listed(classes)}"
+        warnings.warn(f"{what}; mark them by an attribute (p.no_decay = True), which shards have too", PlanWarning, 7)
+    tensors = [f"{n}.{key}" for n, p in named.items() for key, x in vars(p).items() if isinstance(x, torch.Tensor)]
+    if tensors:
+        warnings.warn(f"tensors that are attributes of parameters are not split: {listed(tensors)}", PlanWarning, 7)
 
 
 def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Shards, torch.nn.Module]]:

@@ -47,6 +47,7 @@ from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
 from shardwise.runtime.step_profile import StepProfile, profile_step
+from shardwise.runtime.template import Template
 from shardwise.runtime.when_read import handed_out
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
@@ -89,6 +90,7 @@ class Parallel(Split):
         self._protect()
         self._state = State(self)
         self.stand_for(module)
+        self._template = Template(module, self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -319,6 +321,7 @@ class Parallel(Split):
         """The leaves of a call and their tree, when a call begins."""
         self._ranks.calls += 1
         self._calls.check_surroundings()
+        self._template.look()
         flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors

@@ -53,6 +53,7 @@ from shardwise.runtime.stage_calls import Ready
 from shardwise.runtime.stage_faults import StageFaults
 from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state import State
+from shardwise.runtime.template import Template
 from shardwise.runtime.torch_schedules import Scheduled
 from shardwise.runtime.trail import trail
 
@@ -111,6 +112,7 @@ class Pipeline(Split):
         own_ranks = {number: self._ranks[number] for number in self._stages}
         self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
         self.stand_for(module)
+        self._template = Template(module, self)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -250,6 +252,7 @@ class Pipeline(Split):
         for ranks in self._ranks:
             ranks.calls += 1
         self._calls.check_surroundings()
+        self._template.look()
         flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors

@@ -17,6 +17,7 @@ from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls, Inputs, Mode
+from shardwise.runtime.entries import KEY, Shard, check, cut, told
 from shardwise.runtime.hooks import StandIn
 from shardwise.runtime.signatures import Circumstances, Signature, mode_text
 from shardwise.runtime.state import State
@@ -153,14 +154,30 @@ class Split(StandIn):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._draws:
             destination[prefix + SEED] = self._seed.clone()
+        metadata: dict[str, Any] = getattr(destination, "_metadata", {})
+        metadata.setdefault(prefix[:-1], {})[KEY] = told(self._shards, self.device_number)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        shards = {prefix + name: own for name, own in self._shards.items()}
+        check(local_metadata.get(KEY, {}), self._shards, self.device_number)
+        state_dict |= cut(state_dict, shards)  # torch's own copy, which submodules read
         seed = state_dict.get(prefix + SEED)
         if seed is not None:
             self._draws = True
             with torch.no_grad():
                 self._seed.copy_(seed)
-        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != prefix + SEED}, prefix, *others)
+        rest = {k: v for k, v in state_dict.items() if k != prefix + SEED}
+        super()._load_from_state_dict(rest, prefix, local_metadata, *others)
+
+    @property
+    def _shards(self) -> dict[str, Shard]:
+        """Of the parameters and buffers of which other ranks hold other elements, by all names."""
+        tensors = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        layouts = {id(tensor): self.layouts[name] for name, tensor in tensors if name in self.layouts}
+        found = {name: layouts[id(tensor)] for name, tensor in tensors if id(tensor) in layouts}
+        return {name: (layout, self.coordinates) for name, layout in found.items() if layout.positions}
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
         """The seed of the random numbers of this call: another one for every call in training.
