@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 from weakref import WeakSet, ref
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook

@@ -93,7 +93,7 @@ def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-# --------------------------------------------------------------------------------------------------- states of optimizers
+# ------------------------------------------------------------------------------------------------- states of optimizers
 
 
 def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
