@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def capture(
     )
     examples = tuple(one.example for one in given)
 
-    code = reached(module, loss)
+    code = reached(module, loss, [leaf for _, leaf in leaves if isinstance(leaf, FunctionType)])
 
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         arguments = iter(tensors)

@@ -278,9 +278,9 @@ class Parallel(Split):
         if batch is not None:
             key = call_key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
-        if batch is None and (step is None or self._is_new(mode) or self._is_changed()):
+        if batch is None and (step is None or self._is_new(key) or self._is_changed()):
             check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
-        self._compared(mode)
+        self._compared(key)
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
             step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
@@ -345,9 +345,9 @@ class Parallel(Split):
             key = call_key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
-        if batch is None and (compiled is None or self._is_new(mode) or self._is_changed()):
+        if batch is None and (compiled is None or self._is_new(key) or self._is_changed()):
             check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
-        self._compared(mode)
+        self._compared(key)
         if compiled is None:
             self._ranks.make_sure()
             call = Call(self._examples(flat, spec, shapes), *mode)

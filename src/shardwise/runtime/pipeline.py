@@ -320,11 +320,11 @@ class Pipeline(Split):
             batch = parts.call(agreed)
             shapes = list(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
-        elif key not in self._ready or self._is_new(mode):
+        elif key not in self._ready or self._is_new(key):
             check_equal(self._signature(own, flat, spec, mode), tensors, self._everyone, self.device, self.plan.holds)
         elif self._is_changed():  # ranks of other stages may have nothing to freeze
             check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks[self._stages[0]], self.device)
-        self._compared(mode)
+        self._compared(key)
         return key, Call(self._examples(flat, spec, shapes), *mode), batch
 
     def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[Ready, Batch | None]:

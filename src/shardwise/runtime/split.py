@@ -24,7 +24,7 @@ from shardwise.runtime.state import State
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset(
-    {"_seed", "_failed", "_draws", "_latest", "_last_mode", "_circumstances", "_last_circumstances"}
+    {"_seed", "_failed", "_draws", "_latest", "_last_kind", "_circumstances", "_last_circumstances"}
 )  # no parameters, no modules
 
 
@@ -96,23 +96,23 @@ class Split(StandIn):
         self._failed = False  # whether the last call did, here: other ranks may be in the middle of it
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._signatures: dict[Any, Signature] = {}
-        self._last_mode: tuple[object, ...] | None = None
+        self._last_kind: tuple[object, ...] | None = None
         self._circumstances: Circumstances = ()  # of this call
         self._last_circumstances: Circumstances = ()
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
-    def _is_new(self, mode: Mode) -> bool:
+    def _is_new(self, key: object) -> bool:
         """Whether all ranks must compare what they call, though they have programs for it: the last call failed here,
-        or was another one than this."""
-        return self._failed or (mode, torch.is_grad_enabled()) != self._last_mode
+        or was of another kind than this."""
+        return self._failed or (key, torch.is_grad_enabled()) != self._last_kind
 
     def _is_changed(self) -> bool:
         """Whether those that hold the same tensors must: some were frozen or replaced since the last call."""
         return self._circumstances != self._last_circumstances
 
-    def _compared(self, mode: Mode) -> None:
+    def _compared(self, key: object) -> None:
         """The ranks have compared what they call, where they had to."""
-        self._last_mode, self._last_circumstances = (mode, torch.is_grad_enabled()), self._circumstances
+        self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
         if self._failed:
             self._calls.trials.restart()
         self._failed = False
