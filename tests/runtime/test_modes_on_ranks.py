@@ -260,6 +260,15 @@ def test_what_is_done_afterwards_to_the_module_that_was_split_is_announced(run_r
         assert "SGD holds up.weight, up.bias" in of_its_parameters
 
 
+class Taught(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
 def stored_and_loaded(folder: str) -> tuple[list[str], float, list[Any]]:
     """What rank 0 stored is loaded by all ranks; what a rank stored itself, and what one device stored."""
     batch, rank = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dist.get_rank()
@@ -270,6 +279,10 @@ def stored_and_loaded(folder: str) -> tuple[list[str], float, list[Any]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         par = split_net(net, batch)
+        for strategies in ({"student": "n@tp"}, {"student": "n@tp", "teacher": "n@tp"}):
+            torch.manual_seed(0)
+            taught = Taught().double()
+            sw.parallelize(taught, sw.plan(taught, batch, 2, mesh=sw.Mesh(tp=2), strategies=strategies))
     optimizer = torch.optim.AdamW(par.parameters())
     par.step(batch)
     optimizer.step()
@@ -296,7 +309,9 @@ def test_shards_of_another_rank_are_not_loaded_and_whole_tensors_are_cut(
         assert (own, own_states) == ("", "")
         if rank == 0:
             assert (of_first, states_of_first) == ("", "")
-            assert any("down.bias (Marked)" in text for text in said)
+            assert "down.bias (Marked)" in said[0]
+            assert "teacher.weight [6, 6] and student.weight [6@tp, 6]" in said[1]
+            assert len(said) == 2
         else:
             assert "up.weight, up.bias" in of_first
             assert "are the shards of rank 0, and rank 1 holds other elements" in of_first

@@ -209,7 +209,8 @@ class Calls:
         self._announced: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_settings_of_model": None, "_surroundings": None, "_given": {}}  # of this process, and the original
+        of_this_process = {"_settings_of_model": None, "_surroundings": None, "_given": {}}
+        return {**self.__dict__, **of_this_process}
 
     def check_surroundings(self) -> None:
         """Raise ShardwiseError where the code of the captured calls would read something else now."""
