@@ -104,7 +104,7 @@ def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]])
     ]
     if pairs:
         what = f"of a frozen part and a trained one of the same names ranks hold other elements: {listed(pairs)}"
-        mend = 'where one is a moving average of the other, have them split alike: sw.plan(..., layouts={"name": "[...]"})'
+        mend = 'where one is a moving average of the other, split them alike: sw.plan(..., layouts={"name": "[...]"})'
         warnings.warn(f"{what}; {mend}", PlanWarning, 7)
 
 

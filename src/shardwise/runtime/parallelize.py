@@ -95,6 +95,8 @@ def parallelize(
         raise ShardwiseError(f'compile is True, False or "auto" (what is faster, measured), not {compile!r}')
     if randomness not in ("same_as_one_device", "per_shard"):
         raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
+    if isinstance(seed, bool) or not isinstance(seed, int | None):
+        raise ShardwiseError(f"seed is a whole number, not {seed!r}")
     if outputs not in (None, "when read", "whole"):
         raise ShardwiseError(
             f'outputs is "when read" (brought together then, by every rank) or "whole" (at the call), not {outputs!r}'
