@@ -209,7 +209,7 @@ class Calls:
         self._announced: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = {"_settings_of_model": None, "_surroundings": None, "_given": {}}
+        of_this_process: dict[str, Any] = {"_settings_of_model": None, "_surroundings": None, "_given": {}}
         return {**self.__dict__, **of_this_process}
 
     def check_surroundings(self) -> None:
