@@ -14,7 +14,7 @@ import torch
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
-from shardwise.costs.optimizers import waits_on_host
+from shardwise.costs.optimizers import named, waits_on_host
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
@@ -139,6 +139,7 @@ def plan(
     """
     arguments = dict(locals())
     _check_words(mode, search, bucket_bytes, recompute, offload)
+    _check_kinds(mesh, precision, optimizer)
     if memory_bytes is not None and not memory_bytes > 0:
         raise ShardwiseError(
             problem(f"memory_bytes is {memory_bytes}", fix="the bytes that a device has for tensors, above 0")
@@ -372,6 +373,16 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
         )
     if mode not in MODES:
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
+
+
+def _check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
+    """Refuse what is no mesh, no precision and no optimizer whose states are known."""
+    named(optimizer)
+    if not isinstance(mesh, Mesh | None):
+        raise ShardwiseError(problem(f"mesh is {mesh!r}", fix="sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"))
+    if not isinstance(precision, Precision | None):
+        fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= say the other dtypes"
+        raise ShardwiseError(problem(f"precision is {precision!r}", fix=fix))
 
 
 def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search, called: Mesh) -> PricingEntry:

@@ -107,6 +107,21 @@ def retained(self, x):
     return y.sum()
 
 
+def node_hook(self, x):
+    str(x)  # torch itself may ask for the node
+    x.grad_fn.register_prehook(lambda gradients: gradients)
+    return x.sum()
+
+
+def edge_of(self, x):
+    torch.autograd.graph.get_gradient_edge(x).node.register_hook(lambda *gradients: None)
+    return x.sum()
+
+
+def exchanges(self, x):
+    return torch.ops._c10d_functional.all_reduce(x, "sum", "0")
+
+
 def reentrant(self, x):
     return checkpoint(torch.sin, x, use_reentrant=True)
 
@@ -201,6 +216,9 @@ CASES = [
     (tensor_hook, 1, "register_hook in forward", "autograd.Function"),
     (accumulation_hook, 2, "register_post_accumulate_grad_hook in forward", "parameters"),
     (retained, 2, "retain_grad in forward", "autograd.Function"),
+    (node_hook, 2, "grad_fn in forward", "requires_grad"),
+    (edge_of, 1, "grad_fn in forward", "autograd.Function"),
+    (exchanges, 1, "all_reduce in forward", "leave it out"),
     (reentrant, 1, "re-entrant", "use_reentrant=False"),
     (write_parameter, 1, r"\.data", "optimizer"),
     (inference, 2, "inference_mode", "no_grad"),
@@ -415,6 +433,18 @@ def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
 def test_what_is_no_module_is_explained():
     with pytest.raises(CaptureError, match=r"a function and no torch\.nn\.Module"):
         capture(branch, (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize(
+    ("module", "what", "mend"),
+    [
+        (nn.Sequential(nn.Linear(2, 4), nn.SyncBatchNorm(4)), "1 is a SyncBatchNorm", "whole batch"),
+        (torch.jit.ScriptModule(), "the model is a ScriptModule", "its Python"),
+    ],
+)
+def test_modules_of_other_tools_are_refused_by_name(module, what, mend):
+    with pytest.raises(CaptureError, match=f"(?s){what}.*{mend}"):
+        capture(module, (torch.ones(2, 2),))
 
 
 def test_a_loss_that_is_not_a_scalar_is_explained():

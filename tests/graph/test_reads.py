@@ -63,6 +63,7 @@ ANNOUNCED = {
     "the system (threading.get_ident)": lambda: float(threading.get_ident() % 7),
     "a file": lambda: float(len(HERE.read_text())),
     "the clock (date.today)": lambda: float(datetime.date.today().year),
+    "whether gradients are recorded (torch.is_grad_enabled)": lambda: 1.0 if torch.is_grad_enabled() else 2.0,
     "the seed of random numbers (torch.initial_seed)": lambda: float(torch.initial_seed()),
 }
 

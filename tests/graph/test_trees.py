@@ -163,6 +163,13 @@ def test_tensors_that_are_more_than_their_numbers_are_refused_by_name(make, name
     assert is_plain_tensor(torch.ones(2).as_subclass(type("Named", (torch.Tensor,), {})))
 
 
+def test_what_is_set_on_a_tensor_is_refused_by_name():
+    x = torch.ones(2)
+    x.length = 3
+    with pytest.raises(CaptureError, match=r"args\[0\]\['a'\]\.length: what is set on a tensor is not seen"):
+        capture(nn.Identity(), ({"a": x},))
+
+
 def test_a_cache_of_transformers_is_not_carried_and_says_so_when_it_is_used():
     cache = pytest.importorskip("transformers").DynamicCache()
     ((stand_in, kept), _) = flatten_output((cache, 3))

@@ -391,3 +391,16 @@ def test_a_bound_plan_keeps_every_tensor_as_it_says_also_over_axes_in_another_or
         assert choice.sources[value].canonical() == layout.canonical()
     assert "16@(tp,dp)" in plan.parameters[1].layout
     assert sw.verify(model, X, plan).ok
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"mesh": {"dp": 2}}, r"mesh is \{'dp': 2\}"),
+        ({"precision": torch.bfloat16}, r"(?s)precision is torch.bfloat16.*sw\.Precision\(compute="),
+        ({"optimizer": "adamm"}, "the memory of optimizer 'adamm' is not known"),
+    ],
+)
+def test_settings_of_another_kind_are_refused_in_every_mode(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(sw.ShardwiseError, match=what):
+        sw.plan(torch.nn.Linear(4, 4), torch.ones(4, 4), 2, mode="data_parallel", **settings)

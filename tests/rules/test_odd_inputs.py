@@ -235,6 +235,16 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         lambda a, f: torch.view_as_real(torch.view_as_complex(a.unflatten(-1, (-1, 2))) * torch.polar(f * 0 + 1, f)),
         (x(2, 3, 8), plain(unit(3, 4))),
     ),
+    "numbers whose memory holds their conjugates or negatives": (
+        lambda a, b: (
+            torch.view_as_real(torch.fft.ihfft(b).resolve_conj()),
+            torch.view_as_real(a.conj().resolve_conj()),
+            a.conj().imag.resolve_neg() + b,
+            a.conj().flip(0),
+            a.conj().cumsum(0),
+        ),
+        (torch.complex(x(4, 6), x(4, 6)).detach().requires_grad_(), x(4, 6)),
+    ),
     "complex products": (
         lambda a, b: (torch.einsum("ij,kj->ik", a, b), a.prod(1), torch.stack([a, b]).norm(dim=0), a.cumsum(0)),
         (torch.complex(x(3, 4), x(3, 4)).detach(), torch.complex(x(3, 4), x(3, 4)).detach()),

@@ -262,7 +262,9 @@ def calls_of_one_rank_alone(case: str) -> str:
     par.eval()
     par.step(x, y)
     par.train()
-    par.step(x, y)  # both are known to all
+    if case == "known shape":
+        par.step(x[cut], y[cut])
+    par.step(x, y)  # all are known to all
     if case == "mode" and is_odd:
         par.eval()
     if case == "replaced" and is_odd:
@@ -270,7 +272,7 @@ def calls_of_one_rank_alone(case: str) -> str:
     if case == "frozen" and is_odd:
         par.up.weight.requires_grad_(False)
     x = x.to("meta") if case == "device" and is_odd else x
-    whole = case != "shape" or not is_odd
+    whole = case not in ("shape", "known shape") or not is_odd
     with torch.set_grad_enabled(not (case == "no_grad" and is_odd)):
         message = said(lambda: par.step(x, y) if whole else par.step(x[cut], y[cut]), Exception)
     time.sleep(3.0)  # the others are to find this rank alive
@@ -279,6 +281,7 @@ def calls_of_one_rank_alone(case: str) -> str:
 
 SAID_BY_OTHERS = {
     "shape": "f64[6, 6]",
+    "known shape": "f64[6, 6]",
     "mode": "eval(), step()",
     "no_grad": "train(), step(), gradients off",
     "replaced": "train(), step(), replaced up.weight",

@@ -7,7 +7,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,25 @@ class Net(nn.Module):
     def forward(self, x: Tensor, empty: Tensor) -> Tensor:
         nothing = torch.einsum("bi,ij->bj", empty, self.none)
         return (self.down(torch.tanh(self.up(x))) + nothing).square().mean()
+
+
+def _box() -> type[Any]:
+    """A class that no other process finds by its name."""
+
+    @dataclass
+    class Box:
+        loss: Tensor
+
+    return Box
+
+
+class Boxed(Net):
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, empty: Tensor) -> Any:
+        return self.kind(super().forward(x, empty))
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -72,6 +91,8 @@ def announced_on_ranks() -> dict[str, Any]:
         "backward": autocast(loss.backward),
         "around everything": autocast(lambda: sw.parallelize(Net(), plain).step(*batch())),
     }
+    found["split again"] = refusal(lambda: sw.parallelize(par, plain))
+    found["of a function"] = refusal(lambda: sw.parallelize(Boxed(_box()), plain)(*batch()))
     loss.backward()
     parts = {name: p.grad.norm() for name, p in par.named_parameters() if p.shape == alone.get_parameter(name).shape}
     found["gradients"] = all(torch.allclose(parts[n], alone.get_parameter(n).grad.norm()) for n in parts)
@@ -113,6 +134,8 @@ def test_autocast_and_precision_are_refused_or_announced_on_ranks(run_ranks: Run
         for name in ("call", "step", "around everything"):
             assert 'torch.autocast("cpu") is active around a call of a parallel module' in found[name]
         assert "is active around the backward of a parallel module" in found["backward"]
+        assert "the model is a Parallel, which is not captured" in found["split again"]
+        assert "can not send the other ranks what it captured" in found["of a function"]
         assert found["gradients"]
         assert found["copies"][:2] == ("copied", "accepted")
         assert f"stored on rank {1 - rank} of 2 is loaded on rank {rank} of 2" in found["copies"][2]

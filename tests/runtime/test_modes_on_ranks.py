@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +192,129 @@ def test_a_submodule_with_a_name_of_parallel_modules_is_refused_by_name(run_rank
     for refused, position in run_ranks(named_as_ours, 2, time_limit_seconds=240):
         assert "a submodule step" in refused
         assert position == "nothing"
+
+
+def load(net: Net, par: Any) -> None:
+    net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()})
+
+
+def train(net: Net, par: Any) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(8, 6, dtype=torch.float64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# What is done to the module that was split, and what is said of it, if anything.
+AFTERWARDS: dict[str, tuple[Callable[[Net, Any], Any], str]] = {
+    "values": (load, "values of up.weight, values of up.bias"),
+    "a number": (lambda net, par: setattr(net, "scale", 3.0), "scale is 3.0, and was 2.0"),
+    "a setting of a layer": (lambda net, par: setattr(net.norm, "momentum", 0.5), "norm.momentum is 0.5, and was 0.1"),
+    "a mode": (lambda net, par: net.drop.eval(), "drop.training is False, and was True"),
+    "frozen": (lambda net, par: net.up.weight.requires_grad_(False), "up.weight.requires_grad is False, and was True"),
+    "a mode of both": (lambda net, par: (net.eval(), par.eval()), ""),
+    "it is trained itself": (train, ""),
+}
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def split_net(net: Net, batch: torch.Tensor) -> Any:
+    return sw.parallelize(net, tensor_parallel(net, batch) if dist.get_rank() == 0 else None)
+
+
+def message(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except sw.ShardwiseError as error:
+        return str(error)
+    return ""
+
+
+def changed_afterwards() -> tuple[dict[str, list[str]], list[str]]:
+    batch, said = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), {}
+    for name, (change, _) in AFTERWARDS.items():
+        torch.manual_seed(0)
+        net = Net().double()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            par = split_net(net, batch)
+            for call in range(4):
+                par.step(batch)
+                if call == 1:
+                    change(net, par)
+        said[name] = [str(warning.message) for warning in caught if warning.category is sw.PlanWarning]
+    net.zero_grad()
+    optimizers = [torch.optim.AdamW(Net().parameters()), torch.optim.SGD(net.parameters(), lr=0.1)]
+    return said, [message(optimizer.step) for optimizer in optimizers]
+
+
+def test_what_is_done_afterwards_to_the_module_that_was_split_is_announced(run_ranks: Callable[..., Any]) -> None:
+    for said, (of_another, of_its_parameters) in run_ranks(changed_afterwards, 2, time_limit_seconds=240):
+        for name, (_, what) in AFTERWARDS.items():
+            assert len(said[name]) == bool(what), said[name]
+            assert all("that was split was changed afterwards" in text and what in text for text in said[name])
+        assert not of_another
+        assert "SGD holds up.weight, up.bias" in of_its_parameters
+
+
+class Taught(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
+def stored_and_loaded(folder: str) -> tuple[list[str], float, list[Any]]:
+    """What rank 0 stored is loaded by all ranks; what a rank stored itself, and what one device stored."""
+    batch, rank = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dist.get_rank()
+    torch.manual_seed(0)
+    net = Net().double().eval()
+    net.up.bias.no_decay, net.down.bias = True, Marked(net.down.bias.detach())
+    alone = copy.deepcopy(net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        par = split_net(net, batch)
+        for strategies in ({"student": "n@tp"}, {"student": "n@tp", "teacher": "n@tp"}):
+            torch.manual_seed(0)
+            taught = Taught().double()
+            sw.parallelize(taught, sw.plan(taught, batch, 2, mesh=sw.Mesh(tp=2), strategies=strategies))
+    optimizer = torch.optim.AdamW(par.parameters())
+    par.step(batch)
+    optimizer.step()
+    for what, state in (("model", par.state_dict()), ("optimizer", optimizer.state_dict())):
+        torch.save(state, f"{folder}/{what}-{rank}.pt")
+    dist.barrier()
+    messages = [
+        message(lambda target=target, path=f"{folder}/{what}-{number}.pt": target.load_state_dict(torch.load(path)))
+        for what, target in (("model", par), ("optimizer", optimizer))
+        for number in (rank, 0)
+    ]
+    dist.barrier()
+    par.load_state_dict(alone.state_dict())
+    error = float((par(batch) - alone(batch)).detach().abs())
+    return messages, error, [par.up.bias.no_decay, *(str(warning.message) for warning in caught)]
+
+
+def test_shards_of_another_rank_are_not_loaded_and_whole_tensors_are_cut(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    outcomes = run_ranks(stored_and_loaded, 2, str(tmp_path), time_limit_seconds=240)
+    for rank, (messages, error, (marked, *said)) in enumerate(outcomes):
+        own, of_first, own_states, states_of_first = messages
+        assert (own, own_states) == ("", "")
+        if rank == 0:
+            assert (of_first, states_of_first) == ("", "")
+            assert "down.bias (Marked)" in said[0]
+            assert "teacher.weight [6, 6] and student.weight [6@tp, 6]" in said[1]
+            assert len(said) == 2
+        else:
+            assert "up.weight, up.bias" in of_first
+            assert "are the shards of rank 0, and rank 1 holds other elements" in of_first
+            assert "states of up.weight" in states_of_first
+        assert error < ROUNDING
+        assert marked

@@ -204,6 +204,7 @@ DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, flo
     "randint": (lambda x: torch.randint(1, 4, (N,)), ones(1), 2.0, (2 / 3) ** 0.5),
     "bernoulli": (lambda x: torch.bernoulli(x * 0.2), ones(N), 0.2, 0.4),
     "bernoulli_": (lambda x: torch.empty(N).bernoulli_(0.2), ones(1), 0.2, 0.4),
+    "bernoulli_ as it is": (lambda x: torch.empty(N).bernoulli_(), ones(1), 0.5, 0.5),
     "rrelu": (lambda x: F.rrelu(-x, 0.1, 0.3, True), ones(N), -0.2, 0.2 / 12**0.5),
     "multinomial": (
         lambda x: torch.multinomial(x, 1),

@@ -67,6 +67,10 @@ def scaled(h: Tensor) -> Tensor:
     return h * CONFIG["deep"]["scale"]
 
 
+def doubled(h: Tensor) -> Tensor:
+    return h * 2.0
+
+
 def put(**values: Any) -> None:
     globals().update(values)
 
@@ -231,6 +235,17 @@ def times(out: Tensor, target: Tensor, factor: float) -> Tensor:
     return (out - target).square().mean() * factor
 
 
+class Given(nn.Module):
+    """Takes functions as arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        return activation(self.fc(x)).square().mean()
+
+
 def losses_changed_between_steps() -> dict[str, str]:
     alpha, criterion, trainer, partly = 1.0, Criterion(), Trainer(), functools.partial(times, factor=1.0)
 
@@ -258,6 +273,11 @@ def losses_changed_between_steps() -> dict[str, str]:
         change()
         said_of[words] = said(lambda par=par: par.step(x, x))
         again.step(x, x)  # is captured anew
+    par = split(Given().double(), (x, scaled))
+    for given in (scaled, doubled):
+        par.step(x, given)
+    CONFIG["deep"]["scale"] = 5.0
+    said_of["CONFIG['deep']['scale']"] = said(lambda: par.step(x, doubled))
     return said_of
 
 

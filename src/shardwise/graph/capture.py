@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
+from shardwise.graph.kinds import check_kinds
 from shardwise.graph.masks import fold_masks
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
@@ -117,9 +119,7 @@ def capture(
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
-    if not isinstance(module, nn.Module):
-        what = f"the model is a {type(module).__name__} and no torch.nn.Module"
-        raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
+    check_kinds(module)
     check_memory(module)
     precision = precision.at_hand
     args, kwargs = tuple(args), dict(kwargs or {})
@@ -134,7 +134,7 @@ def capture(
     )
     examples = tuple(one.example for one in given)
 
-    code = reached(module, loss)
+    code = reached(module, loss, [leaf for _, leaf in leaves if isinstance(leaf, FunctionType)])
 
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         arguments = iter(tensors)
@@ -268,9 +268,10 @@ def _announce_dense(graph: Graph) -> None:
     """Warns of lookups that ask for a sparse gradient: under a plan it is dense."""
     for op in graph.ops:
         if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
+            where = f" ({op.source})" if op.source else ""
             warnings.warn(
-                f"{op.module} ({op.source}) asks for a sparse gradient (sparse=True); under a plan it is dense, with "
-                "the same numbers: use an optimizer for dense gradients",
+                f"{op.module or op.name}{where} asks for a sparse gradient (sparse=True); under a plan it is dense, "
+                "with the same numbers: use an optimizer for dense gradients",
                 CaptureWarning,
                 stacklevel=4,
             )

@@ -38,6 +38,8 @@ def explained(error: Exception) -> CaptureError:
         what = "the model calls torch.autocast for a device that is not here, where it does nothing"
         fix = "name the device of the tensors, torch.autocast(x.device.type, ...), or plan where that device is"
         return CaptureError(problem(what, source=source, fix=fix))
+    if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor):
+        fix = "attributes of tensors are not there while the model is captured: keep what it reads in the module itself"
     used = next((name for name in map(_construct, _files_of(error)) if name), "")
     if used:
         return CaptureError(

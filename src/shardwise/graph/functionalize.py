@@ -399,7 +399,8 @@ class Functionalizer:
                 new = self._detach(new.name)
         else:
             kwargs = tuple((key, value) for key, value in op.kwargs if key != "out")
-            new = self._apply(replace(op, target=_functional_form(op), kwargs=kwargs))[0]
+            functional = _functional_form(op)
+            new = self._apply(replace(op, target=functional, args=_complete(op, functional), kwargs=kwargs))[0]
         if self.emitter.value(new).dtype != before.dtype:
             new = self.emitter.emit(aten.to.dtype, new, before.dtype)
         if self.emitter.value(new).shape != before.shape:
@@ -480,6 +481,14 @@ def _functional_form(op: Op) -> OpOverload:
             form_without_writes: OpOverload = functional
             return form_without_writes
     raise _write_error(f"{operator_name(op.target)} has no form without mutation", op, "make a new tensor")
+
+
+def _complete(op: Op, functional: OpOverload) -> tuple[Arg, ...]:
+    """The positional arguments of an in-place operator, with those for which only it has a default: ``bernoulli_()``
+    draws with p = 0.5, and ``bernoulli`` wants a p."""
+    required = [a.name for a in functional._schema.arguments if not a.kwarg_only and not a.has_default_value()]
+    given, named = arguments(op), dict(op.kwargs)
+    return op.args + tuple(given[name] for name in required[len(op.args) :] if name not in named)
 
 
 def _argument_name(name: str) -> str:

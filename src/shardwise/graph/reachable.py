@@ -10,7 +10,7 @@ import builtins
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -96,8 +96,10 @@ class Reached:
                     self.meet_class(value, "__init__", "__call__")
 
 
-def reached(module: nn.Module, loss: Callable[..., Any] | None = None) -> Reached:
-    """What a call of a module, and of a loss, may run."""
+def reached(
+    module: nn.Module, loss: Callable[..., Any] | None = None, given: Iterable[Callable[..., Any]] = ()
+) -> Reached:
+    """What a call of a module, and of a loss, may run. ``given``: functions among the arguments of the call."""
     owners = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
     found = Reached(owners=owners, loss=loss)
     for owner in found.owners:
@@ -106,7 +108,8 @@ def reached(module: nn.Module, loss: Callable[..., Any] | None = None) -> Reache
         for value in vars(owner).values():
             if not isinstance(value, dict):
                 found.meet(value)
-    found.meet(loss)
+    for function in (loss, *given):
+        found.meet(function)
     found.follow()
     return found
 

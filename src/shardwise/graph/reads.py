@@ -79,6 +79,7 @@ _SUSPECTS = (
     *(random.Random, random.SystemRandom, secrets.choice, secrets.randbelow, secrets.randbits, secrets.token_bytes),
     *(np.random.default_rng, np.random.RandomState, np.load, np.fromfile, np.loadtxt),
     *(torch.initial_seed, torch.get_rng_state, torch.seed),
+    *(torch.is_grad_enabled, torch.is_inference_mode_enabled),
 )
 # Of paths, and of functions in whose place torch puts others.
 _SUSPECT_NAMES = frozenset({"manual_seed", "read_bytes", "read_text", "set_rng_state"})
@@ -135,6 +136,8 @@ def _of_builtin(called: Any) -> str:
         return "a file"
     if called is threading.get_ident:
         return "the system (threading.get_ident)"
+    if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
+        return f"whether gradients are recorded (torch.{name})"
     # What Python holds itself is followed by ``host_random``.
     own = isinstance(owner, random.Random) and owner is not random._inst
     if own and name in ("random", "getrandbits"):

@@ -43,6 +43,9 @@ _REJECTED = {
 }
 
 
+_EXCHANGES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
+
+
 def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     """Raises CaptureError for a call that can not stand in a graph.
 
@@ -56,6 +59,9 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
         what, fix = f"{used} in forward can not be captured", CONSTRUCTS.get(used, "")
         if not fix:
             what, fix = f"{name} is not an operator", "call ordinary torch operators"
+    elif target.namespace in _EXCHANGES:
+        what = f"{operator_name(target)} in forward: the model sends messages of its own"
+        fix = "leave it out: forward is that of one device on the whole batch, and the plan says what ranks exchange"
     elif operator_name(target) in _REJECTED:
         name = operator_name(target)
         what, fix = _REJECTED[name]

@@ -73,6 +73,16 @@ def is_plain_tensor(leaf: Any) -> bool:
     return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
 
 
+def is_plain_input(leaf: Any) -> bool:
+    """Whether a leaf is a plain tensor, to which nobody has given attributes: a program would go on with those of the
+    first call."""
+    return is_plain_tensor(leaf) and not _marks(leaf)
+
+
+def _marks(tensor: torch.Tensor) -> list[str]:
+    return [name for name in vars(tensor) if not name.startswith("_")]
+
+
 def _has_own_operators(kind: Any) -> bool:
     if kind in _PLAIN_TENSORS:
         return False
@@ -85,7 +95,10 @@ def _has_own_operators(kind: Any) -> bool:
 def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
     """Raises CaptureError naming the leaves that are neither plain tensors nor constants."""
     named = list(named)
-    odd = [(name, x) for name, x in named if isinstance(x, torch.Tensor) and not is_plain_tensor(x)]
+    odd = [(name, x) for name, x in named if isinstance(x, torch.Tensor) and not is_plain_input(x)]
+    if marked := [f"{name}.{mark}" for name, x in odd for mark in _marks(x) if is_plain_tensor(x)]:
+        what = f"{', '.join(marked[:4])}: what is set on a tensor is not seen by a program"
+        raise CaptureError(problem(what, fix="pass it as an argument of its own"))
     if odd:
         shown = ", ".join(f"{name} is {_odd_tensor(tensor)}" for name, tensor in odd[:4])
         fix = "pass plain tensors: tensor.to_dense(), .dequantize(), .full_tensor(), or padded ones"

@@ -26,7 +26,7 @@ from shardwise.graph.rejected import READ_A_NUMBER
 from shardwise.graph.stand_ins import STAND_INS
 
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
-_SHAPE = torch.Tensor.shape  # the descriptor
+_SHAPE, _GRAD_FN = torch.Tensor.shape, torch.Tensor.grad_fn  # the descriptors
 # What Python, numpy and others read the data of a tensor by: a tensor without data refuses it, each in its own way.
 _READS = frozenset(
     {
@@ -103,6 +103,15 @@ class UserLines(TorchFunctionMode):
                     "registered before sw.parallelize, outside of forward",
                 )
             )
+        if getattr(func, "__self__", None) is _GRAD_FN and line and _asks_for_nodes(sys._getframe(1)):
+            raise CaptureError(
+                problem(
+                    "grad_fn in forward: hooks of the nodes of autograd do not fire under a plan",
+                    source=line,
+                    fix="write what they do to the gradient as a torch.autograd.Function; ask for requires_grad, not "
+                    "for grad_fn",
+                )
+            )
         if saved_tensors_hooks() not in (self._saving, None) and line:
             self._check_saving(line)
         for arg in () if getattr(func, "__self__", None) is _SHAPE else args:
@@ -146,6 +155,15 @@ def saved_tensors_hooks() -> Any:
     """The function that packs what is saved for backward, or None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def _asks_for_nodes(frame: FrameType | None) -> bool:
+    """Whether it is the model that asks for a node of autograd, not torch for its own ends (to print a tensor, say).
+    Frames of modes stand between."""
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return bool(_user_file(file)) or file == torch.autograd.graph.__file__
 
 
 @cache

@@ -13,12 +13,15 @@ from shardwise.graph.ir import Value
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Sizes, strides and dtype of a tensor; whether a gradient flows through it."""
+    """Sizes, strides and dtype of a tensor; whether a gradient flows through it. ``is_conj``, ``is_neg``: its memory
+    holds the conjugates of its numbers, or their negatives, as torch's lazy views of complex tensors have them."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_conj: bool = False
+    is_neg: bool = False
 
     @staticmethod
     def contiguous(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Form:
@@ -34,10 +37,23 @@ class Form:
     @staticmethod
     def of(tensor: torch.Tensor) -> Form:
         """That of a tensor."""
-        return Form(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+        sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
+        return Form(sizes, strides, tensor.dtype, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
+
+    def empty(self, device: str) -> torch.Tensor:
+        """A tensor of this form. One that needs a gradient is a view of a leaf, which operators in place may be called
+        on."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if self.requires_grad:
+            tensor = tensor.requires_grad_().as_strided(tensor.shape, tensor.stride())
+        tensor = torch._conj(tensor) if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether its numbers lie in memory as they are, one after the other."""
+        if self.is_conj or self.is_neg:
+            return False
         return self.stride == Form.contiguous(self.shape, self.dtype).stride or 0 in self.shape
 
     @property

@@ -316,7 +316,7 @@ def converted_form(
     """(the form of a tensor after the moves on one rank, whether it still has the operand's memory, whether it is the
     operand). What an exchange delivers is contiguous; local steps are asked on a tensor without memory."""
     windows = False  # what a rank needs of its own rows may be a view of them
-    tensor = operand = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+    tensor = operand = form.with_gradient(False).empty("meta")
     for move in reversed(moves) if backward else moves:
         if collective_of(move, 1, backward=backward) is not None:
             windows |= move.cut is not None or move.reverse is not None

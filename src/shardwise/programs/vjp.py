@@ -274,7 +274,7 @@ def _traced_backward(
         of_results = []
         for i, ((_, tensor), form) in enumerate(zip(outputs, cotangents, strict=True)):
             if form is not None and tensor.requires_grad:
-                cotangent = _empty(form.with_gradient(False), device)
+                cotangent = form.with_gradient(False).empty(device)
                 recorder.know(cotangent, f"c{i}")
                 of_results.append((tensor, cotangent))
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -301,7 +301,7 @@ def _run_forward(
     recorder: _Recorder, call: Call, operands: tuple[Form, ...], device: str
 ) -> tuple[list[tuple[tuple[int, ...], torch.Tensor]], list[torch.Tensor]]:
     """What a call returns on fake operands (each tensor with its place), and these."""
-    inputs = [_empty(form, device) for form in operands]
+    inputs = [form.empty(device) for form in operands]
     for i, tensor in enumerate(inputs):
         recorder.know(tensor, str(i))
 
@@ -466,14 +466,6 @@ def _opaque_backward(
 @lru_cache(maxsize=1)
 def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
-
-
-def _empty(form: Form, device: str) -> torch.Tensor:
-    """A fake tensor. One that needs a gradient is a view of a leaf, which operators in place may be called on."""
-    tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
-    if form.requires_grad:
-        tensor = tensor.requires_grad_().as_strided(tensor.shape, tensor.stride())
-    return tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

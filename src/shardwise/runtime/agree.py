@@ -45,7 +45,13 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
             outcome = error
     if dist.get_world_size() > 1:
         meet_rank_zero("what it computes for all")
-        box: list[Any] = [_dump(outcome) if dist.get_rank() == 0 else None]
+        box: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                box = [_dump(outcome)]
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                outcome = _not_sent(error)
+                box = [_dump(outcome)]
         dist.broadcast_object_list(box, src=0)
         if dist.get_rank() != 0:
             outcome = _load(box[0])
@@ -145,6 +151,16 @@ def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: 
     padded[: content.numel()] = content
     rows = ranks.gather_from_all(padded.to(device), what).cpu()
     return [_load(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _not_sent(error: Exception) -> ShardwiseError:
+    """For a class that other processes can not find by its name: of an argument, an output, or a constant."""
+    return ShardwiseError(
+        problem(
+            f"rank 0 can not send the other ranks what it captured: {error}",
+            fix="define the classes of what the model takes and returns at the top of a module, not in a function",
+        )
+    )
 
 
 def _dump(value: Any) -> bytes:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from shardwise.graph.operators import STREAMS
 from shardwise.graph.reachable import reached
 from shardwise.graph.segments import announce_kept
 from shardwise.graph.surroundings import Surroundings
-from shardwise.graph.trees import check_leaves, flatten_call, flatten_with_path, is_constant, is_plain_tensor, leaf_name
+from shardwise.graph.trees import check_leaves, flatten_call, flatten_with_path, is_constant, is_plain_input, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
@@ -84,7 +85,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     plain tensors or constants, and for tensors without data."""
     flat, spec = flatten_call(args, kwargs)
     flat = [plain(x) if isinstance(x, WhenRead) else x for x in flat]
-    if all(is_constant(x) or (is_plain_tensor(x) and (not x.is_meta or device.type == "meta")) for x in flat):
+    if all(is_constant(x) or (is_plain_input(x) and (not x.is_meta or device.type == "meta")) for x in flat):
         return flat, spec
     named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
     check_leaves(named)
@@ -202,12 +203,14 @@ class Calls:
         self._settings_of_model: Surroundings | None
         self._settings_of_model = Surroundings.of_settings(module, reached(self.model, settings.loss))
         self._surroundings: Surroundings | None = None  # when the model was captured last
+        self._given: dict[FunctionType, None] = {}  # functions among the arguments of the calls so far
         self._in_other_mode = in_other_mode(dict(module.named_modules()))
         self.trials = Trials(ranks.name, TimesOnDisk.here())
         self._announced: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_settings_of_model": None, "_surroundings": None}  # of this process, and the original
+        of_this_process: dict[str, Any] = {"_settings_of_model": None, "_surroundings": None, "_given": {}}
+        return {**self.__dict__, **of_this_process}
 
     def check_surroundings(self) -> None:
         """Raise ShardwiseError where the code of the captured calls would read something else now."""
@@ -285,7 +288,9 @@ class Calls:
             part.training = call.training != (path in call.in_other_mode)
         loss = None if call.predicts else self.settings.loss
         captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
-        self._surroundings = Surroundings.of_code(reached(model, self.settings.loss))
+        leaves, _ = flatten_with_path(call.arguments)
+        self._given |= {leaf: None for _, leaf in leaves if isinstance(leaf, FunctionType)}
+        self._surroundings = Surroundings.of_code(reached(model, self.settings.loss, self._given))
         return captured
 
     def _compiled_for(

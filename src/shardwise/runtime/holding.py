@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanError, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.shared_memory import check_memory
-from shardwise.layouts.text import format_dtype
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.hooks import Shards, carry_hooks
 from shardwise.runtime.initial.materialize import Init
@@ -48,6 +51,9 @@ def hold(
         if id(parameter) not in shards and name in held:
             made = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
             shards[id(parameter)] = made
+            for mark, value in vars(parameter).items():  # p.no_decay = True, say
+                if not isinstance(value, torch.Tensor):
+                    setattr(made, mark, value)
             ranks = own.host_ranks if name in own.host else own.ranks
             carry_hooks(parameter, made, own.layout(name, parameter), name, ranks)
         mine = shards.get(id(parameter))
@@ -63,6 +69,49 @@ def hold(
             root.get_submodule(path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
     for own_part, original in stand_ins:
         own_part.stand_for(original)
+    if own.everyone.rank == 0:
+        _announce_plain(module)
+        _announce_twins({name: (p, own.layout(name, p)) for name, p in module.named_parameters() if name in held})
+
+
+def _announce_plain(module: torch.nn.Module) -> None:
+    """Warns of what parameters are beside their numbers that shards are not."""
+    named = dict(module.named_parameters())
+    classes = [f"{name} ({type(p).__name__})" for name, p in named.items() if type(p) is not torch.nn.Parameter]
+    if classes:
+        what = f"a rank's shards are plain parameters, which isinstance no longer tells apart: {listed(classes)}"
+        warnings.warn(f"{what}; mark them by an attribute (p.no_decay = True), which shards have too", PlanWarning, 7)
+    tensors = [f"{n}.{key}" for n, p in named.items() for key, x in vars(p).items() if isinstance(x, torch.Tensor)]
+    if tensors:
+        warnings.warn(f"tensors that are attributes of parameters are not split: {listed(tensors)}", PlanWarning, 7)
+
+
+def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]]) -> None:
+    """Warns of a frozen parameter that is split otherwise than a trained one of the same name in another part (of a
+    teacher and its student): who computes one from the other has other elements, or other shapes."""
+    trained: dict[tuple[object, ...], list[str]] = {}
+    for name, (parameter, _) in parameters.items():
+        if parameter.requires_grad:
+            for place, rest in _without_each_part(name):
+                trained.setdefault((place, rest, parameter.shape), []).append(name)
+    pairs = [
+        f"{name} {format_layout(layout)} and {other} {format_layout(parameters[other][1])}"
+        for name, (parameter, layout) in parameters.items()
+        if not parameter.requires_grad
+        for place, rest in _without_each_part(name)
+        for other in trained.get((place, rest, parameter.shape), [])
+        if parameters[other][1].canonical() != layout.canonical()
+    ]
+    if pairs:
+        what = f"of a frozen part and a trained one of the same names ranks hold other elements: {listed(pairs)}"
+        mend = 'where one is a moving average of the other, split them alike: sw.plan(..., layouts={"name": "[...]"})'
+        warnings.warn(f"{what}; {mend}", PlanWarning, 7)
+
+
+def _without_each_part(name: str) -> list[tuple[int, tuple[str, ...]]]:
+    """(which part of a dotted name is left out, the others), for every part that is a word."""
+    parts = name.split(".")
+    return [(i, (*parts[:i], *parts[i + 1 :])) for i, part in enumerate(parts[:-1]) if not part.isdigit()]
 
 
 def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Shards, torch.nn.Module]]:

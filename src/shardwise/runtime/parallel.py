@@ -47,6 +47,7 @@ from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
 from shardwise.runtime.step_profile import StepProfile, profile_step
+from shardwise.runtime.template import Template
 from shardwise.runtime.when_read import handed_out
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
@@ -89,6 +90,7 @@ class Parallel(Split):
         self._protect()
         self._state = State(self)
         self.stand_for(module)
+        self._template = Template(module, self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -276,9 +278,9 @@ class Parallel(Split):
         if batch is not None:
             key = call_key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
-        if batch is None and (step is None or self._is_new(mode) or self._is_changed()):
+        if batch is None and (step is None or self._is_new(key) or self._is_changed()):
             check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
-        self._compared(mode)
+        self._compared(key)
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
             step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
@@ -319,6 +321,7 @@ class Parallel(Split):
         """The leaves of a call and their tree, when a call begins."""
         self._ranks.calls += 1
         self._calls.check_surroundings()
+        self._template.look()
         flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors
@@ -342,9 +345,9 @@ class Parallel(Split):
             key = call_key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
-        if batch is None and (compiled is None or self._is_new(mode) or self._is_changed()):
+        if batch is None and (compiled is None or self._is_new(key) or self._is_changed()):
             check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
-        self._compared(mode)
+        self._compared(key)
         if compiled is None:
             self._ranks.make_sure()
             call = Call(self._examples(flat, spec, shapes), *mode)

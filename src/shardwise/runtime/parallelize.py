@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
@@ -94,10 +95,13 @@ def parallelize(
         raise ShardwiseError(f'compile is True, False or "auto" (what is faster, measured), not {compile!r}')
     if randomness not in ("same_as_one_device", "per_shard"):
         raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
+    if isinstance(seed, bool) or not isinstance(seed, int | None):
+        raise ShardwiseError(f"seed is a whole number, not {seed!r}")
     if outputs not in (None, "when read", "whole"):
         raise ShardwiseError(
             f'outputs is "when read" (brought together then, by every rank) or "whole" (at the call), not {outputs!r}'
         )
+    check_kinds(module)
     agreed = agree_on_plan(plan)
     size = dist.get_world_size()
     if agreed.is_pipeline:

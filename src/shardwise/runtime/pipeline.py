@@ -53,6 +53,7 @@ from shardwise.runtime.stage_calls import Ready
 from shardwise.runtime.stage_faults import StageFaults
 from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state import State
+from shardwise.runtime.template import Template
 from shardwise.runtime.torch_schedules import Scheduled
 from shardwise.runtime.trail import trail
 
@@ -111,6 +112,7 @@ class Pipeline(Split):
         own_ranks = {number: self._ranks[number] for number in self._stages}
         self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
         self.stand_for(module)
+        self._template = Template(module, self)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -250,6 +252,7 @@ class Pipeline(Split):
         for ranks in self._ranks:
             ranks.calls += 1
         self._calls.check_surroundings()
+        self._template.look()
         flat, spec = leaves_of(args, kwargs, self.device)
         if self._state.refresh():
             state = self._state.tensors
@@ -317,11 +320,11 @@ class Pipeline(Split):
             batch = parts.call(agreed)
             shapes = list(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
-        elif key not in self._ready or self._is_new(mode):
+        elif key not in self._ready or self._is_new(key):
             check_equal(self._signature(own, flat, spec, mode), tensors, self._everyone, self.device, self.plan.holds)
         elif self._is_changed():  # ranks of other stages may have nothing to freeze
             check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks[self._stages[0]], self.device)
-        self._compared(mode)
+        self._compared(key)
         return key, Call(self._examples(flat, spec, shapes), *mode), batch
 
     def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[Ready, Batch | None]:

@@ -17,13 +17,14 @@ from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls, Inputs, Mode
+from shardwise.runtime.entries import KEY, Shard, check, cut, told
 from shardwise.runtime.hooks import StandIn
 from shardwise.runtime.signatures import Circumstances, Signature, mode_text
 from shardwise.runtime.state import State
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset(
-    {"_seed", "_failed", "_draws", "_latest", "_last_mode", "_circumstances", "_last_circumstances"}
+    {"_seed", "_failed", "_draws", "_latest", "_last_kind", "_circumstances", "_last_circumstances"}
 )  # no parameters, no modules
 
 
@@ -95,23 +96,23 @@ class Split(StandIn):
         self._failed = False  # whether the last call did, here: other ranks may be in the middle of it
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._signatures: dict[Any, Signature] = {}
-        self._last_mode: tuple[object, ...] | None = None
+        self._last_kind: tuple[object, ...] | None = None
         self._circumstances: Circumstances = ()  # of this call
         self._last_circumstances: Circumstances = ()
         self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
 
-    def _is_new(self, mode: Mode) -> bool:
+    def _is_new(self, key: object) -> bool:
         """Whether all ranks must compare what they call, though they have programs for it: the last call failed here,
-        or was another one than this."""
-        return self._failed or (mode, torch.is_grad_enabled()) != self._last_mode
+        or was of another kind than this."""
+        return self._failed or (key, torch.is_grad_enabled()) != self._last_kind
 
     def _is_changed(self) -> bool:
         """Whether those that hold the same tensors must: some were frozen or replaced since the last call."""
         return self._circumstances != self._last_circumstances
 
-    def _compared(self, mode: Mode) -> None:
+    def _compared(self, key: object) -> None:
         """The ranks have compared what they call, where they had to."""
-        self._last_mode, self._last_circumstances = (mode, torch.is_grad_enabled()), self._circumstances
+        self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
         if self._failed:
             self._calls.trials.restart()
         self._failed = False
@@ -153,14 +154,30 @@ class Split(StandIn):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._draws:
             destination[prefix + SEED] = self._seed.clone()
+        metadata: dict[str, Any] = getattr(destination, "_metadata", {})
+        metadata.setdefault(prefix[:-1], {})[KEY] = told(self._shards, self.device_number)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        shards = {prefix + name: own for name, own in self._shards.items()}
+        check(local_metadata.get(KEY, {}), self._shards, self.device_number)
+        state_dict |= cut(state_dict, shards)  # torch's own copy, which submodules read
         seed = state_dict.get(prefix + SEED)
         if seed is not None:
             self._draws = True
             with torch.no_grad():
                 self._seed.copy_(seed)
-        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != prefix + SEED}, prefix, *others)
+        rest = {k: v for k, v in state_dict.items() if k != prefix + SEED}
+        super()._load_from_state_dict(rest, prefix, local_metadata, *others)
+
+    @property
+    def _shards(self) -> dict[str, Shard]:
+        """Of the parameters and buffers of which other ranks hold other elements, by all names."""
+        tensors = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        layouts = {id(tensor): self.layouts[name] for name, tensor in tensors if name in self.layouts}
+        found = {name: layouts[id(tensor)] for name, tensor in tensors if id(tensor) in layouts}
+        return {name: (layout, self.coordinates) for name, layout in found.items() if layout.positions}
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
         """The seed of the random numbers of this call: another one for every call in training.

@@ -28,7 +28,8 @@ def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -
                 missing.setdefault(str(op.target), op)
         rules[op.name] = rule
     if missing:
-        named = ", ".join(f"{target} ({op.name}, {op.source})" for target, op in missing.items())
+        where = {target: ", ".join(filter(None, (op.name, op.source))) for target, op in missing.items()}
+        named = ", ".join(f"{target} ({place})" for target, place in where.items())
         warnings.warn(
             f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
             UnsplitWarning,

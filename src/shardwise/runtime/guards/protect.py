@@ -7,6 +7,7 @@ When the first module that holds shards is made, these places of torch are chang
   where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
 * two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
 * a hook that sees every optimizer before its step (``elementwise.before_step``);
+* ``state_dict`` of optimizers, which says whose shards the states are of, and ``load_state_dict``, which asks;
 * ``DistributedDataParallel``, which refuses a module with shards in it;
 * the functions of ``torch.nn.init`` that draw or look at positions, which refuse shards (``initial_values``);
 * the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``checkpoints``).
@@ -27,9 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.entries import KEY, check, told
 from shardwise.runtime.guards import checkpoints, initial_values
 from shardwise.runtime.guards.elementwise import before_step
 from shardwise.runtime.guards.memory import Owners
@@ -70,6 +72,7 @@ def _install() -> None:
     changes: list[tuple[type, str, Callable[..., Any]]] = [
         (GradScaler, name, _agreeing_on_infinities) for name in methods
     ]
+    changes += [(Optimizer, "state_dict", _telling_states), (Optimizer, "load_state_dict", _checking_states)]
     for kind, name, change in (*changes, (DistributedDataParallel, "__init__", _refusing_shards)):
         setattr(kind, name, change(getattr(kind, name)))
     register_optimizer_step_pre_hook(before_step)
@@ -88,6 +91,41 @@ def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
         init(self, module, *args, **kwargs)
 
     return checked
+
+
+# ------------------------------------------------------------------------------------------------- states of optimizers
+
+
+def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
+    """``Optimizer.state_dict``, which says whose shards the states belong to."""
+
+    @functools.wraps(state_dict)
+    def told_state(self: Optimizer) -> dict[str, Any]:
+        shards = _shards_of(self)
+        own = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
+        return state_dict(self) | ({KEY: told(own, dist.get_rank())} if own else {})
+
+    return told_state
+
+
+def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+    """``Optimizer.load_state_dict``, which refuses the states of another rank's shards."""
+
+    @functools.wraps(load_state_dict)
+    def checked(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        shards = _shards_of(self) if KEY in state_dict else {}
+        own = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
+        check(state_dict.get(KEY, {}), own, dist.get_rank() if own else 0, lambda i: f"states of {shards[i].name}")
+        load_state_dict(self, state_dict)
+
+    return checked
+
+
+def _shards_of(optimizer: Optimizer) -> dict[int, Held]:
+    """Of an optimizer's parameters, by the numbers that its state has them under, those that are shards."""
+    held = {id(parameter): held for parameter, held in held_parameters() if held.layout.positions}
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {index: held[id(parameter)] for index, parameter in enumerate(every) if id(parameter) in held}
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms

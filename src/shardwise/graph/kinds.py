@@ -1,0 +1,42 @@
+"""Modules that are not captured for what they are, with what to give in their place.
+
+They are known by the names of their classes: a graph knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import CaptureError, problem
+
+_INSIDE = "give the model inside (model.module): the plan does what the wrapper is for"
+_SPLIT = "give the model that was split: a parallel module holds one rank's parts of it"
+_SCRIPT = "give the module that the script was made of: its Python is captured"
+_KINDS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": _INSIDE,
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _INSIDE,
+    "torch.distributed.fsdp.FSDPModule": "plan and split the model before fully_shard, which "
+    "turns its parameters into parts; the plan does what it is for",
+    "torch.jit._script.ScriptModule": _SCRIPT,
+    "torch.nn.modules.batchnorm.SyncBatchNorm": "use BatchNorm1d, 2d or 3d: under a plan its statistics are those of "
+    "the whole batch",
+    "shardwise.runtime.parallel.Parallel": _SPLIT,
+    "shardwise.runtime.pipeline.Pipeline": _SPLIT,
+}
+
+
+def check_kinds(module: Any) -> None:
+    """Raises CaptureError for what is no module, and for one that is, or has, a module of another tool."""
+    if not isinstance(module, nn.Module):
+        what = f"the model is a {type(module).__name__} and no torch.nn.Module"
+        raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
+    for path, own in module.named_modules():
+        for kind in type(own).__mro__:
+            if fix := _KINDS.get(f"{kind.__module__}.{kind.__qualname__}"):
+                what = f"{f'{path} is' if path else 'the model is'} a {kind.__name__}, which is not captured"
+                raise CaptureError(problem(what, fix=fix))
+
+
+__all__ = ["check_kinds"]
