@@ -92,6 +92,23 @@ def test_a_part_is_read_and_verified_without_the_rest(tmp_path: Path) -> None:
         assert reader.num_bytes_read == expected
 
 
+def test_single_numbers_move_no_tensor_off_the_lines_of_the_cache(tmp_path: Path) -> None:
+    """A copy to where no line begins takes 1.4 times as long: AdamW keeps a number of every parameter."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[1](model[0](torch.ones(2, 16)).double()).sum().backward()
+    optimizer.step()
+    sw.save_checkpoint(tmp_path / "one", model, optimizer, step=1)
+    manifest = read_manifest(tmp_path / "one")
+    starts = {name: stored.chunks[0].start for name, stored in manifest.tensors.items()}
+    sizes = {name: math.prod(one.shape) * one.dtype.itemsize for name, one in manifest.tensors.items()}
+    assert sum(size % 64 > 0 for size in sizes.values()) > 4
+    assert all(starts[name] % 64 == 0 for name, size in sizes.items() if size % 64 == 0)
+    assert all(starts[name] % one.dtype.itemsize == 0 for name, one in manifest.tensors.items())
+    (file,) = manifest.files.values()
+    assert file.num_bytes == sum(sizes.values())  # no gaps
+
+
 @pytest.mark.parametrize("refuses", [None, "the first", "the second"])
 def test_large_files_go_past_the_cache_where_the_disk_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str | None
