@@ -27,7 +27,7 @@ from shardwise.runtime.agree import shown_once
 from shardwise.runtime.split import Split
 from shardwise.texts import check_texts
 from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
-from shardwise.train.files import Staged
+from shardwise.train.files import Staged, Streamed
 from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, Stored
 from shardwise.train.parts import (
     MODEL,
@@ -158,7 +158,7 @@ def save_checkpoint(
             shutil.rmtree(incomplete(path))
         raise
     try:
-        _stage(saver, state.parts, saver.shares.files[rank])
+        files = _files(saver, state.parts, saver.shares.files[rank], blocking)
     except (RuntimeError, MemoryError) as error:  # no memory, above all
         raise give_up(path, token, rank, str(error)) from error
     manifest = Manifest(
@@ -172,27 +172,39 @@ def save_checkpoint(
         tied=saver.shares.model_names(),
         values={**state.values, "names": saver.shares.names, "plain": plain},
     )
-    saving = Saving(Job(path, token, rank, num_ranks, list(saver.staged.values()), manifest, keep, patience_seconds()))
-    if blocking:
-        try:
+    job = Job(path, token, rank, num_ranks, files, manifest, keep, patience_seconds())
+    try:
+        saving = Saving(job)
+        if blocking:
             with shown_once("saving a checkpoint"):
                 saving.wait()
-        finally:
-            saver.staged.clear()
+    except BaseException:  # an interruption, too
+        job.abandoned.set()
+        raise
+    if blocking:
+        saver.staged.clear()
     else:
         saver.under_way = saving
     return saving
 
 
-def _stage(saver: _Saver, parts: Mapping[str, Part], files: Sequence[PlannedFile]) -> None:
-    """Copy this rank's pieces to memory of their own, which later saves use again."""
+def _files(
+    saver: _Saver, parts: Mapping[str, Part], planned: Sequence[PlannedFile], blocking: bool
+) -> list[Staged | Streamed]:
+    """This rank's files: from its parts as they are, or from a copy of them, whose memory later saves use again."""
     pinned = any(part.tensor.is_cuda for part in parts.values())
-    for file in files:
+    files: list[Staged | Streamed] = []
+    for file in planned:
+        if blocking:
+            files.append(Streamed.of(file, parts, pinned=pinned))
+            continue
         if file.name not in saver.staged:
             saver.staged[file.name] = Staged.empty(file, pinned=pinned)
         saver.staged[file.name].fill(parts)
+        files.append(saver.staged[file.name])
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    return files
 
 
 def finish_saving(par: torch.nn.Module) -> None:

@@ -102,7 +102,7 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
     for (name, offsets, sizes), ranks in holders.items():
         dtype, shape = kinds[name]
         piece = Piece(name, DTYPES[dtype], shape, offsets, sizes)
-        to_write += [(part, ranks) for part in _cut(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
+        to_write += [(part, ranks) for part in cut(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
     load = [0] * len(offers)
     written: list[list[Piece]] = [[] for _ in offers]
     for piece, ranks in sorted(to_write, key=lambda one: (-one[0].num_bytes, one[0].name, one[0].offsets)):
@@ -112,7 +112,7 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
     return [_files(rank, len(offers), pieces) for rank, pieces in enumerate(written)]
 
 
-def _cut(piece: Piece, count: int) -> list[Piece]:
+def cut(piece: Piece, count: int) -> list[Piece]:
     """A piece in pieces of rows, at most ``count``."""
     count = min(count, piece.sizes[0] if piece.sizes else 1)
     if count <= 1:
@@ -180,6 +180,7 @@ __all__ = [
     "Offer",
     "Piece",
     "PlannedFile",
+    "cut",
     "offers_of",
     "safetensors_header",
     "shared_out",
