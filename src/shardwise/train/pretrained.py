@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError, problem
-from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box
 from shardwise.runtime.initial.weights import INDEX
 from shardwise.runtime.split import Split
@@ -25,7 +24,7 @@ from shardwise.train.agreement import here, raise_first
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.files import Reader
 from shardwise.train.manifest import read_manifest
-from shardwise.train.parts import MODEL, Part
+from shardwise.train.parts import MODEL, Part, is_seed
 from shardwise.train.sharing import AT_ONCE_BYTES, Piece, cut, safetensors_header
 
 _PARTS = ".parts"  # the checkpoint, in the folder
@@ -93,7 +92,8 @@ def _unwritten(folder: Path, error: Exception) -> CheckpointError:
 def _names(original: torch.nn.Module, reader: Reader) -> tuple[dict[str, str], str]:
     """(name in the files -> name in the module, how the files begin). A peft model's adapters have names of their
     own."""
-    stored = {name.removeprefix(MODEL) for name in reader.manifest.tensors if name.startswith(MODEL)} - {SEED}
+    tensors = (name for name in reader.manifest.tensors if name.startswith(MODEL) and not is_seed(name))
+    stored = {name.removeprefix(MODEL) for name in tensors}
     known = dict.fromkeys(name for name, _ in (*original.named_parameters(), *original.named_buffers()))
     ordered = [*(name for name in known if name in stored), *sorted(stored - known.keys())]
     if not hasattr(original, "peft_config"):
