@@ -219,6 +219,28 @@ def test_memory_and_processes_are_given_back(job: Job, monkeypatch: pytest.Monke
     assert gone([int(pid) for rank in range(2) for pid in (tmp_path / f"pid-{rank}").read_text().split()])
 
 
+def test_memory_that_somebody_removes_takes_no_job_with_it(job: Job) -> None:
+    body = """
+    import json, shutil
+    from shardwise.runtime.generation import GENERATION
+    memory = json.loads(os.environ[GENERATION])["memory"]
+    assert os.path.isdir(memory)
+    if generation == 0:
+        mark("began")
+        wait_for("began", size)
+        if rank:
+            time.sleep(60)
+        shutil.rmtree(memory)
+        os.kill(os.getpid(), signal.SIGKILL)
+    open(os.path.join(memory, f"x{rank}"), "w").write("x")
+    """
+    outcome = job(BODY + textwrap.dedent(body), elastic=Elastic())
+    assert outcome.exit_code == 0
+    (said,) = (line for line in outcome.stderr.splitlines() if "was removed" in line)
+    assert "steps that were kept there are lost" in said
+    assert not Path(said.split()[1]).exists()
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(script: Callable[[str], str], tmp_path: Path) -> None:
     path = script(
         """

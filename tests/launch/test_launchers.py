@@ -119,8 +119,13 @@ def mpirun(num_ranks: int, *command: str) -> list[str]:
     return [MPIRUN, *options, "-n", str(num_ranks), *command]
 
 
-def test_torchrun_starts_ranks(start: Start, script: Callable[[str], str], tmp_path: Path) -> None:
-    ended_well(start([*TORCHRUN, "--standalone", "--nproc-per-node", "2", script(SUM), str(tmp_path)]))
+def test_torchrun_starts_ranks_and_starts_them_again(
+    start: Start, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """All ranks that an agent starts meet in its one store, those of an earlier attempt as well."""
+    fails_once = f"{SUM}\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(7 * sw.rank())"
+    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    ended_well(start([*TORCHRUN, *options, script(fails_once), str(tmp_path)]))
     assert answers(tmp_path) == ["0/2 0/2 total 3", "1/2 1/2 total 3"]
 
 

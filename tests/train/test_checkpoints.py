@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.train import sharing
@@ -154,6 +156,12 @@ def parts_on_ranks(folder: str) -> dict[str, Any]:
     found["own extra"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3, extra=rank))
     found["own path"] = refused(lambda: sw.save_checkpoint(where / f"own-{rank}", par, step=3))
     found["function"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3, extra=[len] if rank else [1]))
+    found["own step"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3 + rank))
+    found["no state"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3, data=[1]))  # type: ignore[arg-type]
+    found["inside"] = _inside_of_others(where, par)
+    view = nn.Module()
+    view.row = nn.Parameter(par.get_submodule("qkv").weight.data[:2])
+    found["view"] = refused(lambda: sw.save_checkpoint(where / "x", view, step=3))
     dist.barrier()
     if rank == 0:
         (where / "meanwhile" / "shard-00001-of-00002.safetensors").unlink()
@@ -173,6 +181,30 @@ def parts_on_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
+def _inside_of_others(where: Path, par: sw.Parallel) -> list[str]:
+    """On a rank: which kinds of a module around a parallel one, or of a part of it, do not come back as they were."""
+    wrong = []
+    around = torch.optim.swa_utils.AveragedModel(par)
+    kinds = {"list": nn.ModuleList([nn.Linear(2, 2), par]), "average": around, "part": par.get_submodule("qkv")}
+    for kind, module in kinds.items():
+        sw.save_checkpoint(where / kind, module, step=3)
+        tensors = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        sw.load_checkpoint(where / kind, module)
+        wrong += [f"{kind}: {name}" for name, own in module.state_dict().items() if not own.equal(tensors[name])]
+        if dist.get_rank() == 0:  # whole, as on one device
+            shapes = [
+                list(t.shape) for name, t in whole_tensors(where / kind).items() if "qkv" in name or kind == "part"
+            ]
+            wrong += [] if [36, 12] in shapes else [f"{kind}: {shapes}"]
+    ids, labels = torch.zeros(2, 24, 5, dtype=torch.int64)
+    local = split("dp2", inputs="local")
+    (part, _), *_ = sw.DataLoader(TensorDataset(ids, labels), nn.Sequential(local), 12)
+    return wrong + ([] if len(part) == 6 else [f"the loader gave {len(part)} samples"])
+
+
 def test_saves_beside_training_and_failures_on_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
     ranks = run_ranks(parts_on_ranks, 2, str(tmp_path), time_limit_seconds=240)
     want = whole_tensors(tmp_path / "full")
@@ -184,6 +216,10 @@ def test_saves_beside_training_and_failures_on_ranks(run_ranks: RunRanks, tmp_pa
         assert "extra of rank 1 is not that of rank 0" in found["own extra"]
         assert "path of rank 1" in found["own path"]
         assert "extra[0] is a builtin_function_or_method" in found["function"]
+        assert "step of rank 1 is not that of rank 0" in found["own step"]
+        assert "data is a list, which has no state_dict()" in found["no state"]
+        assert found["inside"] == []
+        assert "row is a view of this rank's part of qkv.weight" in found["view"]
         assert "shard-00001-of-00002.safetensors is a part of the checkpoint" in found["lost shard"]
         assert found["unchanged"]
         assert any("is converted from f64 to bf16" in text for text in found["said"]) == (rank == 0)

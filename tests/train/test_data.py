@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 import shardwise as sw
 from train.runs import split
@@ -185,8 +186,67 @@ def on_ranks(folder: str) -> list[float]:
     return kept
 
 
+class Packed(nn.Module):
+    """Documents one after the other in rows: none attends to another, nor foretells its first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(20, 8), nn.Embedding(9, 8)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor, documents: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(places)
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        mask = (documents[:, None, :, None] == documents[:, None, None, :]) & causal
+        logits = self.head(x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1))
+        labels = torch.where(documents[:, 1:] == documents[:, :-1], ids[:, 1:], -100)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+
+
+def packed_rows() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 9, (36,), generator=generator).tolist()
+    ids = torch.randint(0, 20, (sum(lengths),), generator=generator)
+    documents = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths)])
+    places = torch.cat([torch.arange(n) for n in lengths])
+    rows = {"ids": ids, "documents": documents, "places": places}
+    return [{name: whole[at : at + 12] for name, whole in rows.items()} for at in range(0, len(ids) - 11, 12)]
+
+
+def packed() -> dict[str, float]:
+    """On a rank: how far the losses of rows of several documents are from one device's, batches split by samples and by
+    positions."""
+    found, rows = {}, packed_rows()
+    example = default_collate(rows[:4])
+    for axis, layout in (("dp", "[4@dp, 12]"), ("cp", "[4, 12@cp]")):
+        torch.manual_seed(0)
+        one, mesh = Packed().double(), sw.Mesh({axis: 2})
+        layouts = {f"kwargs['{name}']": layout for name in example}
+        plan = sw.plan(one, example, 2, mesh=mesh, layouts=layouts, search="sharding_propagation", mode="semi_auto")
+        par = sw.parallelize(one, plan, inputs="local")
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (par, one)]
+        apart = 0.0
+        for part, whole in zip(sw.DataLoader(rows, par, 4), sw.DataLoader(rows, one, 4), strict=True):
+            assert part["ids"].numel() * 2 == whole["ids"].numel() or axis == "dp"
+            loss = one(**whole)
+            loss.backward()
+            apart = max(apart, abs(par.step(**part).item() - loss.item()))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found[axis] = apart
+    return found
+
+
+def parts_and_packed_rows(folder: str) -> tuple[list[float], dict[str, float]]:
+    return on_ranks(folder), packed()
+
+
 def test_ranks_train_on_their_parts_of_the_order(run_ranks: RunRanks, tmp_path: Path) -> None:
-    found = run_ranks(on_ranks, 2, str(tmp_path), time_limit_seconds=240)
+    everything = run_ranks(parts_and_packed_rows, 2, str(tmp_path), time_limit_seconds=240)
+    found = [losses for losses, _ in everything]
+    assert all(apart < 1e-12 for _, packed_apart in everything for apart in packed_apart.values())
     assert found[0] == found[1]
     assert len(set(found[0])) == 3
 

@@ -156,6 +156,8 @@ def in_from_transformers(folder: str) -> dict[str, Any]:
         save_file({"other": torch.zeros(2)}, where / "other.safetensors")
         (where / "torn.safetensors").write_bytes((where / "more.safetensors").read_bytes()[:5000])
         torch.save(model.state_dict(), where / "pickled.bin")
+        (where / "deep").mkdir()
+        (where / "deep/model.safetensors.index.json").write_text('{"weight_map":' * 50_000)
     dist.barrier()
     with torch.device("meta"):
         empty = tf.GPT2LMHeadModel(config).eval()
@@ -165,7 +167,7 @@ def in_from_transformers(folder: str) -> dict[str, Any]:
     want = tf.GPT2LMHeadModel.from_pretrained(where / "whole").eval()
     found: dict[str, Any] = {}
     for name in ("whole", "several", "base", "more.safetensors", "fewer.safetensors", "shape.safetensors",
-                 "other.safetensors", "torn.safetensors", "pickled.bin", "nowhere"):  # fmt: skip
+                 "other.safetensors", "torn.safetensors", "pickled.bin", "deep", "nowhere"):  # fmt: skip
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
@@ -205,6 +207,7 @@ def test_weights_that_fit_come_in_and_others_are_named(run_ranks: RunRanks, tmp_
         assert "1 names that the module lacks: other" in found["other.safetensors"]
         assert "cannot be read" in found["torn.safetensors"]
         assert "cannot be read" in found["pickled.bin"]
+        assert "is no index of safetensors files" in found["deep"]
         assert "there are no safetensors files in" in found["nowhere"]
 
 

@@ -53,6 +53,7 @@ class Agent:
     scratch: str
     memory: str
     zygote: Zygote | None = None
+    locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of memory that was made again
     planned: set[int] = field(default_factory=set)  # numbers of ranks
 
     def run_alone(self, master: Callable[[], tuple[str, int]]) -> int:
@@ -86,6 +87,7 @@ class Agent:
     def _run_generation(self, begin: Begin, member: Member | None = None) -> tuple[int, Failure | None, list[int], int]:
         """(exit code, the failure that ended it; None where all ended well, or somebody interrupts; ranks that were in
         no collective when they were stopped, the last step that was done)."""
+        self._restore_memory()
         generation = Generation(begin.number, self.memory, begin.suspect, num_machines=self.num_machines)
         ranks = range(begin.first, begin.first + len(begin.slots))
         shared = {**self.environment(begin), GENERATION: generation.to_text()}
@@ -121,6 +123,13 @@ class Agent:
         finally:
             job.kill()
 
+    def _restore_memory(self) -> None:
+        """Whoever cleans the system's memory up (at the end of a login, say) takes states, and not the job."""
+        if not os.path.isdir(self.memory):
+            os.makedirs(self.memory, mode=0o700)
+            self.locks.enter_context(_locked(self.memory))
+            say(f"{self.memory} was removed: steps that were kept there are lost")
+
     def _plan_ahead(self, generation: Generation, begin: Begin, shared: dict[str, str]) -> None:
         """Have the plans made that the next loss will ask for, if the script makes its plans by ``sw.planned``: that of
         a rank, and that of another machine with as many ranks as this one."""
@@ -144,13 +153,23 @@ class Agent:
 
     def _living_zygote(self, environment: dict[str, str]) -> Zygote:
         if self.zygote is None or not self.zygote.alive:  # if somebody killed it, all ranks ended with it
-            self.close()
+            if self.zygote is not None:
+                self.zygote.close()
             self.zygote = Zygote(environment, self.settings.preload)
         return self.zygote
 
     def close(self) -> None:
         if self.zygote is not None:
             self.zygote.close()
+        self.locks.close()
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """As long as a launcher lives it has its folder locked."""
+    with open(os.path.join(folder, _LOCK), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
@@ -164,8 +183,7 @@ def folder_in_memory(place: str = "/dev/shm") -> Iterator[str]:
             shutil.rmtree(left, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix="shardwise-new-", dir=place)
     try:
-        with open(os.path.join(folder, _LOCK), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(folder):
             locked = os.path.join(place, _PREFIX + os.path.basename(folder).removeprefix("shardwise-new-"))
             os.rename(folder, locked)
             folder = locked

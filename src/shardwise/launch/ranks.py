@@ -104,10 +104,12 @@ def _join(place: Place, backend: str, timeout: timedelta, device: torch.device |
 
 
 def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
-    """The key-value store of the ranks, which rank 0 serves; under torchrun its agent does."""
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    """The key-value store of the ranks, which rank 0 serves; under torchrun its agent does, and what an earlier attempt
+    wrote stays there."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not is_agents
     try:
-        return TCPStore(
+        store = TCPStore(
             host, port, place.world_size, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
     except dist.DistNetworkError as error:
@@ -116,6 +118,8 @@ def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
         what = f"rank 0 cannot listen on port {port}: another process of this machine does"
         fix = "end that process, or choose another port: MASTER_PORT (under shardwise run: --master-port)"
         raise LaunchError(problem(what, fix=fix)) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"shardwise/attempt-{attempt}", store) if is_agents else store
 
 
 def _agree(place: Place, store: Store, timeout: timedelta, gpu: str) -> None:

@@ -27,7 +27,7 @@ from shardwise.runtime.agree import shown_once
 from shardwise.runtime.split import Split
 from shardwise.texts import check_texts
 from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
-from shardwise.train.files import Staged
+from shardwise.train.files import Staged, Streamed
 from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, Stored
 from shardwise.train.parts import (
     MODEL,
@@ -123,13 +123,13 @@ def save_checkpoint(
 ) -> Saving:
     """Write a checkpoint to the folder ``path``, which appears when it is complete; called on every rank alike.
 
-    It holds the parameters and persistent buffers of ``par`` (a parallel module, or any module that every rank holds
-    whole), the states and settings of ``optimizer`` (one or several), of schedulers, scaler and data loader
-    (``state_dict()``, equal on all ranks), the states of the ranks' random generators, ``step`` and ``extra`` (numbers,
-    texts, tensors, and lists and dicts of these). ``metrics`` are for ``keep``, which says which older checkpoints
-    beside this one are deleted once it is complete. With ``blocking=False`` it returns when all is copied to memory of
-    its own, which takes as much as this rank's share of the checkpoint; the files are written while training goes on.
-    A second save waits for the first. ``wait()`` of what is returned says whether it succeeded.
+    It holds the parameters and persistent buffers of ``par`` (a parallel module, one with such modules in it, or any
+    module that every rank holds whole), the states and settings of ``optimizer`` (one or several), of schedulers,
+    scaler and data loader (``state_dict()``, equal on all ranks), the states of the ranks' random generators, ``step``
+    and ``extra`` (numbers, texts, tensors, and lists and dicts of these). ``metrics`` are for ``keep``, which says
+    which older checkpoints beside this one are deleted once it is complete. With ``blocking=False`` it returns when all
+    is copied to memory of its own, which takes as much as this rank's share of the checkpoint; the files are written
+    while training goes on. A second save waits for the first. ``wait()`` of what is returned says whether it succeeded.
 
     Raises CheckpointError, on all ranks, where it cannot be written (with ``blocking=False`` that is a warning at the
     next save, and raised by ``wait()``), and where there is a checkpoint of that name; ShardwiseError for values that
@@ -158,7 +158,7 @@ def save_checkpoint(
             shutil.rmtree(incomplete(path))
         raise
     try:
-        _stage(saver, state.parts, saver.shares.files[rank])
+        files = _files(saver, state.parts, saver.shares.files[rank], blocking)
     except (RuntimeError, MemoryError) as error:  # no memory, above all
         raise give_up(path, token, rank, str(error)) from error
     manifest = Manifest(
@@ -172,27 +172,39 @@ def save_checkpoint(
         tied=saver.shares.model_names(),
         values={**state.values, "names": saver.shares.names, "plain": plain},
     )
-    saving = Saving(Job(path, token, rank, num_ranks, list(saver.staged.values()), manifest, keep, patience_seconds()))
-    if blocking:
-        try:
+    job = Job(path, token, rank, num_ranks, files, manifest, keep, patience_seconds())
+    try:
+        saving = Saving(job)
+        if blocking:
             with shown_once("saving a checkpoint"):
                 saving.wait()
-        finally:
-            saver.staged.clear()
+    except BaseException:  # an interruption, too
+        job.abandoned.set()
+        raise
+    if blocking:
+        saver.staged.clear()
     else:
         saver.under_way = saving
     return saving
 
 
-def _stage(saver: _Saver, parts: Mapping[str, Part], files: Sequence[PlannedFile]) -> None:
-    """Copy this rank's pieces to memory of their own, which later saves use again."""
+def _files(
+    saver: _Saver, parts: Mapping[str, Part], planned: Sequence[PlannedFile], blocking: bool
+) -> list[Staged | Streamed]:
+    """This rank's files: from its parts as they are, or from a copy of them, whose memory later saves use again."""
     pinned = any(part.tensor.is_cuda for part in parts.values())
-    for file in files:
+    files: list[Staged | Streamed] = []
+    for file in planned:
+        if blocking:
+            files.append(Streamed.of(file, parts, pinned=pinned))
+            continue
         if file.name not in saver.staged:
             saver.staged[file.name] = Staged.empty(file, pinned=pinned)
         saver.staged[file.name].fill(parts)
+        files.append(saver.staged[file.name])
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    return files
 
 
 def finish_saving(par: torch.nn.Module) -> None:
@@ -238,13 +250,21 @@ def values_of(
         if not math.isfinite(float(metric)):
             raise ShardwiseError(f"the metric {name} is {metric}: no file says which checkpoint is better by it")
     values = {
-        "schedulers": [encode(one.state_dict(), f"scheduler {at}") for at, one in enumerate(schedulers)],
-        "scaler": None if scaler is None else encode(scaler.state_dict(), "scaler"),
-        "data": None if data is None else encode(data.state_dict(), "data"),
+        "step": step,
+        "schedulers": [_encoded(one, f"scheduler {at}") for at, one in enumerate(schedulers)],
+        "scaler": None if scaler is None else _encoded(scaler, "scaler"),
+        "data": None if data is None else _encoded(data, "data"),
         "extra": encode(extra, "extra"),
     }
     check_texts([[values]])  # as deep as they lie in the manifest
     return values
+
+
+def _encoded(one: Resumable, what: str) -> Any:
+    if not hasattr(one, "state_dict"):
+        fault = f"{what} is a {type(one).__name__}, which has no state_dict(): nothing says where it is"
+        raise ShardwiseError(problem(fault, fix="leave it out; for data sw.DataLoader has one"))
+    return encode(one.state_dict(), what)
 
 
 def _agree(saver: _Saver, path: Path, state: State, token: str) -> tuple[dict[str, Any], str]:

@@ -21,8 +21,8 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.initial.materialize import stable_seed
-from shardwise.runtime.split import Split
 from shardwise.train.agreement import from_all
+from shardwise.train.parts import splits_in
 
 Rows = tuple[int, int]  # [start, stop) of a batch
 
@@ -30,14 +30,14 @@ Rows = tuple[int, int]  # [start, stop) of a batch
 class DataLoader:
     """Batches of a data set, epoch after epoch with every ``for``; alike on every rank.
 
-    ``dataset``: with ``len`` and ``[i]``, or an iterable one. ``par``: the parallel module that they are for, or any
-    other module: one made with ``inputs="local"`` gets on each rank the samples of its own part, and of inputs that are
-    split in other dims, too (sequence, features), its part of these; any other gets whole batches. ``batch_size``: of
-    the whole step. ``shuffle``: another permutation in every epoch. ``drop_last``: leave out a last, smaller batch.
-    ``seed_samples``: seed the generators of Python, NumPy and torch for every sample, so that random augmentations,
-    too, are those of the seed, whatever ranks and workers there are. ``collate_fn`` and ``options``: as of
-    ``torch.utils.data.DataLoader`` (``num_workers``, ``pin_memory``, ``persistent_workers``, ...); what it makes of
-    samples must not depend on which they are together (pad to a fixed length).
+    ``dataset``: with ``len`` and ``[i]``, or an iterable one. ``par``: the parallel module that they are for, by itself
+    or in another one, or any other module: one made with ``inputs="local"`` gets on each rank the samples of its own
+    part, and of inputs that are split in other dims, too (sequence, features), its part of these; any other gets whole
+    batches. ``batch_size``: of the whole step. ``shuffle``: another permutation in every epoch. ``drop_last``: leave
+    out a last, smaller batch. ``seed_samples``: seed the generators of Python, NumPy and torch for every sample, so
+    that random augmentations, too, are those of the seed, whatever ranks and workers there are. ``collate_fn`` and
+    ``options``: as of ``torch.utils.data.DataLoader`` (``num_workers``, ``pin_memory``, ``persistent_workers``, ...);
+    what it makes of samples must not depend on which they are together (pad to a fixed length).
 
     Every rank reads the whole of an iterable data set, which must give the same samples on each, and keeps its part;
     how many there were in a batch is compared between ranks. Its workers are not used.
@@ -77,7 +77,7 @@ class DataLoader:
             self._loader = TorchLoader(samples, batch_sampler=sampler, collate_fn=self._collate, **options)
             if not self._length:
                 raise ShardwiseError("the data set has no samples")
-            if isinstance(par, Split):
+            if splits_in(par):
                 self._check_alike()
         elif shuffle or seed_samples or options:
             what = "an iterable data set gives its samples in its own order, in this process"
@@ -253,11 +253,17 @@ class _Parts:
     def __init__(self, par: torch.nn.Module) -> None:
         self.layouts: dict[str, Layout] = {}
         self.with_samples: frozenset[str] = frozenset()
-        if isinstance(par, Split) and par.inputs == "local":
-            self.position, self.layouts = par.device_number, par.plan.input_layouts
-            samples = next((entry.shape[0] for entry in par.plan.inputs if entry.shape), None)
+        found = splits_in(par)
+        local = [path for path, own in found.items() if own.inputs == "local"]
+        if local and len(found) > 1:
+            what = f"the batches are for one of the parallel modules {', '.join(found)}, and nothing says for which"
+            raise ShardwiseError(problem(what, fix="give that one as par="))
+        if local:
+            own = found[local[0]]
+            self.position, self.layouts = own.device_number, own.plan.input_layouts
+            samples = next((entry.shape[0] for entry in own.plan.inputs if entry.shape), None)
             self.with_samples = frozenset(
-                entry.name for entry in par.plan.inputs if entry.shape and entry.shape[0] == samples
+                entry.name for entry in own.plan.inputs if entry.shape and entry.shape[0] == samples
             )
 
     def rows(self, num_samples: int) -> Rows:

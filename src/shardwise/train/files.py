@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import zlib
+from bisect import bisect, bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,10 +35,11 @@ class Staged:
 
     @staticmethod
     def empty(file: PlannedFile, *, pinned: bool) -> Staged:
-        """At an address from which a disk can take it."""
-        room = torch.empty(file.num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        first = -room.data_ptr() % PAGE_BYTES
-        return Staged(file, room[first : first + file.num_bytes])
+        return Staged(file, _room(file.num_bytes, pinned=pinned))
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Some bytes of the data."""
+        return memoryview(self.buffer[start:stop].numpy().data)
 
     @cached_property
     def _places(self) -> list[torch.Tensor]:
@@ -54,6 +57,71 @@ class Staged:
                 place.copy_(_source(parts[piece.name], piece), non_blocking=pinned)
 
 
+@dataclass(frozen=True)
+class Streamed:
+    """A file that is written out of a rank's ``parts``, which nobody changes meanwhile, through a small ``window``."""
+
+    file: PlannedFile
+    parts: Mapping[str, Part]
+    window: torch.Tensor
+
+    @staticmethod
+    def of(file: PlannedFile, parts: Mapping[str, Part], *, pinned: bool) -> Streamed:
+        return Streamed(file, parts, _room(min(file.num_bytes, AT_ONCE_BYTES), pinned=pinned))
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Some bytes of the data, as many as the window has at most; the next ones take their place."""
+        with torch.no_grad():
+            for at in range(bisect(self._starts, start) - 1, bisect_left(self._starts, stop)):
+                begin, piece = self.file.pieces[at]
+                first, last = max(start, begin), min(stop, begin + piece.num_bytes)
+                if first < last:
+                    target = self.window[first - start : last - start].view(piece.dtype)
+                    _copy_elements(
+                        target, _source(self.parts[piece.name], piece), (first - begin) // piece.dtype.itemsize
+                    )
+        return memoryview(self.window[: stop - start].numpy().data)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [start for start, _ in self.file.pieces]
+
+
+def _copy_elements(target: torch.Tensor, source: torch.Tensor, first: int) -> None:
+    """Copy the elements of a tensor from ``first`` on, in row-major order, as many as go into a flat one."""
+    if source.is_contiguous():
+        target.copy_(source.reshape(-1)[first : first + len(target)])
+        return
+    row, done = prod(source.shape[1:]), 0
+    while done < len(target):
+        number, offset = divmod(first + done, row)
+        left = len(target) - done
+        if offset or left < row:  # a part of one row
+            count = min(row - offset, left)
+            _copy_elements(target[done : done + count], source[number], offset)
+        else:
+            rows = left // row
+            count = rows * row
+            target[done : done + count].view(rows, *source.shape[1:]).copy_(source[number : number + rows])
+        done += count
+
+
+def _room(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Memory at an address from which a disk can take it."""
+    whole = num_bytes + PAGE_BYTES
+    room = torch.empty(whole, dtype=torch.uint8, pin_memory=True) if pinned else _in_large_pages(whole)
+    first = -room.data_ptr() % PAGE_BYTES
+    return room[first : first + num_bytes]
+
+
+def _in_large_pages(num_bytes: int) -> torch.Tensor:
+    """Memory that a copy fills, and a disk reads, with fewer looks at tables of pages, where the system has such."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def _source(part: Part, piece: Piece) -> torch.Tensor:
     for box in part.boxes:
         if (box.offsets, box.sizes) == (piece.offsets, piece.sizes):
@@ -64,18 +132,18 @@ def _source(part: Part, piece: Piece) -> torch.Tensor:
     raise AssertionError(f"a rank writes {piece.sizes} at {piece.offsets} of {piece.name}, which it does not hold")
 
 
-def write(path: Path, staged: Staged) -> DataFile:
+def write(path: Path, source: Staged | Streamed) -> DataFile:
     """Write a file and wait until it is on the disk. Raises OSError.
 
-    All but the last part goes past the system's cache, where the file system can do that: the disk takes it from the
-    buffer. A copy in the cache takes twice the processor's time that the checksums do, and nobody reads it soon.
+    All but the last part goes past the system's cache, where the file system can do that: the disk takes it from
+    memory. A copy in the cache takes twice the processor's time that the checksums do, and nobody reads it soon.
     """
-    file, data = staged.file, staged.buffer.numpy().data
+    file = source.file
     checksums: list[str] = []
     with path.open("xb", buffering=0) as target:
         _write_all(target.fileno(), memoryview(file.header))
         for start in range(0, file.num_bytes, AT_ONCE_BYTES):
-            part = data[start : start + AT_ONCE_BYTES]
+            part = source.part(start, min(start + AT_ONCE_BYTES, file.num_bytes))
             checksums += [f"{zlib.crc32(part[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(part), BLOCK_BYTES)]
             _write_all(target.fileno(), part, direct=len(part) == AT_ONCE_BYTES)
         os.fsync(target.fileno())
@@ -210,4 +278,4 @@ def _blocks(stored: Stored, common: Box, position: int, size: int, count: int) -
     return found
 
 
-__all__ = ["Reader", "Staged", "write"]
+__all__ = ["Reader", "Staged", "Streamed", "write"]

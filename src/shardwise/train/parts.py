@@ -24,6 +24,9 @@ import torch
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box, boxes
+from shardwise.layouts.layout import Layout
+from shardwise.runtime.guards.memory import Owners
+from shardwise.runtime.guards.registry import held_shards
 from shardwise.runtime.split import Split
 from shardwise.train.values import decode, encode
 
@@ -69,19 +72,37 @@ class ModuleParts:
     tied: Mapping[str, str]
 
 
+def splits_in(module: torch.nn.Module) -> dict[str, Split]:
+    """The parallel modules that a module is, or has in it, by path."""
+    if isinstance(module, Split):
+        return {"": module}
+    return {path: own for path, own in module.named_modules() if isinstance(own, Split)}
+
+
+def seeds_in(module: torch.nn.Module) -> dict[str, Split]:
+    """The parallel modules, by the name of the number that their random numbers follow from."""
+    return {f"{path}.{SEED}".lstrip("."): own for path, own in splits_in(module).items()}
+
+
+def is_seed(name: str) -> bool:
+    return name.rpartition(".")[2] == SEED
+
+
 def module_parts(module: torch.nn.Module) -> ModuleParts:
-    """What this rank holds of a module: of a parallel one its shards, of any other the whole."""
+    """What this rank holds of a module: of what is parallel its shards, also inside of other modules, else the whole.
+    Raises ShardwiseError for views of shards."""
     parts: dict[str, Part] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
+    splits = splits_in(module)
+    owners = None if isinstance(module, Split) else Owners(held_shards())
     for name, tensor in _persistent(module):
         first = names.setdefault(id(tensor), name)
         if first == name:
-            parts[name] = _part_of(module, name, tensor)
+            parts[name] = _part_of(name, tensor, splits, owners)
         else:
             tied[name] = first
-    if isinstance(module, Split):
-        parts[SEED] = Part.whole(module._seed)
+    parts |= {name: Part.whole(own._seed) for name, own in seeds_in(module).items()}
     return ModuleParts(parts, tied)
 
 
@@ -93,12 +114,30 @@ def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _part_of(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Part:
-    layout = module.layouts.get(name) if isinstance(module, Split) else None
+def _part_of(name: str, tensor: torch.Tensor, splits: Mapping[str, Split], owners: Owners | None) -> Part:
+    """``owners``: of the memory of shards, where not all of the module is parallel."""
+    for path, own in splits.items():
+        if name.startswith(f"{path}." if path else ""):
+            layout = own.layouts.get(name.removeprefix(f"{path}.") if path else name)
+            return _part_in(tensor, layout, own.coordinates)
+    held = None if owners is None else owners.of(tensor)
+    if held is None:
+        return Part.whole(tensor)
+    coordinates = held.ranks.coordinates
+    if tuple(tensor.shape) != held.layout.local_shape(coordinates):
+        raise ShardwiseError(
+            problem(
+                f"{name} is a view of this rank's part of {held.name}: nothing says which part of the whole it is",
+                fix="save the parallel module itself, or whole tensors",
+            )
+        )
+    return _part_in(tensor, held.layout, coordinates)
+
+
+def _part_in(tensor: torch.Tensor, layout: Layout | None, coordinates: Mapping[str, int]) -> Part:
     if layout is None or not prod(layout.shape):
         return Part.whole(tensor)
-    assert isinstance(module, Split)
-    return Part(tensor, layout.shape, boxes(layout, module.coordinates))
+    return Part(tensor, layout.shape, boxes(layout, coordinates))
 
 
 # ---------------------------------------------------------------------------------------------------------- optimizers
@@ -218,11 +257,14 @@ __all__ = [
     "ModuleParts",
     "OptimizerParts",
     "Part",
+    "is_seed",
     "kind_of",
     "module_parts",
     "names_in_groups",
     "optimizer_parts",
     "random_part",
     "restore_random",
+    "seeds_in",
+    "splits_in",
     "state_name",
 ]

@@ -1,8 +1,8 @@
 """``sw.save_pretrained``: a folder that ``from_pretrained`` of transformers, and peft, read.
 
 The ranks first write a checkpoint of their parts beside it, each once and at the same time. Then they share out the
-files that the folder is to have, and each puts its own together from there, tensor by tensor: no rank ever holds more
-than one whole tensor, whatever the plan was.
+files that the folder is to have, and each puts its own together from there, some rows of a tensor at a time: no rank
+ever holds a whole one beside its part, whatever the plan was.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError, problem
-from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box
 from shardwise.runtime.initial.weights import INDEX
 from shardwise.runtime.split import Split
@@ -25,8 +24,8 @@ from shardwise.train.agreement import here, raise_first
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.files import Reader
 from shardwise.train.manifest import read_manifest
-from shardwise.train.parts import MODEL, Part
-from shardwise.train.sharing import Piece, safetensors_header
+from shardwise.train.parts import MODEL, Part, is_seed
+from shardwise.train.sharing import AT_ONCE_BYTES, Piece, cut, safetensors_header
 
 _PARTS = ".parts"  # the checkpoint, in the folder
 
@@ -43,7 +42,7 @@ def save_pretrained(
     ``par``: a parallel module, or any module that every rank holds whole. A transformers model's configuration is
     written as well; of a peft model the adapters alone. Tied weights are written once, non-persistent buffers not.
     ``dtype``: of floating-point tensors in the files (default: as they are). ``max_file_bytes``: more goes to several
-    files with an index; one tensor is in one file. Host memory: this rank's part, then one tensor at a time.
+    files with an index; one tensor is in one file. Host memory, beside this rank's part: some 10 MB.
 
     Raises CheckpointError, on all ranks, where it cannot be written and where the folder has weights already.
     """
@@ -93,7 +92,8 @@ def _unwritten(folder: Path, error: Exception) -> CheckpointError:
 def _names(original: torch.nn.Module, reader: Reader) -> tuple[dict[str, str], str]:
     """(name in the files -> name in the module, how the files begin). A peft model's adapters have names of their
     own."""
-    stored = {name.removeprefix(MODEL) for name in reader.manifest.tensors if name.startswith(MODEL)} - {SEED}
+    tensors = (name for name in reader.manifest.tensors if name.startswith(MODEL) and not is_seed(name))
+    stored = {name.removeprefix(MODEL) for name in tensors}
     known = dict.fromkeys(name for name, _ in (*original.named_parameters(), *original.named_buffers()))
     ordered = [*(name for name in known if name in stored), *sorted(stored - known.keys())]
     if not hasattr(original, "peft_config"):
@@ -134,10 +134,10 @@ def _files(
 def _write(path: Path, pieces: Sequence[tuple[int, Piece]], reader: Reader, names: Mapping[str, str]) -> None:
     with path.open("wb") as file:
         file.write(safetensors_header({"__metadata__": {"format": "pt"}}, pieces))
-        for _, piece in pieces:
-            part = Part.whole(torch.empty(piece.shape, dtype=piece.dtype))
-            stored = MODEL + names[piece.name]
-            reader.verify(stored, (Box.whole(piece.shape),))
+        for some in (some for _, piece in pieces for some in cut(piece, -(-piece.num_bytes // AT_ONCE_BYTES))):
+            stored, rows = MODEL + names[some.name], Box(some.offsets, some.sizes, (0,) * len(some.sizes))
+            part = Part(torch.empty(some.sizes, dtype=some.dtype), some.shape, (rows,))
+            reader.verify(stored, part.boxes)
             reader.read(stored, part)
             file.write(part.tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()

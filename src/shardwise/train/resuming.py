@@ -16,11 +16,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed, problem
-from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.agree import shown_once
 from shardwise.runtime.host_states import with_states_on_host
-from shardwise.runtime.split import Split
 from shardwise.texts import shown
 from shardwise.train.agreement import from_all, here, raise_first
 from shardwise.train.checkpoints import Optimizers, Resumable, Schedulers, finish_saving, several
@@ -32,10 +30,12 @@ from shardwise.train.parts import (
     RANDOM,
     STATE,
     Part,
+    is_seed,
     kind_of,
     module_parts,
     names_in_groups,
     restore_random,
+    seeds_in,
     state_name,
 )
 from shardwise.train.retention import checkpoints_in
@@ -231,7 +231,7 @@ class _Load:
         for name, part in self.module.parts.items():
             stored = self.manifest.find(MODEL + name)
             if stored is None:
-                if name != SEED:  # a checkpoint of a module that is not parallel has none
+                if not is_seed(name):  # a checkpoint of a module that is not parallel has none
                     faults.append(f"{name} is in the module and not in the checkpoint")
                 continue
             fault = _misfit(name, self.manifest.tensors[stored], part)
@@ -245,7 +245,7 @@ class _Load:
         self.left = [
             name.removeprefix(MODEL)
             for name in self.manifest.tensors
-            if name.startswith(MODEL) and name not in found and name != MODEL + SEED
+            if name.startswith(MODEL) and name not in found and not is_seed(name)
         ]
         self.converted = "; ".join(f"{listed(names)} is converted from {what}" for what, names in changed.items())
         return found
@@ -365,8 +365,8 @@ class _Load:
         wanted = self._wanted(random)
         for name, part in wanted:
             self.reader.read(name, part)
-        if isinstance(self.par, Split) and MODEL + SEED in self.parameters:
-            self.par._draws = True
+        for name, own in seeds_in(self.par).items():
+            own._draws = own._draws or MODEL + name in self.parameters
         for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
             self._resume(optimizer, settings)
         if random and wanted[-1][0] == self._random:

@@ -16,12 +16,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
 from shardwise.errors import CheckpointError, problem
-from shardwise.train.files import Staged, write
+from shardwise.train.files import Staged, Streamed, write
 from shardwise.train.manifest import FILE, DataFile, Manifest
 from shardwise.train.retention import INCOMPLETE, Keep, prune
 
@@ -33,16 +33,17 @@ _LAST_SECONDS = 30.0  # that a process whose script has ended waits for the othe
 @dataclass(frozen=True)
 class Job:
     """What one rank has to do. ``token``: of this save (``make_room``); ``manifest``: without files, whose checksums
-    are not known yet."""
+    are not known yet; ``abandoned``: whoever called does not wait for it any more, and may change what it reads."""
 
     path: Path
     token: str
     rank: int
     num_ranks: int
-    files: Sequence[Staged]
+    files: Sequence[Staged | Streamed]
     manifest: Manifest
     keep: Keep | None
     limit_seconds: float
+    abandoned: threading.Event = field(default_factory=threading.Event)
 
     @property
     def folder(self) -> Path:
@@ -97,9 +98,11 @@ def _save(job: Job) -> None:
     """Raises CheckpointError, on every rank, where one of them fails."""
     try:
         written = {one.file.name: write(job.folder / one.file.name, one) for one in job.files}
+        if job.abandoned.is_set():
+            raise InterruptedError("the call was interrupted")
         note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
         _place(job.folder, job.note(job.rank), json.dumps(note))
-    except OSError as error:
+    except (OSError, RuntimeError, MemoryError) as error:  # no room on the disk, or in memory
         give_up(job.path, job.token, job.rank, str(error))
         job.remove_files()
         if job.rank:

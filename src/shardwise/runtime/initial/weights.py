@@ -7,7 +7,6 @@ base (``base_model_prefix``).
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.layouts.boxes import Box
 from shardwise.layouts.text import format_dtype
+from shardwise.texts import MAX_FILE, read_json, read_text
 
 INDEX = "model.safetensors.index.json"
 
@@ -148,9 +148,9 @@ def _files_of(path: Path) -> list[Path]:
     index = path / INDEX
     if index.is_file():
         try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            places = read_json(read_text(index, MAX_FILE))["weight_map"].values()
             files = sorted({Path(str(place)).name for place in places})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ShardwiseError, ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{index} is no index of safetensors files"
             raise ShardwiseError(problem(what, fix="copy the model's folder again")) from error
         return [path / name for name in files]
