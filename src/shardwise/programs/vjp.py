@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.graph.schema import is_random
+from shardwise.graph.switches import Known
 from shardwise.modes import DispatchMode
 from shardwise.programs.forms import Form
 
@@ -109,9 +110,14 @@ class Untraceable(Exception):
     """What a call does cannot be written down: ``str`` says why."""
 
 
+_FORWARD: Known[ForwardKind] = Known()
+_BACKWARD: Known[BackwardKind] = Known()
+
+
 @dataclass
 class Kinds:
-    """The kinds of calls, each traced once. ``device``: type of device whose kernels are meant."""
+    """The kinds of calls, each traced once; those of PyTorch's own operators once in a process. ``device``: type of
+    device whose kernels are meant."""
 
     device: str = "cpu"
     _forward: dict[object, ForwardKind] = field(default_factory=dict)
@@ -119,23 +125,26 @@ class Kinds:
     untraceable: dict[str, str] = field(default_factory=dict)  # target -> why autograd keeps its backward
 
     def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardKind:
-        key = typed(call), operands
-        kind = self._forward.get(key)
+        key = typed(call), operands, self.device
+        kind = self._forward.get(key) or _FORWARD.get(call[0], key)
         if kind is None:
-            kind = self._forward[key] = _traced_forward(call, operands, self.device)
+            kind = _traced_forward(call, operands, self.device)
+            _FORWARD.keep(call[0], key, kind)
+        self._forward[key] = kind
         return kind
 
     def backward(self, call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardKind:
         """``cotangents``: forms of those of the results, None where there is none."""
-        key = typed(call), operands, cotangents
-        kind = self._backward.get(key)
+        key = typed(call), operands, cotangents, self.device
+        kind = self._backward.get(key) or _BACKWARD.get(call[0], key)
         if kind is None:
             try:
                 kind = _traced_backward(call, operands, cotangents, self.device)
+                _BACKWARD.keep(call[0], key, kind)
             except Exception as error:  # autograd can do what cannot be traced: see ``programs.opaque``
                 self.untraceable[str(call[0])] = str(error).split("\n", 1)[0]
                 kind = _opaque_backward(operands, self.forward(call, operands), cotangents)
-            self._backward[key] = kind
+        self._backward[key] = kind
         return kind
 
 
