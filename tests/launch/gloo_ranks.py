@@ -78,6 +78,13 @@ def run_on_ranks(
             receiver.close()
 
 
+def wait_for_all_ranks() -> None:
+    """Return when all ranks are here, so that no other finds this one gone. Works where a collective has failed."""
+    store, what = dist.distributed_c10d._get_default_store(), "is at the end"
+    store.set(f"rank {dist.get_rank()} {what}", "")
+    store.wait([f"rank {rank} {what}" for rank in range(dist.get_world_size())])
+
+
 def _collect(receivers: list[Any], deadline: float, name: str) -> list[Any]:
     """Every rank's result. Of several failures, the first that does not merely tell of a lost peer is raised."""
     results: dict[int, Any] = {}
