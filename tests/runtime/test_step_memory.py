@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.graph.switches import Known
 from shardwise.errors import ShardwiseError
+from shardwise.graph.switches import Known
 
 TOLERANCE = 1e-12  # float64: sums of at most 24 terms of size 1, in another order on two ranks
 

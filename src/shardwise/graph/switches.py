@@ -1,5 +1,5 @@
-"""What is known of calls of PyTorch's own operators for the whole process: as long as no switch is set otherwise, a call
-of the same types does the same.
+"""What is known of calls of PyTorch's own operators for the whole process: while no switch is set otherwise, a call of
+the same types does the same.
 
 Operators of others may be registered anew at any time, so that of these nothing is kept here.
 """
