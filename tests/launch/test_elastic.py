@@ -261,7 +261,7 @@ def test_an_exit_that_nobody_asked_about_is_not_that_of_a_later_process_with_its
     ends: list[int] = []
     start = mock.Mock(side_effect=lambda *_, pass_fds, **__: ends.append(os.dup(pass_fds[0])) or mock.Mock())
     monkeypatch.setattr(zygote.subprocess, "Popen", start)
-    with contextlib.closing(zygote.Zygote({})) as parent, socket.socket(fileno=ends[0]) as answers:
+    with contextlib.closing(zygote.Zygote({}, ())) as parent, socket.socket(fileno=ends[0]) as answers:
         answers.sendall(b'{"pid": 7}\n{"pid": 7, "code": 3}\n')
         parent.spawn([], {}, 1, 2)
         answers.sendall(b'{"pid": 7}\n')

@@ -25,13 +25,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.launch import bootstrap
+from shardwise.launch import bootstrap, zygote
 from shardwise.launch.course import Course, Elastic, culprit
 from shardwise.launch.job import EXIT_INTERRUPTED, Job, say
 from shardwise.launch.member import Begin, Member
 from shardwise.launch.processes import Failure
 from shardwise.launch.watching import Watch
-from shardwise.launch.zygote import PRELOADED, Zygote
+from shardwise.launch.zygote import Zygote
 from shardwise.runtime.generation import GENERATION, Generation, plan_file
 from shardwise.runtime.pages import Seen
 
@@ -145,7 +145,7 @@ class Agent:
     def _living_zygote(self, environment: dict[str, str]) -> Zygote:
         if self.zygote is None or not self.zygote.alive:  # if somebody killed it, all ranks ended with it
             self.close()
-            self.zygote = Zygote(environment, (*PRELOADED, *self.settings.preload))
+            self.zygote = Zygote(environment, (*zygote.PRELOADED, *self.settings.preload))
         return self.zygote
 
     def close(self) -> None:

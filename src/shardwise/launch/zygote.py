@@ -63,7 +63,7 @@ class Forked:
 class Zygote:
     """The launcher's side. ``modules``: that it imports."""
 
-    def __init__(self, environment: dict[str, str], modules: Sequence[str] = PRELOADED) -> None:
+    def __init__(self, environment: dict[str, str], modules: Sequence[str]) -> None:
         own, other = socket.socketpair()
         self._socket, self._rest = own, b""
         self._exits: dict[int, int] = {}
