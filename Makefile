@@ -47,6 +47,7 @@
 # CPU-only wheel (on Linux, PyPI's has CUDA inside).
 
 SHELL := /bin/bash
+unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
 .PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
 
@@ -65,11 +66,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 demo: install
 	$(BIN)/python examples/demo.py
 
+# Three processes on two cores: tests of ranks wait a good part of their time, for each other and for what times out.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 test-long: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m long $(PYTEST_ARGS)
 
 # Each in an environment of its own.
 test-oldest:

@@ -7,7 +7,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for every process a test starts
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from launch.gloo_ranks import run_on_ranks
+from launch.gloo_ranks import SELDOM, run_on_ranks
+from shardwise.report.options import without_mends
 
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what test modules make when they are imported
@@ -27,12 +28,20 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: the garbage collector need not look at them again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*SELDOM)
 
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """Every test draws the same random numbers in every run, alone or with others; sweeps draw others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def _without_mends() -> Iterator[None]:
+    """Refusals of what does not fit come at once: mends are not planned, which takes seconds each time."""
+    with without_mends():
+        yield
 
 
 @pytest.fixture

@@ -99,6 +99,13 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="when a rank has ended with exit code 0, stop those that still run after this time (never)",
     )
+    add(
+        "--preload",
+        type=lambda names: tuple(filter(None, names.split(","))),
+        default=(),
+        metavar="MODULES",
+        help="import these once, in a process from which all ranks are forked: torch,transformers",
+    )
     add_elastic_arguments(parser)
     add(
         "--alone",
@@ -128,6 +135,7 @@ def _run(chosen: argparse.Namespace) -> int:
         show_all=chosen.all,
         exit_grace_seconds=chosen.exit_grace,
         elastic=elastic_settings(chosen),
+        preload=chosen.preload,
     )
 
 

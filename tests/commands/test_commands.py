@@ -216,6 +216,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_without_mends")
 def test_a_number_of_devices_has_the_memory_it_takes_as_in_python(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

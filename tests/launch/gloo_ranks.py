@@ -6,6 +6,7 @@ clean as spawned ones, and a rank starts in milliseconds, not in the six seconds
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import pickle
@@ -36,6 +37,7 @@ PRELOADED_IF_HERE = {
         *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")),
     ),
 }
+SELDOM = (20_000, 20, 20)  # of the garbage collector, whose passes are a seventh of the suite's seconds by default
 SETTLE_SECONDS = 1.0  # how long a lost connection waits for the exception that explains it
 
 
@@ -76,6 +78,13 @@ def run_on_ranks(
             receiver.close()
 
 
+def wait_for_all_ranks() -> None:
+    """Return when all ranks are here, so that no other finds this one gone. Works where a collective has failed."""
+    store, what = dist.distributed_c10d._get_default_store(), "is at the end"
+    store.set(f"rank {dist.get_rank()} {what}", "")
+    store.wait([f"rank {rank} {what}" for rank in range(dist.get_world_size())])
+
+
 def _collect(receivers: list[Any], deadline: float, name: str) -> list[Any]:
     """Every rank's result. Of several failures, the first that does not merely tell of a lost peer is raised."""
     results: dict[int, Any] = {}
@@ -113,6 +122,8 @@ def _rank(
 ) -> None:
     """What a rank's process does."""
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported stays
+    gc.set_threshold(*SELDOM)
     try:
         function = _load(*source)
         dist.init_process_group(

@@ -283,7 +283,7 @@ def test_an_exit_that_nobody_asked_about_is_not_that_of_a_later_process_with_its
     ends: list[int] = []
     start = mock.Mock(side_effect=lambda *_, pass_fds, **__: ends.append(os.dup(pass_fds[0])) or mock.Mock())
     monkeypatch.setattr(zygote.subprocess, "Popen", start)
-    with contextlib.closing(zygote.Zygote({})) as parent, socket.socket(fileno=ends[0]) as answers:
+    with contextlib.closing(zygote.Zygote({}, ())) as parent, socket.socket(fileno=ends[0]) as answers:
         answers.sendall(b'{"pid": 7}\n{"pid": 7, "code": 3}\n')
         parent.spawn([], {}, 1, 2)
         answers.sendall(b'{"pid": 7}\n')
@@ -358,12 +358,14 @@ def test_options_without_elastic_are_refused(script: Callable[[str], str], capfd
 
 def test_the_command_line_says_the_settings(monkeypatch: pytest.MonkeyPatch, script: Callable[[str], str]) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("shardwise.cli.launch", lambda *_, **options: seen.append(options["elastic"]) or 0)
+    monkeypatch.setattr(
+        "shardwise.cli.launch", lambda *_, **options: seen.append((options["elastic"], options["preload"])) or 0
+    )
     options = "--elastic --min-ranks 1 --spares 2 --max-failures 5 --silent-after 3 --idle-after 60 --preload a,b.c"
     options += " --wait-for-machines 7"
     main(["run", "-n", "2", *options.split(), script("")])
-    main(["run", "-n", "2", script("")])
-    assert seen == [Elastic(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c")), None]
+    main(["run", "-n", "2", "--preload", "a", script("")])
+    assert seen == [(Elastic(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c")), ("a", "b.c")), (None, ("a",))]
 
 
 def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:

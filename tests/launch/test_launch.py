@@ -42,6 +42,23 @@ def test_a_number_of_threads_that_the_user_chose_stays(job: Job, monkeypatch: py
     assert job("print(os.environ['OMP_NUM_THREADS'])").stdout == "5\n"
 
 
+def test_ranks_are_forked_from_a_process_that_has_imported_what_is_preloaded(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "slow_to_import.py").write_text("import os; importer = os.getpid()")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
+    body = "import slow_to_import; print(slow_to_import.importer, os.getpid(), os.environ['RANK'], *sys.argv[1:])"
+    assert job(body, 2, preload=["slow_to_import"], log_dir=tmp_path).exit_code == 0
+    said = [(tmp_path / f"rank-{rank}.log").read_text().split() for rank in range(2)]
+    (importer,) = {importer for importer, *_ in said}
+    assert len({importer, said[0][1], said[1][1]}) == 3
+    assert [rest for _, _, *rest in said] == [["0"], ["1"]]
+    with pytest.raises(LaunchError, match="cannot start rank 0: the process that starts ranks has ended"):
+        job("", 2, preload=["nowhere_to_be_found"])
+
+
 def test_the_second_of_two_machines_numbers_its_ranks_on(job: Job, tmp_path: Path) -> None:
     place = {"nnodes": 2, "node_rank": 1, "master_addr": "node0", "master_port": 1234}
     body = "print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')))"

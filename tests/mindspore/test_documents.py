@@ -161,12 +161,26 @@ def without_mpi(directory: Path) -> None:
     run(directory, "bash", "run.sh")
 
 
-@pytest.fixture(scope="module")
-def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's program, run once: as it says where mpirun is installed (``make openmpi``), else without."""
+WITH_MPI = pytest.param(
+    with_mpi,
+    id="mpirun",
+    marks=[pytest.mark.long, pytest.mark.skipif(not MPIRUN, reason="no mpirun here (make openmpi)")],
+)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(without_mpi, id="shardwise run"), WITH_MPI])
+def quick_start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The document's program, run once."""
     directory = copied("distributed_training_quickstart", "net.py", tmp_path_factory.mktemp("quick_start"))
-    (with_mpi if MPIRUN else without_mpi)(directory)
+    request.param(directory)
     return directory
+
+
+def test_the_script_of_document_003_asks_mpirun_for_eight_ranks_of_the_program(tmp_path: Path) -> None:
+    directory = copied("distributed_training_quickstart", "net.py", tmp_path)
+    run(directory, "bash", "-c", ". ./run_with_mpi.sh; wait $!", MPIRUN="echo mpirun")
+    assert (directory / "device/train.log").read_text() == f"mpirun -n 8 --oversubscribe {sys.executable} net.py\n"
+    assert (directory / "device/net.py").read_text() == (directory / "net.py").read_text()
 
 
 @pytest.fixture(scope="module")

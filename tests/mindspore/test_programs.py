@@ -95,6 +95,7 @@ def two_devices_with_one_line_changed(folder: str) -> str:
 
 def test_the_two_device_example_prints_each_ranks_own_mean(run_ranks: RunRanks, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardwise.cli", "run", "-n", "2", "--log-dir", "log"]
+    command += ["--preload", "shardwise.mindspore"]
     program = str(PROGRAMS / "auto_parallel" / "two_devices.py")
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     subprocess.run([*command, program], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=600)

@@ -199,6 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.usefixtures("_without_mends")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_no_choice_is_refused(case: str) -> None:
     options, message = REFUSED[case]

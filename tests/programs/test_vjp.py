@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.graph.ir import Ref
+from shardwise.graph.switches import Known
 from shardwise.programs.forms import Form
 from shardwise.programs.vjp import BackwardKind, ForwardKind, Kernel, Kinds, numbered
 
@@ -168,3 +170,37 @@ def test_what_is_filled_through_a_view_is_kept_and_not_made_again_from_nothing()
     _, backward = kinds_of(weighted, form(3))
     assert "zeros" not in names_of(backward.kernels)
     assert not backward.whole
+
+
+def test_what_is_known_of_a_call_holds_for_the_switches_as_they_are() -> None:
+    """Of PyTorch's own operators, for the whole process."""
+    call, _ = numbered(aten.scaled_dot_product_attention.default, (Ref("0"), Ref("1"), Ref("2")), ())
+    forms = (form(2, 2, 16, 8),) * 3
+    fused = Kinds().forward(call, forms)
+    assert Kinds().forward(call, forms) is fused
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = Kinds().forward(call, forms)
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    assert flash in names_of(fused.kernels)
+    assert flash not in names_of(plain.kernels)
+    assert Kinds().forward(call, forms) is fused
+    assert Kinds("meta").forward(call, forms) is not fused
+    ratio, _ = numbered(aten.div.Tensor, (Ref("0"), Ref("1")), ())
+    whole = (form(3, dtype=torch.int64, requires_grad=False),) * 2
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(Kinds().forward(ratio, whole).forms[0].dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32, torch.float64]
+
+
+def test_nothing_is_kept_of_operators_that_may_be_registered_anew() -> None:
+    known: Known[int] = Known()
+    for target in (WithoutFormula.apply, torch.ops.shardwise.mark.default):
+        known.keep(target, "signature", 1)
+        assert known.get(target, "signature") is None
+    known.keep(aten.add.Tensor, "signature", 1)
+    assert known.get(aten.add.Tensor, "signature") == 1

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.runtime import compiled
+from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.shards import shard
 
 RunRanks = Callable[..., list[Any]]
@@ -110,6 +111,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.model, given, use_reentrant=False)
 
 
+def planned(make: Callable[..., sw.Plan], *args: Any, **choices: Any) -> sw.Plan:
+    """Rank 0's plan, on all ranks."""
+    return from_rank_zero(lambda: make(*args, **choices))
+
+
 def on_rank() -> dict[str, Any]:
     compiled.inductor = compiled.interpreted  # no code is generated, which takes long
     found: dict[str, Any] = {}
@@ -131,7 +137,7 @@ def on_rank() -> dict[str, Any]:
         "compiled": ({}, {"compile": True}),
     }
     for name, (choices, settings) in cases.items():
-        par = sw.parallelize(build(), plan(**choices), **{"compile": False, **settings})
+        par = sw.parallelize(build(), planned(plan, **choices), **{"compile": False, **settings})
         found[name] = held(par, alone, steps(par, WEIGHTS))
         if name == "plain":
             par.eval()
@@ -139,9 +145,9 @@ def on_rank() -> dict[str, Any]:
             reference.load_state_dict(alone)
             found["evaluation"] = float((par(ids(9))[0] - reference(ids(9))[0]).abs())
     twice = steps(build(), WEIGHTS[:2], twice=True)
-    par = sw.parallelize(build(), plan(), compile=False)
+    par = sw.parallelize(build(), planned(plan), compile=False)
     found["twice"] = held(par, twice, steps(par, WEIGHTS[:2], twice=True))
-    par = sw.parallelize(build(), plan(), compile=False)
+    par = sw.parallelize(build(), planned(plan), compile=False)
     own = steps(Checkpointed(par), WEIGHTS[:1])
     found["outer checkpoint"] = held(
         par, steps(build(), WEIGHTS[:1]), {n.removeprefix("model."): t for n, t in own.items()}
@@ -149,7 +155,10 @@ def on_rank() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         drawn = [
-            steps(sw.parallelize(Dropping(), dropping(how), compile=False, seed=3, randomness="per_shard"), WEIGHTS[:2])
+            steps(
+                sw.parallelize(Dropping(), planned(dropping, how), compile=False, seed=3, randomness="per_shard"),
+                WEIGHTS[:2],
+            )
             for how in ("none", "full")
         ]
     found["a generator per shard"] = max(float((drawn[0][n] - drawn[1][n]).abs().max()) for n in drawn[0])
@@ -161,13 +170,13 @@ def on_rank() -> dict[str, Any]:
             ("on the host, compiled", {"recompute": "none"}, True),
             ("on the host and made again", {"zero": 1, "recompute": "cheap"}, False),
         ):
-            waiting = plan(offload="all", **choices)
+            waiting = planned(plan, offload="all", **choices)
             assert any(entry.offloaded for entry in waiting.operators)
             par = sw.parallelize(build(), waiting, compile=compiles)
             found[name] = held(par, alone, steps(par, WEIGHTS))
-        par = sw.parallelize(build(), plan(offload="all", recompute="none"), compile=False)
+        par = sw.parallelize(build(), planned(plan, offload="all", recompute="none"), compile=False)
         found["on the host, twice"] = held(par, twice, steps(par, WEIGHTS[:2], twice=True))
-    edited = sw.Plan.from_json(plan().to_json(), edited=True)
+    edited = sw.Plan.from_json(planned(plan).to_json(), edited=True)
     par = sw.parallelize(build(), edited, compile=False)
     found["edited"] = held(par, alone, steps(par, WEIGHTS))
     found["edited makes again"] = any(entry.again for entry in edited.operators)

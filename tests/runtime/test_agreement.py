@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
+from launch.gloo_ranks import wait_for_all_ranks
 from shardwise import api
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.graph.normalize_random import SEED
@@ -237,7 +238,7 @@ def a_call_that_fails_on_one_rank(store: str) -> list[str]:
     messages.append(str(float((par.step(x, y) - nn.functional.cross_entropy(alone(x), y)).abs()) < ROUNDING))
     messages.append(said(lambda: par.step(wrong if dist.get_rank() == 2 else x, y)))
     messages.append(said(lambda: par.step(2 * x, y)))  # of rank 2 alone: the others are in the last call
-    time.sleep(3.0)
+    wait_for_all_ranks()
     return messages
 
 
@@ -275,7 +276,7 @@ def calls_of_one_rank_alone(case: str) -> str:
     whole = case not in ("shape", "known shape") or not is_odd
     with torch.set_grad_enabled(not (case == "no_grad" and is_odd)):
         message = said(lambda: par.step(x, y) if whole else par.step(x[cut], y[cut]), Exception)
-    time.sleep(3.0)  # the others are to find this rank alive
+    wait_for_all_ranks()
     return message
 
 

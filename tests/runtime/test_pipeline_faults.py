@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import wait_for_all_ranks
 from runtime.staged_model import Staged, staged_batch
 from shardwise.runtime import communicator
 from shardwise.runtime.pages import Page
@@ -144,7 +145,7 @@ def frozen(case: str) -> str:
         said = "nothing"
     except sw.ShardwiseError as error:
         said = str(error)
-    time.sleep(10)  # the others are to find this rank alive
+    wait_for_all_ranks()
     return said
 
 

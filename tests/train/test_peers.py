@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,6 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import PlanWarning, ShardwiseError
-from shardwise.launch.launcher import launch
 from shardwise.train.checkpoints import share_out, state_of
 from shardwise.train.parts import random_part
 from shardwise.train.peers import Peers, mirrored
@@ -24,19 +24,45 @@ from train.elastic_run import data
 from train.runs import batch, make
 
 RunRanks = Callable[..., list[Any]]
-SCRIPT = str(Path(__file__).with_name("peer_run.py"))
+HOW: dict[str, dict[str, Any]] = {"zero": {"zero": 1}, "zero3": {"zero": 3}}
+STEPS = 10
 
 
-@pytest.fixture(autouse=True)
-def scripts_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), known))))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+def planned(num_ranks: int, **how: Any) -> sw.Plan | None:
+    """Rank 0's plan."""
+    if dist.get_rank():
+        return None
+    return sw.plan(make(), batch(0), num_ranks, search="sharding_propagation", mesh=sw.Mesh(dp=num_ranks), **how)
 
 
-def run(folder: Path, *rest: str) -> int:
-    folder.mkdir(exist_ok=True)
-    return launch([SCRIPT, str(folder), *rest], 3)
+def trained(folder: str, kind: str, every: int, kill: tuple[int, int]) -> None:
+    """A run of a rank that is a machine of its own. ``kill``: ahead of which step which rank is. Every rank writes its
+    state down at the end."""
+    rank = dist.get_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # batch norm in parts of a batch: not what is tested here
+        par = sw.parallelize(make(), planned(3, **HOW[kind]), seed=7)
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
+    loader = sw.DataLoader(data(), par, 12, seed=5)
+    memory = Path(folder, f"machine-{rank}")
+    recovery = sw.Recovery(par, optimizer, data=loader, peer_copy=sw.PeerCopy(memory, every))
+    step = recovery.resume()
+    if rank == 0:
+        with Path(folder, "begun").open("a") as file:
+            file.write(f"{step} {recovery.extra}\n")
+    while step < STEPS:
+        for own in loader:
+            if (step + 1, rank) == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            par.step(*own)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            recovery.keep(step, extra={"at": step})
+            if step == STEPS:
+                break
+    states = {name: optimizer.state[p] for name, p in par.named_parameters()}
+    torch.save([dict(par.state_dict()), states, loader.state_dict()], Path(folder, f"state-{rank}"))
 
 
 def check_equal(folder: Path, whole: Path) -> None:
@@ -52,13 +78,18 @@ def check_equal(folder: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "every", "back"), [("zero", 1, 6), ("zero3", 3, 3)])
-def test_a_machine_is_lost_with_its_memory(tmp_path: Path, kind: str, every: int, back: int) -> None:
+def test_a_machine_is_lost_with_its_memory(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, every: int, back: int
+) -> None:
     """Rank 1 is killed ahead of step 8. The copies of step 7 were under way, or not due: those before count."""
     lost, whole = tmp_path / "lost", tmp_path / "whole"
-    assert run(whole, "10", kind, str(every)) == 0
-    assert run(lost, "10", kind, str(every), "8:1") != 0
+    whole.mkdir()
+    lost.mkdir()
+    run_ranks(trained, 3, str(whole), kind, every, (0, 0))
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        run_ranks(trained, 3, str(lost), kind, every, (8, 1))
     shutil.rmtree(lost / "machine-1")
-    assert run(lost, "10", kind, str(every)) == 0
+    run_ranks(trained, 3, str(lost), kind, every, (0, 0))
     begun = [line.split(" ", 1) for line in (lost / "begun").read_text().splitlines()]
     assert begun[0] == ["0", "None"]
     assert int(begun[1][0]) in (back, back + every)
@@ -72,8 +103,7 @@ def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
     for how in ({}, {"zero": 1}):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plan = sw.plan(make(), batch(0), 3, search="sharding_propagation", mesh=sw.Mesh(dp=3), **how)
-            par = sw.parallelize(make(), plan, seed=7)
+            par = sw.parallelize(make(), planned(3, **how), seed=7)
         optimizer = torch.optim.AdamW(par.parameters())
         par.step(*batch(0))
         optimizer.step()
@@ -148,8 +178,7 @@ def with_a_trainer(folder: str) -> tuple[list[int], bool]:
     for num_steps, where in ((3, "one"), (5, "one"), (5, "other")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plan = sw.plan(make(), batch(0), 2, search="sharding_propagation", mesh=sw.Mesh(dp=2), zero=1)
-            par = sw.parallelize(make(), plan, seed=7)
+            par = sw.parallelize(make(), planned(2, zero=1), seed=7)
         optimizer, loader = torch.optim.AdamW(par.parameters()), sw.DataLoader(data(), par, 12, seed=5)
         copies = sw.PeerCopy(Path(folder, f"{where}-{dist.get_rank()}"))
         trainer = sw.Trainer(par, optimizer, loader, peer_copy=copies, progress=False)

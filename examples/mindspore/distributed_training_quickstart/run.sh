@@ -12,4 +12,4 @@ mkdir device
 cp net.py device
 cd device
 echo "start training: device/train.log is the log"
-"${PYTHON:-python}" -m shardwise.cli run -n 8 --all --log-dir log net.py > train.log 2>&1
+"${PYTHON:-python}" -m shardwise.cli run --preload shardwise.mindspore -n 8 --all --log-dir log net.py > train.log 2>&1

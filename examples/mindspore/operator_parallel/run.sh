@@ -22,4 +22,4 @@ for ((i = 0; i < RANK_SIZE; i++)); do
 done
 
 echo "training on $RANK_SIZE devices: device0/train.log0 is the log of rank 0"
-"${PYTHON:-python}" -m shardwise.cli run --rank-table "$RANK_TABLE_FILE" --log-dir log train.py
+"${PYTHON:-python}" -m shardwise.cli run --preload shardwise.mindspore --rank-table "$RANK_TABLE_FILE" --log-dir log train.py

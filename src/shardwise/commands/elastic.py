@@ -42,7 +42,6 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long a job of several machines waits for those that are missing, at its start and where fewer than "
         f"--min-ranks are left ({_DEFAULT.wait_seconds:g})",
     )
-    add("--preload", metavar="MODULES", help="modules that are imported once for all ranks: transformers,datasets")
 
 
 def elastic_settings(chosen: argparse.Namespace) -> Elastic | None:
@@ -54,14 +53,13 @@ def elastic_settings(chosen: argparse.Namespace) -> Elastic | None:
         "silent_seconds": chosen.silent_after,
         "idle_seconds": chosen.idle_after,
         "wait_seconds": chosen.wait_for_machines,
-        "preload": None if chosen.preload is None else tuple(filter(None, chosen.preload.split(","))),
     }
     given = {name: value for name, value in given.items() if value is not None}
     if not chosen.elastic and given:
-        names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after, --wait-for-machines and --preload"
+        names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after and --wait-for-machines"
         what = f"{names} are of elastic jobs"
         raise LaunchError(problem(what, fix="add --elastic, or leave them out"))
-    return Elastic(**given) if chosen.elastic else None
+    return Elastic(**given, preload=chosen.preload) if chosen.elastic else None
 
 
 __all__ = ["add_elastic_arguments", "elastic_settings"]

@@ -11,13 +11,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from shardwise.graph.ir import Arg, Ref, Value
 from shardwise.graph.schema import tensor_results
+from shardwise.graph.switches import Known
+
+_OF_PYTORCHS: Known[tuple[Value, ...]] = Known()
 
 
 class TypeInference:
     """Runs operators on fake tensors.
 
     Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad. What a call returns is known by its
-    signature (target, constants, types of operands, torch's default dtype), so that of repeated layers one is run.
+    signature (target, constants, types of operands, torch's default dtype), so that of repeated layers one is run; what
+    PyTorch's own operators return, by any other inference of the process as well.
     """
 
     def __init__(self) -> None:
@@ -36,9 +40,10 @@ class TypeInference:
         Requires_grad is what autograd says. Raises what the operator raises.
         """
         signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
-        known = self._known.get(signature)
+        known = self._known.get(signature) or _OF_PYTORCHS.get(target, signature)
         if known is None:
             known = self._known[signature] = self._run(target, args, kwargs, value)
+            _OF_PYTORCHS.keep(target, signature, known)
         return list(known)
 
     def _run(

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.launch import bootstrap
+from shardwise.launch import bootstrap, zygote
 from shardwise.launch.course import Course, Elastic, culprit
 from shardwise.launch.job import EXIT_INTERRUPTED, Job, say
 from shardwise.launch.member import Begin, Member
@@ -155,7 +155,7 @@ class Agent:
         if self.zygote is None or not self.zygote.alive:  # if somebody killed it, all ranks ended with it
             if self.zygote is not None:
                 self.zygote.close()
-            self.zygote = Zygote(environment, self.settings.preload)
+            self.zygote = Zygote(environment, (*zygote.PRELOADED, *self.settings.preload))
         return self.zygote
 
     def close(self) -> None:

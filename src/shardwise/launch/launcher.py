@@ -24,6 +24,7 @@ from shardwise.launch.elastic import Agent, folder_in_memory
 from shardwise.launch.job import Job, signals_caught
 from shardwise.launch.member import Begin, Member, Own
 from shardwise.launch.places import DEFAULT_PORT
+from shardwise.launch.zygote import Zygote
 
 
 def launch(
@@ -41,6 +42,7 @@ def launch(
     grace_seconds: float = 5.0,
     exit_grace_seconds: float | None = None,
     elastic: Elastic | None = None,
+    preload: Sequence[str] = (),
 ) -> int:
     """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as ``num_ranks`` processes here; returns the exit
     code.
@@ -56,6 +58,8 @@ def launch(
     rank has ``grace_seconds`` before SIGKILL. When a rank has ended with exit code 0, the others have
     ``exit_grace_seconds`` to end as well, by default as long as they want; after half a minute a line says which still
     run.
+
+    ``preload``: modules that are imported once, in a process from which the ranks are then forked.
 
     With ``elastic`` a lost rank does not end the job (``launch.elastic``), nor does a lost machine; a launcher with
     ``node_rank`` from ``nnodes`` on stands by for one. The launchers then meet at that address and port, and the ranks
@@ -122,6 +126,10 @@ def launch(
             return agent.take_part(member)
         shared = environment(begin)
         job = make_job(scratch, here.ranks)
+        if preload:
+            zygote = Zygote(shared, preload)
+            stack.callback(zygote.close)
+            job.spawn = zygote.spawn
         stack.callback(job.kill)
         for local_rank, rank in enumerate(here.ranks):
             job.start(command, rank, {**shared, "LOCAL_RANK": str(local_rank)})

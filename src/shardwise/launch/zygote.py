@@ -1,8 +1,8 @@
 """Processes that have imported torch before they are needed: ranks are forked from one that did nothing else.
 
-Importing torch takes seconds of a core, per rank. ``shardwise run --elastic`` therefore starts one *zygote*, which
-imports once and then forks a rank whenever it is told to; a fork takes hundredths of a second, and a rank of a later
-generation is as fresh as one of the first. The zygote starts no thread and touches no device.
+Importing torch takes seconds of a core, per rank. ``shardwise run --elastic``, or with ``--preload``, therefore starts
+one *zygote*, which imports once and then forks a rank whenever it is told to; a fork takes hundredths of a second, and
+a rank of a later generation is as fresh as one of the first. The zygote starts no thread and touches no device.
 
 The launcher talks to it over a socket, in JSON lines: it asks for ranks (their environment, with the descriptors of
 their output), and hears their process ids and how they end. This file is executed by its path, as ``bootstrap`` is.
@@ -61,16 +61,16 @@ class Forked:
 
 
 class Zygote:
-    """The launcher's side. ``modules``: further ones that it imports."""
+    """The launcher's side. ``modules``: that it imports."""
 
-    def __init__(self, environment: dict[str, str], modules: Sequence[str] = ()) -> None:
+    def __init__(self, environment: dict[str, str], modules: Sequence[str]) -> None:
         own, other = socket.socketpair()
         self._socket, self._rest = own, b""
         self._exits: dict[int, int] = {}
         self._answers: list[dict[str, Any]] = []
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(other.fileno()), str(os.getpid()), *PRELOADED, *modules],
+                [sys.executable, "-P", __file__, str(other.fileno()), str(os.getpid()), *modules],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.graph.schema import is_random
+from shardwise.graph.switches import Known
 from shardwise.modes import DispatchMode
 from shardwise.programs.forms import Form
 
@@ -109,33 +110,45 @@ class Untraceable(Exception):
     """What a call does cannot be written down: ``str`` says why."""
 
 
+_FORWARD: Known[ForwardKind] = Known()
+_BACKWARD: Known[BackwardKind] = Known()
+
+
 @dataclass
 class Kinds:
-    """The kinds of calls, each traced once. ``device``: type of device whose kernels are meant."""
+    """The kinds of calls, each traced once; those of PyTorch's own operators once in a process. ``device``: type of
+    device whose kernels are meant."""
 
     device: str = "cpu"
     _forward: dict[object, ForwardKind] = field(default_factory=dict)
     _backward: dict[object, BackwardKind] = field(default_factory=dict)
+    _traced: dict[object, _Traced] = field(default_factory=dict)  # whose backward nobody has asked for yet
     untraceable: dict[str, str] = field(default_factory=dict)  # target -> why autograd keeps its backward
 
     def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardKind:
-        key = typed(call), operands
-        kind = self._forward.get(key)
+        key = typed(call), operands, self.device
+        kind = self._forward.get(key) or _FORWARD.get(call[0], key)
         if kind is None:
-            kind = self._forward[key] = _traced_forward(call, operands, self.device)
+            traced = self._traced[key] = _Traced(call, operands, self.device)
+            kind = traced.forward()
+            _FORWARD.keep(call[0], key, kind)
+        self._forward[key] = kind
         return kind
 
     def backward(self, call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardKind:
         """``cotangents``: forms of those of the results, None where there is none."""
-        key = typed(call), operands, cotangents
-        kind = self._backward.get(key)
+        of_forward = typed(call), operands, self.device
+        key = of_forward, cotangents
+        kind = self._backward.get(key) or _BACKWARD.get(call[0], key)
         if kind is None:
             try:
-                kind = _traced_backward(call, operands, cotangents, self.device)
+                traced = self._traced.pop(of_forward, None) or _Traced(call, operands, self.device)
+                kind = traced.backward(cotangents)
+                _BACKWARD.keep(call[0], key, kind)
             except Exception as error:  # autograd can do what cannot be traced: see ``programs.opaque``
                 self.untraceable[str(call[0])] = str(error).split("\n", 1)[0]
                 kind = _opaque_backward(operands, self.forward(call, operands), cotangents)
-            self._backward[key] = kind
+        self._backward[key] = kind
         return kind
 
 
@@ -246,74 +259,67 @@ def _tensors(returned: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple
             yield from _tensors(item, (*place, i))
 
 
-def _traced_forward(call: Call, operands: tuple[Form, ...], device: str) -> ForwardKind:
-    with _fake_mode(), torch.enable_grad():
-        recorder = _Recorder()
-        outputs, _ = _run_forward(recorder, call, operands, device)
-        names = tuple(recorder.name_of(tensor) for _, tensor in outputs)
+class _Traced:
+    """A call that has run on fake operands. Its gradient can be asked for once: autograd lets go what it saved."""
+
+    def __init__(self, call: Call, operands: tuple[Form, ...], device: str) -> None:
+        self.recorder, self.device = _Recorder(), device
+        with _fake_mode(), torch.enable_grad():
+            self.inputs = [form.empty(device) for form in operands]
+            for i, tensor in enumerate(self.inputs):
+                self.recorder.know(tensor, str(i))
+            target, args, kwargs = call
+            with self.recorder, torch.device(device):
+                returned = target(*map(self._fill, args), **{key: self._fill(arg) for key, arg in kwargs})
+        self.outputs = list(_tensors(returned))  # each with its place
+        self.kernels, self.recorder.kernels = self.recorder.kernels, []
+
+    def _fill(self, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return self.inputs[int(arg.name)]
+        return [self._fill(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    def forward(self) -> ForwardKind:
+        names = tuple(self.recorder.name_of(tensor) for _, tensor in self.outputs)
         first: dict[int, str] = {}
         shares: list[str | None] = []
-        for (_, tensor), name in zip(outputs, names, strict=True):
-            root = recorder.storages[_storage(tensor)]
+        for (_, tensor), name in zip(self.outputs, names, strict=True):
+            root = self.recorder.storages[_storage(tensor)]
             shares.append(root if root.isdigit() else first.get(_storage(tensor)))
             first.setdefault(_storage(tensor), name)
-        forms = tuple(Form.of(tensor) for _, tensor in outputs)
-    places = tuple(place for place, _ in outputs)
-    kernels = tuple(recorder.kernels)
-    return ForwardKind(names, forms, tuple(shares), places, kernels, _workspace(kernels, names))
+        forms = tuple(Form.of(tensor) for _, tensor in self.outputs)
+        places = tuple(place for place, _ in self.outputs)
+        kernels = tuple(self.kernels)
+        return ForwardKind(names, forms, tuple(shares), places, kernels, _workspace(kernels, names))
 
-
-def _traced_backward(
-    call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...], device: str
-) -> BackwardKind:
-    with _fake_mode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        recorder = _Recorder()
-        outputs, inputs = _run_forward(recorder, call, operands, device)
-        forward, recorder.kernels = recorder.kernels, []
+    def backward(self, cotangents: tuple[Form | None, ...]) -> BackwardKind:
+        recorder = self.recorder
         recorder.prefix, recorder.count = "b", 0
-        of_results = []
-        for i, ((_, tensor), form) in enumerate(zip(outputs, cotangents, strict=True)):
-            if form is not None and tensor.requires_grad:
-                cotangent = form.with_gradient(False).empty(device)
-                recorder.know(cotangent, f"c{i}")
-                of_results.append((tensor, cotangent))
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        none = (None,) * len(operands)
-        if not of_results or not wanted:
-            return BackwardKind((), none, none, (), True)
-        with recorder:
-            found = iter(
-                torch.autograd.grad(
-                    [tensor for tensor, _ in of_results],
-                    wanted,
-                    [cotangent for _, cotangent in of_results],
-                    allow_unused=True,
+        with _fake_mode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            of_results = []
+            for i, ((_, tensor), form) in enumerate(zip(self.outputs, cotangents, strict=True)):
+                if form is not None and tensor.requires_grad:
+                    cotangent = form.with_gradient(False).empty(self.device)
+                    recorder.know(cotangent, f"c{i}")
+                    of_results.append((tensor, cotangent))
+            wanted = [tensor for tensor in self.inputs if tensor.requires_grad]
+            none = (None,) * len(self.inputs)
+            if not of_results or not wanted:
+                return BackwardKind((), none, none, (), True)
+            with recorder:
+                found = iter(
+                    torch.autograd.grad(
+                        [tensor for tensor, _ in of_results],
+                        wanted,
+                        [cotangent for _, cotangent in of_results],
+                        allow_unused=True,
+                    )
                 )
-            )
-        gradients = [next(found) if tensor.requires_grad else None for tensor in inputs]
-        names = tuple(None if gradient is None else recorder.name_of(gradient) for gradient in gradients)
-        forms = tuple(None if gradient is None else Form.of(gradient) for gradient in gradients)
-        results = frozenset(recorder.name_of(tensor) for _, tensor in outputs)
-    return _backward_kind(forward, recorder.kernels, results, names, forms)
-
-
-def _run_forward(
-    recorder: _Recorder, call: Call, operands: tuple[Form, ...], device: str
-) -> tuple[list[tuple[tuple[int, ...], torch.Tensor]], list[torch.Tensor]]:
-    """What a call returns on fake operands (each tensor with its place), and these."""
-    inputs = [form.empty(device) for form in operands]
-    for i, tensor in enumerate(inputs):
-        recorder.know(tensor, str(i))
-
-    def fill(arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            return inputs[int(arg.name)]
-        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
-
-    target, args, kwargs = call
-    with recorder, torch.device(device):
-        returned = target(*map(fill, args), **{key: fill(arg) for key, arg in kwargs})
-    return list(_tensors(returned)), inputs
+            gradients = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
+            names = tuple(None if gradient is None else recorder.name_of(gradient) for gradient in gradients)
+            forms = tuple(None if gradient is None else Form.of(gradient) for gradient in gradients)
+            results = frozenset(recorder.name_of(tensor) for _, tensor in self.outputs)
+        return _backward_kind(self.kernels, recorder.kernels, results, names, forms)
 
 
 def _backward_kind(
