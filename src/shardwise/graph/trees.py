@@ -80,7 +80,9 @@ def is_plain_input(leaf: Any) -> bool:
 
 
 def _marks(tensor: torch.Tensor) -> list[str]:
-    return [name for name in vars(tensor) if not name.startswith("_")]
+    """Attributes that a user has set; a fake tensor has some of its own."""
+    own = FakeTensor.__annotations__ if isinstance(tensor, FakeTensor) else ()
+    return [name for name in vars(tensor) if not name.startswith("_") and name not in own]
 
 
 def _has_own_operators(kind: Any) -> bool:
