@@ -75,6 +75,21 @@ def test_what_may_be_another_elsewhere_is_announced_by_name_and_line(what):
     assert f"{what.strip()}, test_reads.py:" in str(caught[0].message)
 
 
+class AsksForStrides(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = (x * 2.0).t()
+        assert not hidden.is_contiguous()  # of what the model made itself: so it is in every call
+        return hidden.sum() if x.is_contiguous() else (3.0 * hidden).sum()
+
+
+def test_a_branch_on_how_an_input_lies_in_memory_is_announced():
+    with pytest.warns(
+        CaptureWarning, match=r"test_reads.py:\d+ asks how an input lies in memory \(is_contiguous\)"
+    ) as told:
+        capture(AsksForStrides(), (torch.randn(2, 4),))
+    assert len({str(one.message) for one in told}) == 1
+
+
 def same_numbers_in_every_call():
     return float(np.random.default_rng(3).random()) + random.Random(3).random()
 

@@ -11,6 +11,7 @@ and the region of an annotation (``regions``). Both travel as custom metadata of
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
 from shardwise.graph.explained import explained
 from shardwise.graph.fakes import fake_copy, fake_like
@@ -298,4 +299,8 @@ def _export_as(
                 raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
     if lines.caught:
         raise lines.caught[0]
+    for asked in lines.asked:
+        what = f"{asked}: a program goes on with the answer of the call that it was captured from"
+        fix = "pass inputs that lie alike in every call, or leave the question out"
+        warnings.warn(f"{what}, however later inputs lie; {fix}", CaptureWarning, stacklevel=4)
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed

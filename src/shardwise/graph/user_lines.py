@@ -26,6 +26,7 @@ from shardwise.graph.rejected import READ_A_NUMBER
 from shardwise.graph.stand_ins import STAND_INS
 
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
+_ASK_FOR_STRIDES = (torch.Tensor.is_contiguous, torch.Tensor.stride)
 _SHAPE, _GRAD_FN = torch.Tensor.shape, torch.Tensor.grad_fn  # the descriptors
 # What Python, numpy and others read the data of a tensor by: a tensor without data refuses it, each in its own way.
 _READS = frozenset(
@@ -44,16 +45,17 @@ DATA_DEPENDENT = frozenset(
 )
 
 
-def run_model(call: Callable[..., Any], *arguments: Any) -> Any:
-    """``call(*arguments)``. Its frame is the outermost one of the model's."""
-    _running.append(call)
+def run_model(call: Callable[..., Any], module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """``call(module, tensors)``. Its frame is the outermost one of the model's."""
+    _running.append(tensors)
     try:
-        return call(*arguments)
+        return call(module, tensors)
     finally:
         _running.pop()
 
 
-_running: list[Any] = []  # the models that run now: where there is none, no frame need be looked at
+# The inputs of the models that run now: where there is none, no frame need be looked at.
+_running: list[tuple[torch.Tensor, ...]] = []
 
 
 class UserLines(TorchFunctionMode):
@@ -63,6 +65,7 @@ class UserLines(TorchFunctionMode):
         super().__init__()
         self.transformed = ""  # the first line under a transform of torch.func
         self.caught: list[CaptureError] = []  # where the model goes on, it caught them
+        self.asked: dict[str, None] = {}  # what the model asks of its inputs that programs do not look at
         self._saving = saved_tensors_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,6 +115,8 @@ class UserLines(TorchFunctionMode):
                     "for grad_fn",
                 )
             )
+        if func in _ASK_FOR_STRIDES and line and any(args[0] is x for x in _running[-1]):
+            self.asked[f"{line} asks how an input lies in memory ({func.__name__})"] = None
         if saved_tensors_hooks() not in (self._saving, None) and line:
             self._check_saving(line)
         for arg in () if getattr(func, "__self__", None) is _SHAPE else args:
