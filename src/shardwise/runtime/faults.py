@@ -27,6 +27,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.printing import format_bytes
 from shardwise.programs.steps import Conversion
+from shardwise.runtime.recorded import last_message
 
 if TYPE_CHECKING:
     from shardwise.runtime.communicator import Communicator, Message
@@ -149,7 +150,10 @@ def exchange_failed(
         who, fix = f"; {names} did not arrive", f"see the first error of {names}, or what ended it"
         if late:
             fix = f"see what {names} did instead (shardwise run prints where), or allow more time in init_ranks"
-    details = [*facts, *(("ranks", fact) for fact in found), ("error", text.split("\n", 1)[0])]
+    details = [*facts, *(("ranks", fact) for fact in found)]
+    if recorded := last_message():
+        details.append(("recorded", f"{recorded} (torch's flight recorder, rank {rank})"))
+    details.append(("error", text.split("\n", 1)[0]))
     what = f"{what} {'timed out' if late else 'failed, a connection was lost'}{who}"
     return CollectiveError(problem(what, op=op, source=source, fix=fix, facts=details), missing)
 
