@@ -97,6 +97,31 @@ def test_gradients_of_buckets_arrive_at_the_end() -> None:
     assert last.of_parameters
 
 
+class SumsTwice(nn.Module):
+    """Both terms of a sum that is written twice have the same two cotangents: parameters, and values of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.p, self.q = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a(x), self.b(x)
+        parameters = torch.sin(self.p + self.q) + (self.p + self.q).square()
+        return (torch.tanh(a + b) * self.c(a + b) * parameters).sum()
+
+
+@pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), sw.Mesh(tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"zero": 3}, {"zero": 1, "global_batch": 8, "micro_batch": 2}], ids=["plain", "zero 3", "passes"]
+)
+def test_two_values_may_have_the_same_two_cotangents(mesh: sw.Mesh, settings: dict[str, Any]) -> None:
+    model, x = SumsTwice().double(), torch.randn(8, 4, dtype=torch.float64)
+    plan = sw.plan(model, (x,), 2, mesh=mesh, search="dynamic_programming", **settings)
+    report = sw.verify(model, (x,), plan)
+    assert report.ok, str(report)
+
+
 def test_backward_reads_only_what_is_saved_and_its_cotangents() -> None:
     step = program()
     made = {name for i in step.backward for name in i.results}

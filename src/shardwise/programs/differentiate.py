@@ -408,6 +408,8 @@ class _Writer:
         same = first.stride == second.stride and dtype == first.dtype
         form = first if same else Form.contiguous(first.shape, dtype)
         total = f"{cotangent}+{before}"
+        if total in self.forms:  # another value has the same two: both were added, and the sum was used twice
+            total = f"{total}:{name}"
         self.forms[total] = form
         args = (Ref(before), Ref(cotangent))
         self.cotangents[name] = total

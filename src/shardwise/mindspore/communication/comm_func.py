@@ -67,8 +67,8 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: str | None = None) -
 def scatter_tensor(tensor: Tensor, src: int = 0, group: str | None = None) -> Tensor:
     """This rank's part, along dim 0, of what ``src`` has."""
     members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
-    parts: Tensor = C.Broadcast(src, group)(tensor).chunk(members.size)[members.position]  # type: ignore[union-attr]
-    return parts
+    (whole,) = C.Broadcast(src, group)((tensor,))
+    return whole.chunk(members.size)[members.position]
 
 
 def all_to_all_single_with_output_shape(
