@@ -23,7 +23,7 @@ from shardwise.graph.operators import STREAMS
 from shardwise.graph.reachable import reached
 from shardwise.graph.segments import announce_kept
 from shardwise.graph.surroundings import Surroundings
-from shardwise.graph.trees import check_leaves, flatten_call, flatten_with_path, is_constant, is_plain_input, leaf_name
+from shardwise.graph.trees import flatten_with_path, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
@@ -49,7 +49,7 @@ from shardwise.runtime.repeated import RepeatedStep
 from shardwise.runtime.signatures import in_other_mode
 from shardwise.runtime.step import Step
 from shardwise.runtime.trials import Compiling, Trial, Trials
-from shardwise.runtime.when_read import LEAST_BYTES, WhenRead, plain, with_outputs_split
+from shardwise.runtime.when_read import LEAST_BYTES, with_outputs_split
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
@@ -78,24 +78,6 @@ def as_planned(method: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
 
     return called
-
-
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
-    """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
-    plain tensors or constants, and for tensors without data."""
-    flat, spec = flatten_call(args, kwargs)
-    flat = [plain(x) if isinstance(x, WhenRead) else x for x in flat]
-    if all(is_constant(x) or (is_plain_input(x) and (not x.is_meta or device.type == "meta")) for x in flat):
-        return flat, spec
-    named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
-    check_leaves(named)
-    empty = [name for name, x in named if isinstance(x, torch.Tensor) and x.is_meta]
-    raise ShardwiseError(
-        problem(
-            f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
-            fix="pass tensors with data, on any device: they come to that of the module",
-        )
-    )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from shardwise.runtime.calls import (
     Settings,
     as_planned,
     check_frozen,
-    leaves_of,
 )
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
@@ -42,12 +41,11 @@ from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, wit
 from shardwise.runtime.repeated import RepeatedStep, scale_of
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.shards import shard
-from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal, in_other_mode
+from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal, in_other_mode, leaves_of
 from shardwise.runtime.split import Split
 from shardwise.runtime.state import State
 from shardwise.runtime.step import Step
 from shardwise.runtime.step_profile import StepProfile, profile_step
-from shardwise.runtime.template import Template
 from shardwise.runtime.when_read import handed_out
 
 Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
@@ -90,7 +88,6 @@ class Parallel(Split):
         self._protect()
         self._state = State(self)
         self.stand_for(module)
-        self._template = Template(module, self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -33,7 +33,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import schedule_of
 from shardwise.plans.stages import bound, delivered_layouts, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, leaves_of
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -46,14 +46,13 @@ from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
 from shardwise.runtime.shared_parameters import PlaceGroups
-from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode
+from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode, leaves_of
 from shardwise.runtime.split import Split
-from shardwise.runtime.stage import StageProgram, StageWorker, Step
+from shardwise.runtime.stage import Crossing, StageProgram, StageWorker, Step
 from shardwise.runtime.stage_calls import Ready
 from shardwise.runtime.stage_faults import StageFaults
 from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state import State
-from shardwise.runtime.template import Template
 from shardwise.runtime.torch_schedules import Scheduled
 from shardwise.runtime.trail import trail
 
@@ -112,7 +111,6 @@ class Pipeline(Split):
         own_ranks = {number: self._ranks[number] for number in self._stages}
         self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
         self.stand_for(module)
-        self._template = Template(module, self)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -282,19 +280,18 @@ class Pipeline(Split):
                 continue
             value, number = graph.by_name[out.name], home[out.name]
             made = self.plan.stages[number].placement.ranks
+            crossing = Crossing(out.name, value.shape, value.dtype, returns=False)
             with self._faults.exchange(f"an output of stage {number}", made), trail.waiting(b"an output"):
                 if dist.get_rank() in made:
                     tensor = own[out.name].detach().clone()
                     layout = layouts[number][out.name]
                     if layout.positions:  # the next stage receives it as well, and has it split
                         tensor = gathered(tensor, layout, f"an output of stage {number}", self._ranks[number])
+                    wire = crossing.packed(tensor, crossing.example())
                 else:
-                    tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-                wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor.contiguous()
-                wire = wire.view(torch.uint8) if wire.dtype == torch.bool else wire
+                    wire = torch.empty_like(crossing.example(), device=self.device)
                 dist.broadcast(wire, made[0])
-            received = torch.view_as_complex(wire) if tensor.is_complex() else wire.view(value.dtype)
-            whole[out.name] = received.view(value.shape)
+            whole[out.name] = crossing.unpacked(wire)
         return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
 
     # -- programs ------------------------------------------------------------------------------------------------------

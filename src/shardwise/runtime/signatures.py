@@ -25,7 +25,15 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.errors import ShardwiseError, listed, problem
-from shardwise.graph.trees import constant_key
+from shardwise.graph.trees import (
+    check_leaves,
+    constant_key,
+    flatten_call,
+    flatten_with_path,
+    is_constant,
+    is_plain_input,
+    leaf_name,
+)
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
@@ -35,6 +43,7 @@ from shardwise.runtime.communicator import Communicator, Rows
 from shardwise.runtime.hands import hands
 from shardwise.runtime.replicas import Fingerprint
 from shardwise.runtime.shards import shard
+from shardwise.runtime.when_read import WhenRead, plain
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -92,6 +101,24 @@ def _text(leaf: Any) -> str:
     if isinstance(leaf, frozenset):
         return f"{{{', '.join(sorted(map(_text, leaf)))}}}"
     return "a device" if isinstance(leaf, torch.device) else repr(leaf)
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
+    """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
+    plain tensors or constants, and for tensors without data."""
+    flat, spec = flatten_call(args, kwargs)
+    flat = [plain(x) if isinstance(x, WhenRead) else x for x in flat]
+    if all(is_constant(x) or (is_plain_input(x) and (not x.is_meta or device.type == "meta")) for x in flat):
+        return flat, spec
+    named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
+    check_leaves(named)
+    empty = [name for name, x in named if isinstance(x, torch.Tensor) and x.is_meta]
+    raise ShardwiseError(
+        problem(
+            f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
+            fix="pass tensors with data, on any device: they come to that of the module",
+        )
+    )
 
 
 def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: Sequence[Shape]) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from shardwise.runtime.entries import KEY, Shard, check, cut, told
 from shardwise.runtime.hooks import StandIn
 from shardwise.runtime.signatures import Circumstances, Signature, mode_text
 from shardwise.runtime.state import State
+from shardwise.runtime.template import Template
 
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset(
@@ -88,6 +89,11 @@ class Split(StandIn):
     def original(self) -> torch.nn.Module:
         """The module that was split, on meta."""
         return self._calls.model
+
+    def stand_for(self, module: torch.nn.Module) -> None:
+        """As stand-ins do; what is done to the module afterwards is noticed."""
+        super().stand_for(module)
+        self._template = Template(module, self)
 
     def _start_from(self, seed: int | None, device: torch.device) -> None:
         """Begin. Calls count on from here: jobs with neighbouring seeds must not draw the same numbers one call
