@@ -98,3 +98,12 @@ def refusal(action: Callable[[], Any]) -> str:
     except (sw.ShardwiseError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def message(action: Callable[[], Any]) -> str:
+    """What an error of ours says; "" where there is none."""
+    try:
+        action()
+    except sw.ShardwiseError as error:
+        return str(error)
+    return ""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from runtime.edges import message
 
 # Sums of at most 8 rows and 12 columns of float64 in another order, over three steps.
 ROUNDING = 1e-13
@@ -223,14 +224,6 @@ class Marked(nn.Parameter):
 
 def split_net(net: Net, batch: torch.Tensor) -> Any:
     return sw.parallelize(net, tensor_parallel(net, batch) if dist.get_rank() == 0 else None)
-
-
-def message(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except sw.ShardwiseError as error:
-        return str(error)
-    return ""
 
 
 def changed_afterwards() -> tuple[dict[str, list[str]], list[str]]:

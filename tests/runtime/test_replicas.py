@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from runtime.edges import message
 from runtime.small_gpt import batch, make_gpt, make_plan
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import parse_layout
@@ -114,14 +115,6 @@ def nudged(tensor: torch.Tensor) -> torch.Tensor:
     flat = changed.view(-1)
     flat[-1] = torch.nextafter(flat[-1], torch.full_like(flat[-1], torch.inf))
     return changed
-
-
-def message(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except sw.ShardwiseError as error:
-        return str(error)
-    return ""
 
 
 def break_copies() -> dict[str, str]:

@@ -117,3 +117,14 @@ def go_on(folder: str, kind: str, steps: int, save_as: str = "", num_steps: int 
         "written": sum(file.stat().st_size for file in files),
         "num_bytes_read": loaded.num_bytes_read if loaded else 0,
     }
+
+
+def saved(folder: Path, step: int = 1, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model and its optimizer after a step, of which ``folder`` has a checkpoint."""
+    torch.manual_seed(step)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    sw.save_checkpoint(folder / f"step-{step}", model, optimizer, step=step, **more)
+    return model, optimizer

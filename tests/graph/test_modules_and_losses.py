@@ -1,0 +1,103 @@
+"""Modules and losses that can not be captured for what they are, and tensors that lie in each other's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import CaptureError
+from shardwise.graph.capture import capture, capture_function
+
+
+def test_a_loss_with_more_targets_than_examples_is_explained():
+    with pytest.raises(CaptureError, match="2 positional targets"):
+        capture(nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, a, b: out.sum())
+
+
+@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum does not say what it takes"), (3, "3 is no function")])
+def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
+    with pytest.raises(CaptureError, match=what):
+        capture(nn.Linear(4, 2), (torch.ones(2, 4),), loss=loss)
+
+
+def test_what_is_no_module_is_explained():
+    with pytest.raises(CaptureError, match=r"a function and no torch\.nn\.Module"):
+        capture(lambda x: x, (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize(
+    ("module", "what", "mend"),
+    [
+        (nn.Sequential(nn.Linear(2, 4), nn.SyncBatchNorm(4)), "1 is a SyncBatchNorm", "whole batch"),
+        (torch.jit.ScriptModule(), "the model is a ScriptModule", "its Python"),
+    ],
+)
+def test_modules_of_other_tools_are_refused_by_name(module, what, mend):
+    with pytest.raises(CaptureError, match=f"(?s){what}.*{mend}"):
+        capture(module, (torch.ones(2, 2),))
+
+
+def test_a_loss_that_is_not_a_scalar_is_explained():
+    with pytest.raises(CaptureError, match="not a floating scalar"):
+        capture(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(2, 2)), loss=lambda out, target: out - target)
+
+
+def test_a_function_that_needs_constants_is_refused():
+    with pytest.raises(CaptureError, match=r"torch\.full"):
+        capture_function(lambda x: x + torch.tensor([1.0, 2.0]), (torch.ones(2),))
+
+
+def test_a_lazy_module_is_explained():
+    with pytest.raises(CaptureError, match="lazy"):
+        capture(nn.LazyLinear(3), (torch.ones(2, 2),))
+
+
+def test_a_module_that_can_not_be_copied_is_explained():
+    module = nn.Linear(2, 2)
+    module.generator = (i for i in range(3))
+    with pytest.raises(CaptureError, match="deepcopy"):
+        capture(module, (torch.ones(2, 2),))
+
+
+class Overlapping(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("mean", torch.zeros(8))
+        if kind == "buffers":
+            self.register_buffer("part", self.mean[2:6])
+        elif kind == "parameters":
+            self.bias = nn.Parameter(self.weight.data[1])
+        elif kind == "a buffer in a parameter":
+            self.register_buffer("last", self.weight.detach()[3, 3:])
+        elif kind == "parts between each other":
+            table = torch.view_as_complex(torch.ones(8, 4, 2))
+            self.register_buffer("cos", table.real)
+            self.register_buffer("sin", table.imag)
+            self.register_buffer("ones", torch.ones(1).expand(4))
+        elif kind == "every other":
+            self.register_buffer("odd", self.mean[1::2])
+            self.register_buffer("third", self.mean[::3])
+        elif kind == "parts side by side":
+            flat = torch.ones(8)
+            self.first, self.second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+        elif kind == "tied":
+            self.again, self.copied = self.weight, nn.Parameter(self.weight.data.clone())
+
+    def forward(self, x):
+        self.mean.add_(1)
+        return sum((x @ p).sum() for p in self.parameters() if p.dim() == 2) + self.mean.sum()
+
+
+@pytest.mark.parametrize("kind", ["buffers", "parameters", "a buffer in a parameter", "every other"])
+def test_tensors_in_each_others_memory_are_refused_by_name(kind):
+    names = {"buffers": "mean and part", "parameters": "weight and bias", "a buffer in a parameter": "weight and last"}
+    names["every other"] = "mean and third"
+    with pytest.raises(CaptureError, match=f"{names[kind]} lie in the same memory"):
+        capture(Overlapping(kind), (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize("kind", ["parts side by side", "parts between each other", "tied"])
+def test_tied_tensors_and_parts_of_one_storage_are_captured(kind):
+    assert capture(Overlapping(kind), (torch.ones(2, 4),)).graph.ops

@@ -1,0 +1,311 @@
+"""Folders of checkpoints that are torn, damaged or hostile, and such as two jobs save to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+from shardwise.train import retention, saving
+from shardwise.train.files import Staged
+from shardwise.train.manifest import FILE, Manifest, parse_manifest
+from shardwise.train.retention import checkpoints_in, set_aside
+from shardwise.train.sharing import PlannedFile
+from shardwise.train.values import decode
+from train.runs import saved
+
+# --------------------------------------------------------------------------------------------------- torn and damaged
+
+
+def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    (tmp_path / "step-4").rename(tmp_path / "step-4.incomplete")
+    (tmp_path / "step-3" / FILE).write_text("{}")
+    data = next((tmp_path / "step-2").glob("*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[-100] ^= 1
+    data.write_bytes(content)
+    model, optimizer = saved(tmp_path / "elsewhere", 7)
+    with pytest.warns(sw.PlanWarning) as said:
+        assert sw.load_checkpoint(tmp_path, model, optimizer).step == 1
+    text = "\n".join(str(one.message) for one in said)
+    assert "step-4.incomplete is skipped: its save did not finish" in text
+    assert "step-3 is skipped" in text
+    assert "step-2 is skipped" in text
+    with pytest.raises(sw.CheckpointError, match="is damaged: bytes"):
+        sw.load_checkpoint(tmp_path / "step-2", model)
+    data.write_bytes(content[:-1])
+    with pytest.raises(sw.CheckpointError, match=r"bytes, and .* were written"):
+        sw.load_checkpoint(tmp_path / "step-2", model)
+    with pytest.raises(sw.CheckpointError, match="there is no checkpoint"):
+        sw.load_checkpoint(tmp_path / "nowhere", model)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(sw.CheckpointError, match=r"no checkpoint in .* is complete"):
+        sw.load_checkpoint(tmp_path / "empty", model)
+
+
+def test_what_is_set_aside_again_replaces_nothing(tmp_path: Path) -> None:
+    for _ in range(3):
+        saved(tmp_path, 2)
+        set_aside(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-2.1.damaged",
+        "step-2.2.damaged",
+        "step-2.damaged",
+    ]
+    assert checkpoints_in(tmp_path) == ({}, [])
+
+
+def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    saved(tmp_path)
+    folder = tmp_path / "step-1"
+
+    def refusal(model: nn.Module, optimizer: Any = None, **more: Any) -> str:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(sw.ShardwiseError) as caught:
+            sw.load_checkpoint(folder, model, optimizer, **more)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        return str(caught.value)
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    assert "0.weight is f32[17, 8] in the module and f32[16, 8]" in refusal(nn.Sequential(nn.Linear(8, 17)))
+    assert "2.weight is in the module and not in" in refusal(nn.Sequential(*model, nn.Linear(16, 2)))
+    assert "1.running_mean is in the checkpoint and not in" in refusal(nn.Sequential(nn.Linear(8, 16)))
+    integers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    integers[0].weight = nn.Parameter(torch.zeros(16, 8, dtype=torch.int32), requires_grad=False)
+    assert "0.weight is i32[16, 8] in the module and f32[16, 8]" in refusal(integers)
+    sgd = torch.optim.SGD(model.parameters())
+    assert "has states of Adam, and SGD is to go on" in refusal(model, sgd)
+    groups = torch.optim.Adam([{"params": [p]} for p in model.parameters()])
+    del groups.param_groups[0]["params"][:]
+    groups.param_groups[0]["params"] += [*model[0].parameters(), nn.Parameter(torch.ones(2))]
+    assert "parameters that are not the module's" in refusal(model, groups)
+    adam = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
+    assert "the states of 0 schedulers, and 1 are to go on" in refusal(model, adam, schedulers=scheduler)
+    assert "has no state for scaler=" in refusal(model, adam, scaler=torch.amp.GradScaler("cpu"))
+    data = [TensorDataset(torch.zeros(count, 8)) for count in (9, 12)]
+    loader, longer = (sw.DataLoader(samples, model, 4) for samples in data)
+    next(iter(loader))
+    sw.save_checkpoint(tmp_path / "with data", model, adam, step=1, data=loader)
+    folder = tmp_path / "with data"
+    other = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    adam = torch.optim.Adam(other.parameters(), lr=7.0)
+    assert "samples in the data set 9, and goes on with 12" in refusal(other, adam, data=longer)
+    assert "states that what goes on does not take: AssertionError: 2 workers" in refusal(other, adam, data=Elsewhere())
+    assert (longer.cursor, adam.param_groups[0]["lr"], len(adam.state)) == (0, 7.0, 0)
+    with pytest.raises(sw.CheckpointError, match="exists already: a checkpoint is never overwritten"):
+        sw.save_checkpoint(folder, model, step=2)
+    with pytest.raises(sw.ShardwiseError, match="step is a number"):
+        sw.save_checkpoint(tmp_path / "x", model, step=-1)
+    with pytest.raises(sw.ShardwiseError, match="the metric loss is nan"):
+        sw.save_checkpoint(tmp_path / "x", model, step=1, metrics={"loss": math.nan})
+    assert not (tmp_path / "x.incomplete").exists()
+
+
+class Elsewhere:
+    """A loader of somebody else's, which has checks of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("2 workers")
+
+
+class Trap:
+    """Pickled, it would leave a file."""
+
+    def __reduce__(self) -> Any:
+        return (open, ("trap-was-sprung", "w"))
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_damaged_manifests_raise_errors_that_users_understand(tmp_path: Path, count: int) -> None:
+    saved(tmp_path)
+    text = (tmp_path / "step-1" / FILE).read_text()
+    content = json.loads(text)["content"]
+    draw = random.Random(0)
+    words: list[Any] = [
+        -1,
+        2**63,
+        1e300,
+        None,
+        True,
+        "x",
+        "../../etc/passwd",
+        [],
+        {},
+        [[]],
+        "$tensor",
+        0.5,
+        {"$set": [[]]},
+    ]
+
+    def mutated(value: Any, depth: int) -> Any:
+        if depth == 0 or not isinstance(value, (dict, list)) or not value:
+            return draw.choice(words)
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = draw.choice(keys)
+        copy: Any = dict(value) if isinstance(value, dict) else list(value)
+        if draw.random() < 0.1:
+            del copy[key]
+        else:
+            copy[key] = mutated(value[key], depth - 1)
+        return copy
+
+    import zlib
+
+    refused = 0
+    for round in range(count):
+        if round % 4:  # a change that its writer sealed with a checksum
+            changed = mutated(content, draw.randrange(1, 7))
+            seal = zlib.crc32(json.dumps(changed, sort_keys=True, separators=(",", ":")).encode())
+            candidate = json.dumps({"format": "shardwise checkpoint", "version": 1, "crc32": seal, "content": changed})
+        else:
+            characters = list(text)
+            for _ in range(draw.randrange(1, 4)):
+                characters[draw.randrange(len(characters))] = chr(draw.randrange(1, 128))
+            candidate = "".join(characters)
+        try:
+            manifest = parse_manifest(candidate)
+            for value in manifest.values.values():
+                decode(value)
+        except sw.ShardwiseError:
+            refused += 1
+            continue
+        (tmp_path / "step-1" / FILE).write_text(candidate)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with contextlib.suppress(sw.ShardwiseError):  # and nothing else
+            sw.load_checkpoint(tmp_path / "step-1", model, optimizer)
+    assert refused > count // 2
+
+
+def test_damaged_folders_never_change_a_module_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    draw, folder = random.Random(1), tmp_path / "step-1"
+    want, _ = saved(tmp_path / "same")
+    for round in range(30):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        victim = draw.choice(sorted(copy.iterdir()))
+        content = bytearray(victim.read_bytes())
+        kind = draw.randrange(4)
+        if kind == 0:
+            content = content[: draw.randrange(len(content))]
+        elif kind == 1:
+            content = bytearray(torch.serialization.pickle.dumps(Trap()))
+        else:
+            for _ in range(draw.randrange(1, 5)):
+                content[draw.randrange(len(content))] = draw.randrange(256)
+        victim.write_bytes(content)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        optimizer = torch.optim.Adam(model.parameters())
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            sw.load_checkpoint(copy, model, optimizer)
+        except sw.ShardwiseError:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), round
+        else:  # what was changed is no part of what is loaded: a header, or the same bytes
+            assert all(torch.equal(tensor, want.state_dict()[name]) for name, tensor in model.state_dict().items()), (
+                round
+            )
+        shutil.rmtree(copy)
+    assert not (tmp_path / "trap-was-sprung").exists()
+
+
+# ------------------------------------------------------------------------------------------- two jobs, and odd places
+
+
+def test_two_jobs_that_save_to_one_place_are_told_and_mix_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    model, began = nn.Linear(8, 8), threading.Event()
+    go_on = threading.Event()
+    real = saving.write
+
+    def slow(path: Path, staged: Any) -> Any:
+        file = real(path, staged)
+        if threading.current_thread().name.startswith("shardwise-saves") and not began.is_set():
+            began.set()
+            go_on.wait(60)
+        return file
+
+    monkeypatch.setattr(saving, "write", slow)
+    first = sw.save_checkpoint(tmp_path / "step-1", model, step=1, blocking=False)
+    assert began.wait(60)
+    other = nn.Linear(8, 8)
+    sw.save_checkpoint(tmp_path / "step-1", other, step=1)  # the other job's
+    monkeypatch.setattr(saving, "write", real)
+    go_on.set()
+    with pytest.raises(sw.CheckpointError, match="step-1 was not saved: another job"):
+        first.wait()
+    again = nn.Linear(8, 8)
+    sw.load_checkpoint(tmp_path / "step-1", again)
+    assert torch.equal(again.weight, other.weight)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1"}
+
+
+def test_a_save_whose_folder_another_job_takes_ends_at_once_and_leaves_that_jobs_files(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    token = saving.make_room(path)
+    staged = Staged.empty(PlannedFile("one.safetensors", b"", (), 0), pinned=False)
+    manifest = Manifest(1, 2, "", {}, 1, {}, {}, {}, {})
+    job = saving.Job(path, token, 0, 2, [staged], manifest, None, 60.0)
+    saving.make_room(path)
+    (saving.incomplete(path) / "one.safetensors").write_text("the other job's")
+    with pytest.raises(sw.CheckpointError, match="another job began to save it"):
+        saving.Saving(job).wait()
+    assert (saving.incomplete(path) / "one.safetensors").read_text() == "the other job's"
+    assert not list(saving.incomplete(path).glob("failed-*"))
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "nul\0", "file/step", "/", "."])
+def test_places_that_cannot_be_are_errors_of_ours(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    model = nn.Linear(2, 2)
+    place = name if name in ("/", ".") else tmp_path / name
+    with pytest.raises(sw.CheckpointError):
+        sw.save_checkpoint(place, model, step=1)
+    if name != "/":
+        with pytest.raises(sw.CheckpointError):
+            sw.load_checkpoint(tmp_path / "x" if name == "." else place, model)
+
+
+def test_states_that_no_optimizer_takes_are_announced(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    sw.save_checkpoint(tmp_path / "one", model, optimizer, step=1)
+    fewer = torch.optim.Adam(model[1].parameters())
+    with pytest.warns(sw.PlanWarning, match=r"the states of 0\.bias, 0\.weight are not loaded"):
+        sw.load_checkpoint(tmp_path / "one", model, fewer)
+    assert len(fewer.state) == 2
+
+
+def test_a_checkpoint_that_another_job_deletes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: Any) -> None:
+    saved(tmp_path, 1)
+    saved(tmp_path, 2)
+    real = retention.read_manifest
+
+    def deleted(path: Path) -> Any:
+        manifest = real(path)
+        if path.name == "step-1":
+            shutil.rmtree(path)
+        return manifest
+
+    monkeypatch.setattr(retention, "read_manifest", deleted)
+    assert [path.name for path in checkpoints_in(tmp_path)[0]] == ["step-1", "step-2"]
