@@ -49,6 +49,7 @@ from shardwise.report.planned import Planned, Staged
 from shardwise.runtime.agree import shown_once, working
 from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch, Search
+from shardwise.search.built import built
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
 from shardwise.search.kept import Kept, keep
@@ -56,7 +57,8 @@ from shardwise.search.levers import OFFLOADS, Levers, Offload
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.modes import MODES, Mode
-from shardwise.search.planner import Planner, Settings, built
+from shardwise.search.planner import Planner
+from shardwise.search.settings import Settings
 from shardwise.search.zero import Zero
 
 SearchName = PricedSearch | Literal["sharding_propagation"]
@@ -173,7 +175,11 @@ def plan(
         by_price = mode == "auto" and search in PRICED_SEARCHES
 
         def planned_with(
-            stages: int | str | None, schedule: str | None, global_batch: int | None, micro_batch: int | None
+            stages: int | str | None,
+            schedule: str | None,
+            global_batch: int | None,
+            micro_batch: int | None,
+            known: float = inf,
         ) -> Plan:
             if stages is not None or schedule is not None:
                 given = Requested(
@@ -189,7 +195,7 @@ def plan(
                     stage,
                 )
                 template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
-                own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage)
+                own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage, known=known)
                 found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
                 return Staged.of(found)
             samples = num_samples(call.arguments)
@@ -203,6 +209,7 @@ def plan(
                 layouts or {},
                 Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload),
                 stage,
+                known=known,
             )
             if wanted.levers.moves_to_host:
                 _announce_one_memory(cluster, stacklevel=4)
@@ -215,8 +222,8 @@ def plan(
                     factored, choice = decide(graph, annotations, own_mesh, mode)
                     choice = keep(choice, layouts or {}, graph, factored, own_mesh)
                     asked = replace(wanted, passes=passes)
-                    choice, spmd = built(graph, factored.rules, choice, own_mesh, asked, Kinds())
-                    stages = (stage_of(graph, factored.rules, choice, spmd),)
+                    program = built(graph, factored.rules, choice, own_mesh, asked, Kinds())
+                    stages = (stage_of(graph, factored.rules, program.choice, program.spmd),)
                     return Plan(stages, *settings, precision=precision, micro_batches=passes)
                 planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
                 planner = replace(planner, kinds=captures.kinds)
@@ -260,8 +267,9 @@ def plan(
             own_devices = None if mesh is None else mesh.num_devices
             settings = settings_of(graph, batches, cluster.num_devices, schedule, own_devices)
 
-            def plan_of_setting(own: Setting) -> Plan:
-                return planned_with(own.stages if own.stages > 1 else None, own.schedule or None, step, own.micro_batch)
+            def plan_of_setting(own: Setting, known: float) -> Plan:
+                num_stages = own.stages if own.stages > 1 else None
+                return planned_with(num_stages, own.schedule or None, step, own.micro_batch, known)
 
             def meshes_of(part: Cluster) -> tuple[Mesh, ...]:
                 return candidate_meshes(part, max_mesh_axes) if mesh is None else (mesh,)

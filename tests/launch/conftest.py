@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,6 @@ import pytest
 
 from launch.jobs import HEADER, Job, Outcome
 from shardwise.launch.launcher import launch
-
-
-@pytest.fixture(autouse=True)
-def interrupts_are_heard() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, nohup with SIGHUP; all that they start inherits that."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGHUP)}
-    for signum, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if before[signum] == signal.SIG_IGN:
-            signal.signal(signum, usual)
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from shardwise.search import planner as planning
 from shardwise.search.auto import Search
 from shardwise.search.candidates import Candidate
 from shardwise.search.dynamic_programming import Outcome
-from shardwise.search.planner import Planner, Settings, over_all_meshes
+from shardwise.search.planner import Planner, over_all_meshes
 from shardwise.search.ranking import Ranked, Simulated, ranked
+from shardwise.search.settings import Settings
 
 LIMIT = 1.0
 

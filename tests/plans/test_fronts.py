@@ -23,7 +23,8 @@ from shardwise.search import fitting
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.levers import Levers
-from shardwise.search.planner import Planner, Settings
+from shardwise.search.planner import Planner
+from shardwise.search.settings import Settings
 
 LAYERS, WIDTH = 8, 16
 

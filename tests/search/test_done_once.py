@@ -22,7 +22,8 @@ from shardwise.plans import example
 from shardwise.report.options import without_mends
 from shardwise.search import domains, dynamic_programming
 from shardwise.search.cost_graph import BYTES
-from shardwise.search.planner import Planner, Settings
+from shardwise.search.planner import Planner
+from shardwise.search.settings import Settings
 from shardwise.search.solving import minimise
 
 CLUSTER = sw.Cluster.load("h100-1x8")

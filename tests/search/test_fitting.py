@@ -24,6 +24,7 @@ from shardwise.search.again import Again, Gathered
 from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
 from shardwise.search.levers import Levers
+from shardwise.search.planner import least_that_fits
 from shardwise.search.rules import rules_of
 
 if TYPE_CHECKING:
@@ -202,3 +203,20 @@ def test_what_fits_only_at_a_higher_price_does_not_rule_out_what_makes_more_agai
     assert not full.is_ruled_out(3.0, [cheap])
     assert not cheap.is_ruled_out(9.0, [full]), "it makes less again"
     assert not full.is_ruled_out(9.0, [])
+
+
+@pytest.mark.parametrize("bend", [0.0, 0.02, 0.5, 3.0], ids=lambda bend: f"bend {bend}")
+def test_the_least_number_of_segments_that_fits_is_found_in_few_looks(bend: float) -> None:
+    """Bytes that fall evenly, nearly so, and not at all so."""
+    for most in (1, 2, 3, 32, 126):
+        for exact in range(most + 1):
+            looks: dict[int, float] = {}
+
+            def bytes_of(count: int, most: int = most, looks: dict[int, float] = looks) -> float:
+                looks[count] = 100.0 - 50.0 * (count / most) ** (1 + bend)
+                return looks[count]
+
+            limit = bytes_of(exact) + 1e-9
+            looks.clear()
+            assert least_that_fits(bytes_of, most, limit) == exact
+            assert len(looks) <= (4 if bend <= 0.02 else 2 * most.bit_length() + 2), (most, exact, sorted(looks))

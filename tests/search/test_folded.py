@@ -9,16 +9,19 @@ import torch
 
 import shardwise as sw
 from search.deep_model import LAYERS, Deep
+from shardwise.costs.memory import busiest_program
 from shardwise.costs.timeline import simulate
 from shardwise.graph.capture import capture
 from shardwise.graph.folding import Folding
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
+from shardwise.programs.instructions import Copy
 from shardwise.search import folded
 from shardwise.search.candidates import candidates
-from shardwise.search.fitting import plan_within
+from shardwise.search.fitting import _Rung, plan_within
 from shardwise.search.levers import Levers
-from shardwise.search.planner import Planner, Settings
+from shardwise.search.planner import Planner
+from shardwise.search.settings import Settings
 
 
 def graph_of(skips: bool = False) -> Graph:
@@ -68,6 +71,9 @@ def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) 
         assert short.num_bytes == pytest.approx(whole.num_bytes, rel=2e-3)
         assert short.step.kept_bytes == whole.step.kept_bytes
         assert short.step.compute == pytest.approx(whole.step.compute, rel=1e-6)
+        # Lifetimes are a pass over the program that keeps all: it is the one that ranks get.
+        program = planner._program(graph, whole.choice, candidate.search.mesh, settings)
+        assert program.busiest == busiest_program(program.spmd, planner.kinds)
     assert num_folded, "some were folded"
 
 
@@ -82,6 +88,32 @@ def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: G
     own = simulate(short.spmd, short.search.cost.domains.prices)
     assert short.prediction.simulated_seconds == own.seconds
     assert short.prediction.peak_bytes == own.peak_bytes <= 1.2e9
+
+
+def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clearly_above_it(graph: Graph) -> None:
+    settings = Settings(memory_bytes=1.2e9, passes=2)
+    planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),), settings)
+    free = plan_within(planner, ())
+    step = 2 * free.prediction.planned_seconds
+    near, far = (replace(planner, settings=replace(settings, known=own)) for own in (step, 0.05 * step))
+    assert plan_within(near, ()).choice == free.choice
+    with pytest.raises(sw.PlanError, match=r"priced at .* s at least, and one of .* s is known"):
+        plan_within(far, ())
+
+
+def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> None:
+    cluster, settings = sw.Cluster.load("h100-1x8"), Settings(levers=levers(graph, "on the host"))
+    planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
+    (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
+    rung = _Rung(planner, None, [cost])
+    ((search,), _) = rung.found
+    built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
+    assert built.spmd is not None
+    program = busiest_program(built.spmd, planner.kinds)
+    out = [one for one in program.forward if isinstance(one, Copy)]
+    copied = sum(program.forms[name].num_bytes for one in out for name in one.operands)
+    assert copied > 0
+    assert rung._copies(search) == pytest.approx(2 * copied / cluster.device.host_bandwidth, rel=0.05)
 
 
 def test_a_shorter_graph_computes_the_shorter_model(graph: Graph) -> None:

@@ -20,12 +20,13 @@ from shardwise.programs.vjp import Kinds
 from shardwise.progress import doing
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import Search
+from shardwise.search.built import built
 from shardwise.search.decide import decide
 from shardwise.search.fitting import plan_within
 from shardwise.search.fixed import annotated_rules, covers_nothing, subjects
 from shardwise.search.kept import keep
 from shardwise.search.levers import Levers, blocks_of
-from shardwise.search.planner import Planner, built
+from shardwise.search.planner import Planner
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +188,8 @@ def _choose(how: Pipelining, part: Graph, limit: float, kinds: Kinds) -> Chosen:
         (mesh,) = how.meshes
         factored, choice = decide(part, annotations, mesh, how.mode)
         choice = keep(choice, layouts, part, factored, mesh)
-        return Chosen(factored, *built(part, factored.rules, choice, mesh, settings, kinds), levers)
+        program = built(part, factored.rules, choice, mesh, settings, kinds)
+        return Chosen(factored, program.choice, program.spmd, levers)
     planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, kinds=kinds)
     planned = plan_within(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()

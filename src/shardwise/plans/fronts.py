@@ -33,7 +33,8 @@ from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGr
 from shardwise.search.dynamic_programming import HIDDEN
 from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.levers import Levers, blocks_of, ends_of
-from shardwise.search.planner import Planner, Settings
+from shardwise.search.planner import Planner
+from shardwise.search.settings import Settings
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 

@@ -273,13 +273,14 @@ def joint_search(
     settings: Sequence[Setting],
     floor: Floor,
     cluster: Cluster,
-    plan_of: Callable[[Setting], _Found],
+    plan_of: Callable[[Setting, float], _Found],
     *,
     tries: int = TRIES,
     seconds_of: Callable[[Setting], float] | None = None,
 ) -> tuple[_Found, Joint]:
-    """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: raises PlanError where a
-    setting has none; ``tries``: how many are planned at most; ``seconds_of``: a better estimate of a step, that takes
+    """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: takes a
+    setting and the seconds of the best step so far, and raises PlanError where there is no plan, or surely no better
+    one; ``tries``: how many are planned at most; ``seconds_of``: a better estimate of a step, that takes
     longer (``plans.fronts``): a setting is planned when its is the least of all. Raises PlanError where no setting has
     one."""
     best: tuple[float, Setting, _Found] | None = None
@@ -298,7 +299,7 @@ def joint_search(
         tries -= 1
         doing(f"planning {setting}")
         try:
-            found = plan_of(setting)
+            found = plan_of(setting, inf if best is None else best[0])
         except PlanError as error:
             failure = failure or error
             seen.append(replace(one, refused=str(error).partition("\n")[0]))

@@ -50,11 +50,12 @@ from shardwise.plans.timed import Timed, timed_stages
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
+from shardwise.search.built import in_passes
 from shardwise.search.levers import Levers
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import Work, least_seconds, solve_order
-from shardwise.search.planner import Settings, in_passes
+from shardwise.search.settings import Settings
 from shardwise.search.stages import balanced_parts
 
 TRIES = 3  # to fit what crosses, too

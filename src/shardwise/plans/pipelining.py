@@ -15,7 +15,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.schedule import Schedule
 from shardwise.search.again import Gathered
 from shardwise.search.levers import Offload
-from shardwise.search.planner import Settings
+from shardwise.search.settings import Settings
 from shardwise.search.zero import Zero
 
 # The actions of a schedule on so many places, for so many micro-batches.

@@ -53,11 +53,19 @@ def differentiate(
     ``reached``: per delivered value whether it gets a cotangent (by default all that are differentiable, of a part of a
     cut graph the loss and those whose cotangents come from outside); ``with_gradients``: whether there is a backward at
     all."""
-    spmd = local.spmd
-    delivered = delivered_values(spmd, loss_only=loss_only)
-    if reached is None and spmd.graph.cotangents is not None:
-        reached = [name == spmd.loss or name in spmd.cotangents for name in delivered]
-    return _Writer(local, kinds, overlap).write(delivered, reached, with_gradients, loss_only)
+    delivered = delivered_values(local.spmd, loss_only=loss_only)
+    return finished(_Writer(local, kinds, overlap).write(delivered, reached, with_gradients, loss_only))
+
+
+def keeping_all(local: LocalProgram, kinds: Kinds) -> Program:
+    """What ``differentiate`` makes of a rank's operators before it looks at lifetimes: all that backward reads is kept.
+    ``finished`` with an ``spmd`` that has others is the step with these."""
+    return _Writer(local, kinds, overlap=True).write(delivered_values(local.spmd, loss_only=True), None, True, True)
+
+
+def finished(program: Program) -> Program:
+    """A step that keeps all, with the lifetimes that its ``spmd`` says, and what its exchanges may overwrite."""
+    return mark_overwrites(with_lifetimes(program))
 
 
 @dataclass
@@ -85,6 +93,8 @@ class _Writer:
     def write(
         self, delivered: tuple[str, ...], reached: Sequence[bool] | None, with_gradients: bool, prune: bool
     ) -> Program:
+        if reached is None and self.graph.cotangents is not None:
+            reached = [name == self.spmd.loss or name in self.spmd.cotangents for name in delivered]
         self._sources()
         entries = self._entries(self._needed(delivered) if prune else with_biases(self.local))
         seeds: list[str | None] = [None] * len(delivered)
@@ -103,7 +113,7 @@ class _Writer:
         forward = before_first_use(written, self.casts, ends)
         made = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
         saved = tuple(name for name in used if name in made)
-        program = Program(
+        return Program(
             self.local.rank,
             self.spmd,
             tuple(forward),
@@ -117,7 +127,6 @@ class _Writer:
             self.forms | self.stored,
             dict(self.kinds.untraceable),
         )
-        return mark_overwrites(with_lifetimes(program))
 
     def resolve(self, name: str) -> str:
         return self.aliases.get(name, name)

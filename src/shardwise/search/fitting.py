@@ -16,14 +16,15 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from shardwise.errors import PlanError, problem
 from shardwise.graph.segments import How, Segment
 from shardwise.search.again import Gathered
 from shardwise.search.auto import Search
-from shardwise.search.cost_graph import CostGraph
+from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.levers import Levers, Offload, blocks_of
 from shardwise.search.planner import Answer, Planned, Planner
 from shardwise.search.ranking import Ranked
-from shardwise.search.variables import OperatorVariable
+from shardwise.search.settings import Settings
 
 # What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters; and whether
 # what is still kept of the blocks waits on the host.
@@ -60,6 +61,8 @@ EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
 GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
+# Simulated steps of plans with levers were 0.95 to 1.25 times their prices (``search.candidates``).
+CLEARLY_ABOVE = 1 / 0.9
 BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
 
 
@@ -68,7 +71,7 @@ def plan_within(
 ) -> Planned:
     """The plan of the first rungs that fit. ``segments``: those that the model asks for; ``gathered``, ``offload``:
     where the user has decided. If no rung fits (``ranking.excess``): the plan that needs least. Nothing is moved to a
-    host that is the device."""
+    host that is the device. Raises PlanError where no price comes near a step that is known already."""
     ladder = _ladder(planner, segments, gathered, offload)
     weakest = next(ladder)
     rungs = [weakest]
@@ -86,6 +89,8 @@ def plan_within(
     while left:
         price, number, is_settled = heappop(left)
         rung = rungs[number]
+        if not fitting:
+            _refuse_slower(price, planner.settings)
         if fitting and price >= min(_seconds(own.answer.ranking) for own in fitting):
             break
         if rung.is_ruled_out(price, fitting):
@@ -109,6 +114,15 @@ def plan_within(
     if len(rungs) == 1:
         return best
     return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
+
+
+def _refuse_slower(price: float, settings: Settings) -> None:
+    """``price``: of a pass, at least."""
+    step = price * settings.passes
+    if CLEARLY_ABOVE * settings.known <= step < inf:
+        raise PlanError(
+            problem(f"steps are priced at {step:.3g} s at least, and one of {settings.known:.3g} s is known")
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,13 +151,14 @@ class _Rung:
         return min((max(own.outcome.seconds, self._copies(own)) for own in done), default=inf)
 
     def _copies(self, search: Search) -> float:
-        rate = self.planner.cluster.device.host_bandwidth
-        waiting = self.planner.settings.levers.priced(self.planner.graph).offloaded
-        if not waiting or not rate:
+        """Seconds of the copies to the host and back of what waits there: the bytes by which a device would hold more
+        if nothing did."""
+        settings, rate = self.planner.settings, self.planner.cluster.device.host_bandwidth
+        if not settings.levers.moves_to_host or not rate:
             return 0.0
-        pairs = zip(search.cost.variables, search.outcome.assignment, strict=True)
-        kept = (own.domain.kept[at] for own, at in pairs if isinstance(own, OperatorVariable) and own.name in waiting)
-        return 2 * float(sum(kept)) / rate
+        staying = replace(self.planner, settings=replace(settings, levers=settings.levers.on_device))
+        more = staying.cost_graph(search.mesh).components(search.outcome.assignment) - search.outcome.components
+        return 2 * float(more[BYTES]) / settings.in_flight / rate
 
     def is_ruled_out(self, price: float, fitting: Sequence[_Rung]) -> bool:
         """Whether it makes more again than a plan that fits of another, at no lower price than that (which is above the

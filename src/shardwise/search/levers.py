@@ -18,16 +18,13 @@ from shardwise.costs.flops import FLOPS
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
-from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction, is_view, sent_by
-from shardwise.programs.lifetimes import is_repeatable, repeated
+from shardwise.programs.lifetimes import is_repeatable, repeated, with_lifetimes
 from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
 from shardwise.programs.offload import offloaded_operators
 from shardwise.programs.passes import memories
-from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Lifetimes, Spmd
-from shardwise.programs.vjp import Kinds
 from shardwise.search.again import Again, Gathered
 
 Offload = Literal["auto", "all", "none"]
@@ -56,6 +53,12 @@ class Levers:
     @property
     def moves_to_host(self) -> bool:
         return self.offloads or any(segment.how == "offload" for segment in self.segments)
+
+    @property
+    def on_device(self) -> Levers:
+        """The same, with nothing that waits on the host."""
+        segments = (replace(own, how="none") if own.how == "offload" else own for own in self.segments)
+        return replace(self, segments=tuple(segments), offloads=False)
 
     @staticmethod
     def of(
@@ -148,11 +151,10 @@ def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     return ahead, behind
 
 
-def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
-    """The program with the lifetimes that the levers ask for. ``graph``: the model's (not lowered). Only what backward
-    really makes again is listed."""
-    if not levers:
-        return spmd
+def with_levers(kept: Program, graph: Graph, levers: Levers) -> Spmd:
+    """The program of all ranks with the lifetimes that the levers ask for. ``kept``: that of the busiest one, which
+    keeps all; ``graph``: the model's (not lowered). Only what backward really makes again is listed."""
+    spmd = kept.spmd
     operators: set[str] = set()
     conversions: set[str] = set()
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
@@ -171,7 +173,7 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
             )
     partly = [segment for segment in levers.segments if segment.how in CUTS]
     if partly:
-        cuts = _Cuts(differentiate(localize(spmd, busiest_rank(spmd)), kinds))
+        cuts = _Cuts(kept)
         for segment in partly:
             inside = {own for name in segment.operators for own in lowered.get(name, ())}
             computed, converted = cuts.made_again(inside, *CUTS[segment.how])
@@ -180,7 +182,7 @@ def with_levers(spmd: Spmd, graph: Graph, levers: Levers, kinds: Kinds) -> Spmd:
     offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
     waiting = {own for part in offloading for name in part.operators for own in lowered.get(name, ())}
     lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
-    program = differentiate(localize(replace(spmd, lifetimes=lifetimes), busiest_rank(spmd)), kinds)
+    program = with_lifetimes(replace(kept, spmd=replace(spmd, lifetimes=lifetimes)))
     found, again = repeated(program)
 
     def listed(found: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model

@@ -9,18 +9,18 @@ on under a limit that is lower by as much, then without the choices that hold mo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, log10
+from math import ceil, inf, log10
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.ledger import Peak, stays_at
-from shardwise.costs.memory import memory_of
+from shardwise.costs.memory import memory_of, memory_of_program
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
-from shardwise.costs.timeline import SimulatedStep, simulate
+from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
@@ -30,14 +30,13 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.layouts.transfer import on_mesh
-from shardwise.programs.buckets import BUCKET_BYTES
-from shardwise.programs.once import with_once
-from shardwise.programs.spmd import Choice, Spmd, build_spmd
+from shardwise.programs.spmd import Choice, Spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import Search, domains_of, searched, separate_axes
+from shardwise.search.built import Built, built
 from shardwise.search.candidates import (
     BOUNDED,
     MAX_OPERATORS,
@@ -53,40 +52,17 @@ from shardwise.search.domains import Choosing, Domains
 from shardwise.search.dynamic_programming import EXACT, DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
 from shardwise.search.folded import Folded
-from shardwise.search.kept import Kept, keep
-from shardwise.search.levers import Levers, with_levers
+from shardwise.search.kept import keep
+from shardwise.search.levers import Levers
 from shardwise.search.ranking import Ranked, Simulated, ranked
+from shardwise.search.settings import Settings
 from shardwise.search.transients import searches_within
-from shardwise.search.zero import Zero, stored_apart, summed_at_source
 
 RETRIES = 3
 # Of the searches with a cap on moments, how many become programs.
 PROBES = 3
 # Times that a lower limit is taken back by halves, once something fits under it.
 HALVINGS = 3
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a plan is searched for. ``search``: one of ``search.auto``; ``passes``: batches whose gradients a step adds
-    up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
-    reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
-    keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
-    they would be copied; ``in_flight``: passes whose values a device keeps for backward at once; ``turns``: the stages
-    of a place, which take turns, so that what one holds for a moment is there once; ``taken``: the layouts in which the
-    next stage takes values, device by device."""
-
-    search: str = "dynamic_programming"
-    optimizer: str = "adamw"
-    passes: int = 1
-    memory_bytes: float | None = None
-    bucket_bytes: int = BUCKET_BYTES
-    layouts: Mapping[str, Kept] = field(default_factory=dict)
-    levers: Levers = field(default_factory=Levers)
-    zero: Zero | None = None
-    in_flight: int = 1
-    turns: int = 1
-    taken: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -309,16 +285,17 @@ class Planner:
 
             def short(graph: Graph, levers: Levers) -> SimulatedStep:
                 own = replace(self.settings, levers=levers)
-                return simulate(self._program(graph, choice, search.mesh, own)[1], prices, self.kinds)
+                return simulate_program(self._program(graph, choice, search.mesh, own).busiest, prices)
 
             step = self.folded.step(choice, self.settings.levers, search.mesh, short)
             if step is not None:
                 return Simulated(candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes))
-        choice, spmd = self._program(self.graph, choice, search.mesh, self.settings)
+        program = self._program(self.graph, choice, search.mesh, self.settings)
+        choice, spmd = program.choice, program.spmd
         if not simulated:
-            memory = memory_of(spmd, prices, kinds=self.kinds)
+            memory = memory_of_program(program.busiest, prices)
             return Simulated(candidate, choice, spmd, memory.peak, None, self._others(memory.peak, memory.kept_bytes))
-        step = simulate(spmd, prices, self.kinds)
+        step = simulate_program(program.busiest, prices)
         return Simulated(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
 
     def _others(self, peak: Peak, kept_bytes: int) -> int:
@@ -327,7 +304,7 @@ class Planner:
         moment = max(0, peak.num_bytes - stays_at(peak) - kept_bytes) if peak.parts else 0
         return (self.settings.in_flight - 1) * kept_bytes - moment + moment // self.settings.turns
 
-    def _program(self, graph: Graph, choice: Choice, mesh: Mesh, settings: Settings) -> tuple[Choice, Spmd]:
+    def _program(self, graph: Graph, choice: Choice, mesh: Mesh, settings: Settings) -> Built:
         return built(graph, self.factored.rules, choice, mesh, settings, self.kinds)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
@@ -337,18 +314,17 @@ class Planner:
         as many from the last as the limit allows; and the planner that has them so. Memory decides, as all that is made
         again costs time."""
         strong = self.settings.levers.segments
-        best, own = ranking.best, self
-        least, most = 0, len(strong)  # how many of the first stay as they are; all of them fit
-        while least < most:
-            count = (least + most) // 2
-            mixed = replace(self.settings.levers, segments=strong[:count] + weaker.segments[count:])
-            planner = replace(self, settings=replace(self.settings, levers=mixed))
-            tried = planner._built(ranking.best.candidate)
-            if tried.num_bytes <= self.limit:
-                best, own, most = tried, planner, count
-            else:
-                least = count + 1
-        return own, replace(ranking, best=best)
+        tried: dict[int, tuple[Planner, Simulated]] = {len(strong): (self, ranking.best)}
+
+        def bytes_of(count: int) -> float:
+            if count not in tried:
+                mixed = replace(self.settings.levers, segments=strong[:count] + weaker.segments[count:])
+                planner = replace(self, settings=replace(self.settings, levers=mixed))
+                tried[count] = planner, planner._built(ranking.best.candidate)
+            return tried[count][1].num_bytes
+
+        planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
+        return planner, replace(ranking, best=best)
 
     def planned_as_eased(self, answer: Answer, easier: Planner, eased: Ranked) -> Planned:
         """The plan of what ``eased`` made of an answer. The search knows the price of the strongest levers; what the
@@ -359,7 +335,8 @@ class Planner:
         strong, prices = answer.ranking, answer.ranking.search.cost.domains.prices
         choice, spmd = strong.best.choice, strong.best.spmd
         if spmd is None:
-            choice, spmd = self._program(self.graph, choice, strong.search.mesh, self.settings)
+            program = self._program(self.graph, choice, strong.search.mesh, self.settings)
+            choice, spmd = program.choice, program.spmd
         over = over_all_meshes(strong.prediction, strong.search.mesh, answer.searches)
         best = replace(strong.best, choice=choice, spmd=spmd)
         over = _as_stored(_as_emitted(over, spmd, strong.search), best, strong.search)
@@ -401,28 +378,21 @@ class Planner:
         return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.levers)
 
 
-def built(
-    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: Settings, kinds: Kinds
-) -> tuple[Choice, Spmd]:
-    """The program of a choice under some settings, and the choice with its parameters as they are stored."""
-    by_block = settings.levers.gathered == "again"
-    if settings.zero is not None:
-        choice = summed_at_source(choice, graph, rules, mesh)
-    spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    if settings.zero is not None:
-        said = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
-        choice = stored_apart(choice, spmd, settings.zero)
-        choice = replace(choice, sources={**choice.sources, **said})
-        spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    return choice, in_passes(with_levers(spmd, graph, settings.levers, kinds), settings)
-
-
-def in_passes(spmd: Spmd, settings: Settings) -> Spmd:
-    """The program with what a step of several passes does once."""
-    if settings.passes == 1:
-        return spmd
-    scattered = settings.levers.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)
-    return with_once(spmd, scattered=scattered)
+def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -> int:
+    """The least count up to ``most``, which fits, whose bytes are within the limit. Bytes fall with the count, about
+    evenly: so where a straight line meets the limit is looked at after 0, then further and further on from there, and
+    halves of what is left once both sides are known."""
+    if (of_none := bytes_of(0)) <= limit:
+        return 0
+    below, guess, step = 0, ceil(most * (of_none - limit) / (of_none - bytes_of(most))), 1
+    seen: set[bool] = set()
+    while most - below > 1:
+        guess = min(max(guess, below + 1), most - 1)
+        seen.add(fits := bytes_of(guess) <= limit)
+        below, most = (below, guess) if fits else (guess, most)
+        guess = (below + most) // 2 if len(seen) == 2 else most - step if fits else below + step
+        step *= 2
+    return most
 
 
 def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
