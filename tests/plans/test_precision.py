@@ -262,6 +262,11 @@ def test_a_dtype_without_gradients_is_refused(name: str, dtype: torch.dtype) -> 
         sw.Precision(**{name: dtype})
 
 
+def test_the_name_of_a_dtype_is_not_a_dtype() -> None:
+    with pytest.raises(sw.ShardwiseError, match=r"compute='bfloat16'\): not a dtype of torch[\s\S]*one of torch\."):
+        sw.Precision(compute="bfloat16")  # type: ignore[arg-type]
+
+
 def test_storage_that_loses_updates_is_announced() -> None:
     with pytest.warns(sw.PlanWarning, match=r"stored as torch\.bfloat16 and computed with as torch\.float32"):
         plan_of("llama", 2, sw.Precision(compute=FP32, parameter=BF16), "dp")

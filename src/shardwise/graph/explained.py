@@ -33,7 +33,10 @@ def explained(error: Exception) -> CaptureError:
                 fix=fix,
             )
         )
-    fix = "the call must run on fake (data-free) CPU tensors, without choosing a device (.cuda())"
+    fix = (
+        "the call must run with these inputs on one device, and also on fake (data-free) CPU tensors, without choosing "
+        "a device (.cuda())"
+    )
     if "Disabling autocast" in first:
         what = "the model calls torch.autocast for a device that is not here, where it does nothing"
         fix = "name the device of the tensors, torch.autocast(x.device.type, ...), or plan where that device is"

@@ -43,10 +43,12 @@ class Precision:
     def __post_init__(self) -> None:
         wrong = [(name, own) for name in DTYPES if (own := getattr(self, name)) not in (None, *FLOATING)]
         if wrong:
-            given = ", ".join(f"{name}={dtype}" for name, dtype in wrong)
+            given = ", ".join(f"{name}={dtype!r}" for name, dtype in wrong)
+            is_dtype = all(isinstance(dtype, torch.dtype) for _, dtype in wrong)
+            what = "no gradient flows through such a dtype" if is_dtype else "not a dtype of torch"
             raise ShardwiseError(
                 problem(
-                    f"Precision({given}): no gradient flows through such a dtype",
+                    f"Precision({given}): {what}",
                     fix=f"one of {', '.join(map(str, FLOATING))}, or None for the model's own",
                 )
             )

@@ -105,8 +105,9 @@ def plan_within(
     eased: list[tuple[_Rung, Planner, Ranked]] = []
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
         least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
-        if not eased or least < min(_seconds(own) for _, _, own in eased):
-            eased += [(rung, *own) for own in _eased(rung, segments)]
+        fastest = min((_seconds(own) for _, _, own in eased), default=inf)
+        if least < fastest:
+            eased += [(rung, *own) for own in _eased(rung, segments, fastest)]
     rung, easier, ranking = min(eased, key=lambda one: _seconds(one[2]))
     best = rung.planner.planned_as_eased(rung.answer, easier, ranking)
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
@@ -199,8 +200,9 @@ def _ladder(
         yield _Rung(own, how, [own.cost_graph(mesh) for mesh in own.meshes])
 
 
-def _eased(rung: _Rung, segments: Sequence[Segment]) -> Iterator[tuple[Planner, Ranked]]:
-    """A rung with as many of its last blocks eased as the limit allows, in every way."""
+def _eased(rung: _Rung, segments: Sequence[Segment], fastest: float) -> Iterator[tuple[Planner, Ranked]]:
+    """A rung with as many of its last blocks eased as the limit allows, in every way that may be faster than
+    ``fastest``."""
     ranking, planner = rung.answer.ranking, rung.planner
     if rung.how is None or ranking.best.step is None:
         yield planner, ranking
@@ -209,7 +211,7 @@ def _eased(rung: _Rung, segments: Sequence[Segment]) -> Iterator[tuple[Planner, 
     asked = {*segments}
     for weaker in EASIER.get(rung.how, ("none",)):  # what is kept is named, too
         eased = tuple(own if own in asked or own.how == "none" else replace(own, how=weaker) for own in strong.segments)
-        yield planner.eased(ranking, replace(strong, segments=eased))
+        yield planner.eased(ranking, replace(strong, segments=eased), fastest)
 
 
 def _seconds(ranking: Ranked) -> float:

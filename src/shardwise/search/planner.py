@@ -309,10 +309,10 @@ class Planner:
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
-    def eased(self, ranking: Ranked, weaker: Levers) -> tuple[Planner, Ranked]:
+    def eased(self, ranking: Ranked, weaker: Levers, fastest: float = inf) -> tuple[Planner, Ranked]:
         """A ranking that fits with some of its segments as ``weaker`` has them (the same segments in the same order):
         as many from the last as the limit allows; and the planner that has them so. Memory decides, as all that is made
-        again costs time."""
+        again costs time. Where not even all of them so make a pass ``fastest``, none is changed."""
         strong = self.settings.levers.segments
         tried: dict[int, tuple[Planner, Simulated]] = {len(strong): (self, ranking.best)}
 
@@ -323,6 +323,10 @@ class Planner:
                 tried[count] = planner, planner._built(ranking.best.candidate)
             return tried[count][1].num_bytes
 
+        bytes_of(0)
+        step = tried[0][1].step
+        if step is not None and step.seconds >= fastest:
+            return self, ranking
         planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
         return planner, replace(ranking, best=best)
 
