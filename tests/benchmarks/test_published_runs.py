@@ -35,6 +35,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("published_runs")
 
 
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("published_memory")
+
+
 def test_a_layer_takes_its_kernels_or_what_the_host_needs_to_start_them(prices: ModuleType) -> None:
     busy = prices.Half(2e-3, 20)
     assert busy.seconds(1e-6) == 2e-3
@@ -167,3 +173,51 @@ def test_every_row_is_a_figure_or_a_reason(tmp_path: Path) -> None:
     assert "| tiny | 1 of 2 |" in ended.stdout
     assert "| tiny | not: 1: no seconds published |" in ended.stdout
     assert "| golden | not: 1:" in ended.stdout
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+GOLDEN = {"group": "gpt", "gpus": 8, "mem_allocated_bytes": 1.0, "test": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("args", "why", "at_peak"),
+    [
+        ({}, "", ""),
+        ({"swiglu": True}, "gated layers", ""),  # True is 1, and no default for that
+        ({"untie-embeddings-and-output-weights": True}, "a table and a head of their own", ""),
+        ({"untie-embeddings-and-output-weights": True, "pipeline-model-parallel-size": 2}, "", ""),
+        ({"num-layers-per-virtual-pipeline-stage": 1}, "", "several stages of a rank"),
+    ],
+)
+def test_options_that_are_not_priced_are_seen(memory: ModuleType, args: dict[str, Any], why: str, at_peak: str) -> None:
+    row = {**GOLDEN, "args": args}
+    assert memory._unpriced(row) == why
+    found = memory._missing(row, memory.MISSING_AT_PEAK, memory.MISSING_AT_PEAK_BY_NAME)
+    assert found == ([at_peak] if at_peak else [])
+
+
+def test_a_stage_holds_what_it_was_sent_last_and_its_gradient(memory: ModuleType) -> None:
+    args = {"num-layers": 12, "micro-batch-size": 4, "seq-length": 1024, "hidden-size": 512}
+    value = 2 * 4 * 1024 * 512
+    assert memory.received(args) == 0
+    staged = {**args, "pipeline-model-parallel-size": 4}
+    assert memory.received(staged) == 2 * value
+    assert memory.received({**staged, "num-layers-per-virtual-pipeline-stage": 1}) == 3 * 2 * value
+    parts = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}
+    assert memory.received(staged | parts) == 2 * value / 4
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_the_peak_is_that_of_published_formulas(memory: ModuleType, scores: bool) -> None:
+    """34 bytes a layer for every element between layers, and 5 for every score (Korthikanti et al., 2022); 2 % for the
+    statistics of norms and of attention."""
+    shape = memory.Shape(
+        width=256, heads=4, layers=2, sequence=64, batch=2, scores=scores, splits_sequence=False, vocab=512
+    )
+    tokens, all_scores = 2 * 64, 4 * 2 * 64**2
+    values = tokens * 256
+    layer = 34 * values + (5 * all_scores if scores else 2 * values)
+    expected = 2 * layer + (1 + 2 * 2) * values + 2 * 64**2 + 6 * tokens * 512
+    assert memory.at_loss(shape, 1, 1, 0.1) == pytest.approx(expected, rel=0.02)
+    assert memory.at_loss(shape, 1, 1, 0.0) == memory.at_loss(shape, 1, 1, 0.1) - 5 * values

@@ -200,6 +200,14 @@ def gradient_of_an_input(self, x):
     return gradient.square().sum()
 
 
+def narrow_product(self, x):
+    return nn.functional.linear(x.bfloat16(), torch.ones(4, 4))
+
+
+def narrow_sum(self, x):
+    return torch.zeros(4, 4).index_add_(0, torch.arange(4), x.double())
+
+
 CASES = [
     (branch, 1, "depends on the data", "torch.where"),
     (number, 1, "", "torch.where"),
@@ -234,6 +242,8 @@ CASES = [
     (backward_inside, 2, "backward in forward", "return the loss"),
     (gradient_of_an_input, 3, "requires_grad_", "what parameters made"),
     (initial_values, 1, "torch.nn.init draws", "__init__"),
+    (narrow_product, 1, "linear takes operands of one dtype: input is torch.bfloat16, weight is", r"\.to"),
+    (narrow_sum, 1, "index_add_ takes operands of one dtype: self is torch.float32, source is torch.float64", r"\.to"),
 ]
 
 

@@ -90,6 +90,24 @@ def test_a_branch_on_how_an_input_lies_in_memory_is_announced():
     assert len({str(one.message) for one in told}) == 1
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+
+def test_that_layers_are_compared_by_how_their_inputs_lie_is_not_what_the_model_asks():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture(Residual(), (torch.randn(2, 4),))
+    assert not caught
+
+
 def same_numbers_in_every_call():
     return float(np.random.default_rng(3).random()) + random.Random(3).random()
 

@@ -84,7 +84,8 @@ class Masked(Body):
 
 
 class Auxiliary(Body):
-    """Losses with denominators of their own, a learned weight, and a penalty on parameters, which counts once."""
+    """Losses with denominators of their own, added up from 0, a learned weight, and a penalty on parameters, which
+    counts once."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +96,7 @@ class Auxiliary(Body):
         main = F.cross_entropy(scores.flatten(0, 1), y.flatten())
         calm = scores.square().mean()
         penalty = self.head.weight.square().sum()
-        return main * torch.exp(-self.log_scale) + self.log_scale + 0.1 * calm + 0.01 * penalty
+        return sum((main * torch.exp(-self.log_scale), self.log_scale, 0.1 * calm, 0.01 * penalty))
 
 
 class PerSample(Body):

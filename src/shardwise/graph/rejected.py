@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError, problem
-from shardwise.graph.ir import Op
-from shardwise.graph.schema import operator_name, tensor_results
+from shardwise.graph.ir import Op, Ref, Value
+from shardwise.graph.schema import arguments, operator_name, tensor_results
 
 READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work on 0-dim tensors"
 _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
@@ -42,6 +43,9 @@ _REJECTED = {
     "bincount": ("has a result whose shape depends on data", "count with one_hot(...).sum(0)"),
 }
 
+
+# Operators whose operands have one dtype; the fake tensors of a trace let others through, kernels do not.
+_OF_ONE_DTYPE = frozenset({"linear", "mm", "matmul", "addmm", "mv", "index_add", "index_add_"})
 
 _EXCHANGES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
@@ -76,6 +80,26 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     else:
         return
     raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
+
+
+def reject_mixed_dtypes(op: Op, values: Mapping[str, Value]) -> None:
+    """Raises CaptureError for a call whose floating operands have several dtypes, where its kernels take one.
+
+    ``values``: those of the graph, by name."""
+    if not isinstance(op.target, OpOverload) or operator_name(op.target) not in _OF_ONE_DTYPE:
+        return
+    found = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]
+    floating = [(name, dtype) for name, dtype in found if dtype.is_floating_point or dtype.is_complex]
+    if len({dtype for _, dtype in floating}) > 1:
+        said = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
+        raise CaptureError(
+            problem(
+                f"{operator_name(op.target)} takes operands of one dtype: {said}",
+                op=op.module,
+                source=op.source,
+                fix="cast one with .to(other.dtype), not to a dtype by name: a precision may ask for another",
+            )
+        )
 
 
 def _has_fixed_shapes(value: Any) -> bool:

@@ -268,9 +268,10 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], given: Any, group: 
     if any(map(_has_hooks, module.modules())) or torch._C._functorch.maybe_current_level() is not None:
         return None
     memory: dict[int, int] = {}
-    forms = tuple(
-        (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
-    )
+    with torch._C.DisableTorchFunction():  # it is not the model that asks
+        forms = tuple(
+            (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
+        )
     places = tuple(None if isinstance(leaf, torch.Tensor) else (constant_key(leaf),) for leaf in leaves)
     try:
         return forms, places, spec, line, _state(module, group.numbers[id(module)]), _modes()

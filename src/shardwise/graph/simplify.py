@@ -1,4 +1,5 @@
-"""Forms that say nothing are dropped: casts to the same dtype, copies (a graph is functional), views of the whole.
+"""Forms that say nothing are dropped: casts to the same dtype, copies (a graph is functional), views of the whole, a
+zero that is added to a loss.
 
 ``view`` becomes ``reshape``: on a rank the operand may be a slice, of which a view can not be taken.
 
@@ -111,6 +112,13 @@ def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return (emitter.emit(op.target, full, arguments(op)["dim"] % len(rest.shape)),)
 
 
+def _sum(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """A scalar, added to the number 0 with which a sum of losses began."""
+    other, value = arguments(op)["other"], emitter.value(_operand(op))
+    is_sum_so_far = not isinstance(other, Ref) and other == 0 and value.shape == () and value.dtype.is_floating_point
+    return (_operand(op),) if is_sum_so_far else None
+
+
 def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """A lookup whose gradient would be sparse, with a dense one."""
     args = arguments(op)
@@ -128,6 +136,7 @@ def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
 
 
 SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
+    aten.add.Tensor: _sum,
     aten.alias.default: _identity,
     aten.clone.default: _identity,
     aten.contiguous.default: _identity,
