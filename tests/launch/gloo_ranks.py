@@ -6,6 +6,7 @@ clean as spawned ones, and a rank starts in milliseconds, not in the six seconds
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import inspect
@@ -15,8 +16,10 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing import connection, get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -24,6 +27,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from launch.shared_traces import share_traces
 from shardwise.launch.bootstrap import is_follow_up
 
 # What a rank of a test imports sooner or later: torch, what torch.export imports when it is first called, shardwise.
@@ -54,14 +58,13 @@ def run_on_ranks(
     here = [name for package, names in PRELOADED_IF_HERE.items() if package in sys.modules for name in names]
     context.set_forkserver_preload([*PRELOADED, *PRELOADED_OF_SHARDWISE, *here])
     source = (function.__module__, inspect.getfile(function), function.__qualname__)
+    settings = (num_ranks, time_limit_seconds, _traces())
     store, payload = str(folder / f"store-{uuid4().hex}"), pickle.dumps(args)
     processes, receivers = [], []
     try:
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(sender, source, payload, store, rank, num_ranks, time_limit_seconds), daemon=True
-            )
+            process = context.Process(target=_rank, args=(sender, source, payload, store, rank, settings), daemon=True)
             process.start()
             sender.close()
             processes.append(process)
@@ -76,6 +79,14 @@ def run_on_ranks(
             process.close()
         for receiver in receivers:
             receiver.close()
+
+
+@cache
+def _traces() -> Path:
+    """Where the ranks that this process starts share what they trace; it is removed with the process."""
+    folder = TemporaryDirectory(prefix="shardwise-traces-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def wait_for_all_ranks() -> None:
@@ -118,9 +129,16 @@ def _collect(receivers: list[Any], deadline: float, name: str) -> list[Any]:
 
 
 def _rank(
-    sender: Any, source: tuple[str, str, str], payload: bytes, store: str, rank: int, num_ranks: int, seconds: float
+    sender: Any,
+    source: tuple[str, str, str],
+    payload: bytes,
+    store: str,
+    rank: int,
+    settings: tuple[int, float, Path],
 ) -> None:
-    """What a rank's process does."""
+    """What a rank's process does. ``settings``: number of ranks, seconds, and where they share what they trace."""
+    num_ranks, seconds, traces = settings
+    share_traces(traces)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported stays
     gc.set_threshold(*SELDOM)

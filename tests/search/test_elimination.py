@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from search.cost_graphs import all_values, random_problem
-from shardwise.search import ilp, solving
+from shardwise.search import ilp
 from shardwise.search.elimination import Interner, Problem, TooWide, restricted, solve
-from shardwise.search.k_best import k_best
-from shardwise.search.solving import WideWarning
 
 
 @pytest.mark.parametrize("start", range(0, 500, 100))
@@ -122,15 +120,6 @@ def test_variables_that_are_held_take_no_width():
     ends = [[*fixed.values(), *pair] for pair in np.ndindex(6, 6)]
     assert found.assignment == min(ends, key=problem.value)
     assert found.value == pytest.approx(min(map(problem.value, ends)))
-
-
-def test_the_best_assignments_of_a_problem_that_is_too_wide_are_found_as_integer_programs(monkeypatch):
-    problem = clique(5, 3)
-    monkeypatch.setattr(solving, "MAX_JOINT", 3**5 - 1)
-    with pytest.warns(WideWarning):
-        found = k_best(problem, 4)
-    least = np.sort(all_values(problem), axis=None)[:4]
-    assert [value for value, _ in found] == pytest.approx(least.tolist())
 
 
 def test_an_integer_program_that_stops_early_says_how_far_it_may_be_from_the_optimum():

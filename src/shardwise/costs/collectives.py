@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import log2, prod
-from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster import Cluster, Level
 from shardwise.costs.units import Figures
@@ -40,15 +39,8 @@ from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 # How fast a tree is beside a ring: "busBw*.9" in NVIDIA/nccl, src/graph/tuning.cc (v2.8).
 TREE_PACE = 0.9
-
-# The message for which ``coefficients`` chooses the algorithm, if it is not told the size: a bucket of gradients.
-TYPICAL_BYTES = 25 * 2**20
 
 # How many times a ring carries (n - 1) / n of the message.
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -128,18 +120,6 @@ class Links:
         """Seconds of a collective over the product of sub-axes, of ``num_bytes`` as ``Collective.num_bytes`` counts
         them, while all other groups over these axes do the same."""
         return min(fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes))
-
-    def seconds_each(self, kind: str, axes: tuple[str, ...], num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """``seconds`` of many messages."""
-        import numpy as np  # here: starting ranks, which reads cluster files too, needs no numpy
-
-        each: list[NDArray[np.float64]] = [fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes)]
-        least: NDArray[np.float64] = np.minimum.reduce(each)
-        return least
-
-    def coefficients(self, kind: str, axes: tuple[str, ...], num_bytes: float = TYPICAL_BYTES) -> Affine:
-        """(seconds, seconds per byte) of the algorithm that is the fastest for ``num_bytes``."""
-        return min(self.algorithms(kind, axes), key=lambda affine: affine[0] + affine[1] * num_bytes)
 
     def algorithms(self, kind: str, axes: tuple[str, ...]) -> tuple[Affine, ...]:
         """(seconds, seconds per byte) of each algorithm."""

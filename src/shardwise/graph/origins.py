@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 LINE = "shardwise_line"  # the key under which a node's metadata holds its line
 INITIAL = "shardwise_initial"  # and the key that tells that it makes the initial value of a parameter
@@ -55,21 +55,9 @@ def line_of(node: Node) -> str:
         if isinstance(here.target, OpOverload):
             break
         here = here.next
-    return _line_of_trace(node.meta.get("stack_trace") or "")
+    return ""
 
 
 def is_initial(node: Node) -> bool:
     """Whether a function of ``torch.nn.init`` made the node."""
     return INITIAL in (node.meta.get("custom") or {})
-
-
-def _line_of_trace(trace: str) -> str:
-    """The innermost user line of a stack trace as text."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    users = [(name, line) for name, line in frames if not name.startswith(NOT_USER_CODE)]
-    return f"{Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
-
-
-def first_line(body: GraphModule) -> str:
-    """The user's line of the first operator of a sub-graph."""
-    return next((line for node in body.graph.nodes if node.op == "call_function" and (line := line_of(node))), "")

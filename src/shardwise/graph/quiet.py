@@ -6,7 +6,11 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch.fx.config
+
+_STACKS = "do_not_emit_stack_traces"
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
@@ -28,4 +32,17 @@ def quiet() -> Iterator[None]:
             logger.disabled = was
 
 
-__all__ = ["quiet"]
+@contextmanager
+def without_stacks() -> Iterator[None]:
+    """Export without the stack of every node, which takes its time: ``user_lines`` notes the line that matters. A torch
+    that does not know the setting takes them."""
+    config: Any = torch.fx.config
+    before = getattr(config, _STACKS, False)
+    setattr(config, _STACKS, True)
+    try:
+        yield
+    finally:
+        setattr(config, _STACKS, before)
+
+
+__all__ = ["quiet", "without_stacks"]

@@ -23,18 +23,18 @@ class Known(Generic[Found]):
 
     def get(self, target: Any, signature: object) -> Found | None:
         """What is known of a call, under the switches as they are."""
-        return self._found.get((signature, switches())) if _is_pytorchs(target) else None
+        return self._found.get((signature, switches())) if is_pytorchs(target) else None
 
     def keep(self, target: Any, signature: object, found: Found) -> None:
         """Keep what was found of a call, if its operator is PyTorch's."""
-        if not _is_pytorchs(target):
+        if not is_pytorchs(target):
             return
         if len(self._found) == _MOST:
             self._found.clear()
         self._found[signature, switches()] = found
 
 
-def _is_pytorchs(target: Any) -> bool:
+def is_pytorchs(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "aten"
 
 

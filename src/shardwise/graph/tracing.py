@@ -32,7 +32,7 @@ from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
 from shardwise.graph.precision import MODELS_OWN, Precision
-from shardwise.graph.quiet import quiet
+from shardwise.graph.quiet import quiet, without_stacks
 from shardwise.graph.reachable import Reached
 from shardwise.graph.reads import Read, reads_of
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
@@ -284,7 +284,7 @@ def _export_as(
     inputs = tuple(fake_like(example, mode) for example in called.examples)
     lines = UserLines()
     repeating = nullcontext() if repeats is None else repeated_calls(traced.module, repeats, annotated, user_line)
-    with quiet(), recording() as recorder, torch.device("cpu"), cumulative_averages(), repeating:
+    with quiet(), without_stacks(), recording() as recorder, torch.device("cpu"), cumulative_averages(), repeating:
         for path, region in annotated.items():
             recorder.cover(traced.module.get_submodule(path), region)
         replaced, segments = functions_as_operators(user_line), segments_opened(traced.module)

@@ -132,13 +132,6 @@ class Move:
         rows = num_halo_rows(self.source, self.cut)[backward]
         return rows * self.target.max_local_numel // self.cut.largest if rows else 0
 
-    @property
-    def peak_numel(self) -> int:
-        """Elements that the busiest rank holds while the move is made, in either direction: the tensor before, the
-        tensor after, and a message buffer no larger than the larger of both."""
-        sizes = self.source.max_local_numel, self.target.max_local_numel
-        return sum(sizes) + max(sizes)
-
 
 def num_sent(primitive: Primitive, num_devices: int, before: float, after: float) -> float:
     """Elements that the busiest of ``num_devices`` ranks sends in a collective other than all-to-all, whose largest

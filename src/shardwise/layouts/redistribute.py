@@ -61,8 +61,7 @@ def redistribute(
     less: ``make bench-redistribution``.)
 
     Memory: of the cheapest lists, one whose largest local tensor is smallest. That is the larger of both ends', or more
-    where every list within that sends more bytes or messages, and the whole tensor at most; ``Move.peak_numel`` adds
-    what a move holds beside it.
+    where every list within that sends more bytes or messages, and the whole tensor at most.
 
     Raises LayoutError when a partial value of another kind than sum would have to arise.
     """

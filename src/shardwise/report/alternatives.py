@@ -22,7 +22,7 @@ from shardwise.search.auto import Search
 from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, Weights
 from shardwise.search.dynamic_programming import EXACT, step_seconds
 from shardwise.search.elimination import TooWide, restricted
-from shardwise.search.k_best import eliminated
+from shardwise.search.k_best import k_best
 
 # How many times ``k`` assignments of least bound are looked at until the k best steps are proven to be among them.
 WIDENING = (1, 8, 64)
@@ -135,7 +135,7 @@ def _listed(search: Search, k: int, factor: int) -> tuple[list[list[int]], float
     """Some ``k * factor`` of the best assignments, and a bound of the steps of all others; 0: not known, where a graph
     is too densely connected and these are the neighbours of the plan."""
     try:
-        listed = eliminated(search.cost.weighted(search.bounding_weights), k * factor)
+        listed = k_best(search.cost.weighted(search.bounding_weights), k * factor)
     except TooWide:
         return list(_neighbours(search, k)), 0.0
     return [assignment for _, assignment in listed], listed[-1][0] if len(listed) == k * factor else inf

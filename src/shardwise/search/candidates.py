@@ -21,7 +21,7 @@ from shardwise.search.auto import Search, assignment_of
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, Weights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 from shardwise.search.elimination import TooWide
-from shardwise.search.k_best import eliminated
+from shardwise.search.k_best import k_best
 from shardwise.search.modes import choose
 from shardwise.search.recursive_programming import halve
 
@@ -127,6 +127,6 @@ def _listed(search: Search) -> list[list[int]]:
 def _least(search: Search, weights: Weights, count: int) -> list[list[int]]:
     """The assignments of least weighted sum; none where an elimination is too wide."""
     try:
-        return [assignment for _, assignment in eliminated(search.cost.weighted(weights), count)]
+        return [assignment for _, assignment in k_best(search.cost.weighted(weights), count)]
     except TooWide:
         return []

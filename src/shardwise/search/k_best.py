@@ -6,8 +6,6 @@ sum of what each of its values costs more than the least one there. The assignme
 those that leave the way of the one before them at one later variable are its children (Lawler, A procedure for
 computing the K best solutions to discrete optimization problems, Management Science 18(7), 1972). Each costs one
 decoding, and all of them one elimination.
-
-Where an elimination is too wide, the cells of Lawler's partition are solved one by one.
 """
 
 from __future__ import annotations
@@ -17,24 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.search.elimination import Elimination, Problem, Table, TooWide, beside, restricted
-from shardwise.search.solving import minimise, narrow_elimination
-
-# What an assignment may not be: variable -> values; and what it must be: variable -> value.
-Cell = tuple[dict[int, int], dict[int, frozenset[int]]]
+from shardwise.search.elimination import Elimination, Problem, Table, beside
+from shardwise.search.solving import narrow_elimination
 
 
 def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
-    """The ``k`` best (value, assignment), in order; fewer where there are no more. Where an elimination is too wide,
-    about k times as many integer programs as there are variables are solved."""
-    try:
-        return eliminated(problem, k)
-    except TooWide:
-        return _by_cells(problem, k)
-
-
-def eliminated(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
-    """The ``k`` best (value, assignment) by one elimination. Raises TooWide."""
+    """The ``k`` best (value, assignment), in order; fewer where there are no more. Raises TooWide."""
     elimination = narrow_elimination(problem)
     decoder = _Decoder(elimination, elimination.tables(problem))
     # (value over the least one, order of arrival, the assignment whose way it leaves, position, value there)
@@ -86,41 +72,3 @@ class _Decoder:
             nearest = range(len(more)) if len(more) <= count else np.argpartition(more, count)[: count + 1].tolist()
             offers += [(float(more[i]), at, i) for i in nearest if i != chosen and np.isfinite(more[i])]
         return assignment, heapq.nsmallest(count, offers)
-
-
-def _by_cells(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
-    """Lawler's partition: the assignments other than the best fall into as many cells as there are variables, those
-    that agree with it before some variable and differ there; every assignment that is taken divides its cell again."""
-    first = minimise(problem)
-    heap: list[tuple[float, int, list[int], Cell]] = []
-    count = 0
-    if np.isfinite(first.value):
-        heap.append((first.value, count, first.assignment, ({}, {})))
-    best: list[tuple[float, list[int]]] = []
-    while heap and len(best) < k:
-        value, _, assignment, (fixed, banned) = heapq.heappop(heap)
-        best.append((value, assignment))
-        if len(best) == k:
-            break
-        agreed = dict(fixed)
-        for variable, taken in enumerate(assignment):
-            if variable in fixed:
-                continue
-            without = banned | {variable: banned.get(variable, frozenset()) | {taken}}
-            if len(without[variable]) < problem.sizes[variable]:
-                other = minimise(_within(problem, agreed, without))
-                if np.isfinite(other.value):
-                    count += 1
-                    heapq.heappush(heap, (other.value, count, other.assignment, (dict(agreed), without)))
-            agreed[variable] = taken
-    return best
-
-
-def _within(problem: Problem, fixed: dict[int, int], banned: dict[int, frozenset[int]]) -> Problem:
-    """The problem in one cell."""
-    factors = list(problem.factors)
-    for variable, values in banned.items():
-        allowed = np.zeros(problem.sizes[variable])
-        allowed[list(values)] = np.inf
-        factors.append(((variable,), problem.interner.add(allowed)))
-    return restricted(Problem(problem.sizes, factors, problem.interner), fixed)
