@@ -14,6 +14,7 @@ from shardwise.mindspore import (
     communication,
     context,
     dataset,
+    mindrecord,
     mint,
     nn,
     numpy,
@@ -85,7 +86,7 @@ from shardwise.mindspore.context import (
 from shardwise.mindspore.layout import Layout
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.functional import grad, jacfwd, jacrev, jvp, shard, value_and_grad, vjp, vmap
+from shardwise.mindspore.ops.functional import get_grad, grad, jacfwd, jacrev, jvp, shard, value_and_grad, vjp, vmap
 from shardwise.mindspore.ops.functions import is_tensor, recompute
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, from_numpy, tensor
 from shardwise.mindspore.train import (
@@ -183,6 +184,7 @@ __all__ = [
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_context",
+    "get_grad",
     "get_seed",
     "grad",
     "half",
@@ -206,6 +208,7 @@ __all__ = [
     "log",
     "merge_pipeline_strategys",
     "merge_sliced_parameter",
+    "mindrecord",
     "mint",
     "ms_class",
     "ms_function",
@@ -250,7 +253,6 @@ __getattr__ = absent(
     {
         **dict.fromkeys(("COOTensor", "CSRTensor", "RowTensor", "SparseTensor"), _DENSE),
         "Profiler": "torch.profiler.profile(); of a split cell shardwise.Parallel.profile",
-        "mindrecord": "dataset.GeneratorDataset over files of one's own",
         "load_mindir": "load",
     },
 )

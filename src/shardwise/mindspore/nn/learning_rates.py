@@ -110,14 +110,15 @@ def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup
 
 class LearningRateSchedule:
     """Base of learning rates as functions of the step, from 0: override ``construct``, which is given a tensor (those
-    of this module a number)."""
+    of this module a number). A call returns a tensor."""
 
     def construct(self, global_step: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not define construct")
 
     def __call__(self, global_step: Any) -> Any:
-        is_own = type(self).__module__ == __name__
-        return self.construct(int(global_step) if is_own else Tensor(int(global_step), torch.int32))
+        if type(self).__module__ == __name__:
+            return Tensor(self.construct(int(global_step)), torch.float32)
+        return self.construct(Tensor(int(global_step), torch.int32))
 
 
 class ExponentialDecayLR(LearningRateSchedule):
