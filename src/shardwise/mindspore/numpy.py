@@ -90,8 +90,10 @@ _OWN: dict[str, Callable[..., Any]] = {
     "matrix_power": lambda a, n: torch.linalg.matrix_power(a, n),
     "multi_dot": lambda arrays: torch.linalg.multi_dot(list(arrays)),
     "nancumsum": lambda a, axis=None: torch.nan_to_num(a if axis is not None else a.reshape(-1)).cumsum(axis or 0),
-    "nanmax": lambda a, axis=None, keepdims=False: FUNCTIONS["amax"](a.nan_to_num(-np.inf, np.inf, -np.inf), axis, keepdims),
-    "nanmin": lambda a, axis=None, keepdims=False: FUNCTIONS["amin"](a.nan_to_num(np.inf, np.inf, -np.inf), axis, keepdims),
+    "nanmax": lambda a, axis=None, keepdims=False: FUNCTIONS["amax"](
+        torch.where(a.isnan(), -np.inf, a), axis, keepdims),
+    "nanmin": lambda a, axis=None, keepdims=False: FUNCTIONS["amin"](
+        torch.where(a.isnan(), np.inf, a), axis, keepdims),
     "polyval": lambda p, x: reduce(lambda sum, own: sum * x + own, p, torch.zeros_like(x)),
     "ptp": lambda x, axis=None, keepdims=False: FUNCTIONS["amax"](x, axis, keepdims) - FUNCTIONS["amin"](
         x, axis, keepdims),

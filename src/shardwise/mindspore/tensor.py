@@ -71,6 +71,9 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         return np.asarray(METHODS["asnumpy"](self), dtype)
 
+    def __float__(self) -> float:
+        return float(plain(self).detach())
+
     def __str__(self) -> str:
         return str(METHODS["asnumpy"](self)) if _has_values(self) else repr(self)
 

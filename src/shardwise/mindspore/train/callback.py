@@ -307,11 +307,18 @@ class ModelCheckpoint(Callback):
                 raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
         saved = self._config.saved_network or params.network
         whole = self._config.integrated_save if integrated is None else integrated
-        save_checkpoint(saved, str(path), whole, info, params.optimizer)
+        save_checkpoint(saved, str(path), whole, append_dict=info, optimizer=params.optimizer)
         self._files.append(path)
         self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
         while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:
             self._files.pop(0).unlink(missing_ok=True)
+
+
+__all__ = [
+    "BackupAndRestore", "Callback", "CheckpointConfig", "EarlyStopping", "History", "LambdaCallback",
+    "LearningRateScheduler", "LossMonitor", "ModelCheckpoint", "OnRequestExit", "ReduceLROnPlateau", "RunContext",
+    "SummaryCollector", "TimeMonitor",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
