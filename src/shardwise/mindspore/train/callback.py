@@ -8,13 +8,14 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.errors import page, problem
+from shardwise.errors import problem
 from shardwise.mindspore import staged
 from shardwise.mindspore.train.serialization import save_checkpoint
 
@@ -314,18 +315,16 @@ class ModelCheckpoint(Callback):
             self._files.pop(0).unlink(missing_ok=True)
 
 
-__all__ = [
-    "BackupAndRestore", "Callback", "CheckpointConfig", "EarlyStopping", "History", "LambdaCallback",
-    "LearningRateScheduler", "LossMonitor", "ModelCheckpoint", "OnRequestExit", "ReduceLROnPlateau", "RunContext",
-    "SummaryCollector", "TimeMonitor",
-]  # fmt: skip
+# Programs import all callbacks from here.
+_ELSEWHERE = {
+    **dict.fromkeys(("EarlyStopping", "History", "LearningRateScheduler", "ReduceLROnPlateau"), "watching"),
+    **dict.fromkeys(("BackupAndRestore", "DatasetHelper", "OnRequestExit", "SummaryCollector"), "recording"),
+}
+__all__ = ["Callback", "CheckpointConfig", "LambdaCallback", "LossMonitor", "ModelCheckpoint", "RunContext",
+           "TimeMonitor", *_ELSEWHERE]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Programs import all callbacks from here."""
-    from shardwise.mindspore.train import recording, watching
-
-    for home in (watching, recording):
-        if not name.startswith("_") and hasattr(home, name):
-            return getattr(home, name)
-    raise AttributeError(problem(f"there is no callback {name}", fix=f"they are listed in {page('from-mindspore')}"))
+    if name not in _ELSEWHERE:
+        raise AttributeError(problem(f"there is no callback {name}", fix=f"they are {', '.join(__all__)}"))
+    return getattr(import_module(f"shardwise.mindspore.train.{_ELSEWHERE[name]}"), name)
