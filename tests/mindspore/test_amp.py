@@ -93,6 +93,7 @@ def test_a_scaled_loss_has_scaled_gradients() -> None:
 def test_the_overflow_status_of_devices_is_that_of_losses_and_gradients() -> None:
     status = ms.ops.NPUAllocFloatStatus()()
 
+    @ms.ops.composite.add_flags(has_effect=True)
     def overflows(x: float) -> float:
         ms.ops.NPUClearFloatStatus()(status)
         ms.grad(lambda x: (1 / x).sum())(ms.Tensor([x]))

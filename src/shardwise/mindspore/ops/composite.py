@@ -121,6 +121,14 @@ class GradOperation:
         return gradient
 
 
+def add_flags(fn: Any = None, **flags: Any) -> Any:
+    """``@add_flags(has_effect=True)``: the function itself, as flags are for the reference's compiler."""
+    return fn if fn is not None else lambda own: own
+
+
+core = add_flags
+
+
 def __getattr__(name: str) -> Any:
     """``from mindspore.ops import composite as C`` knows all operators."""
     if name.startswith("__"):
@@ -130,4 +138,7 @@ def __getattr__(name: str) -> Any:
     return getattr(ops, name)
 
 
-__all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "clip_by_global_norm", "clip_by_value"]
+__all__ = [
+    "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "add_flags", "clip_by_global_norm",
+    "clip_by_value", "core",
+]  # fmt: skip
