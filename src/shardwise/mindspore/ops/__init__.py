@@ -33,8 +33,8 @@ from shardwise.mindspore.ops.operations import *
 if not TYPE_CHECKING:  # as in ``operations``
     __all__ = [
         "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "add_flags", "clip_by_global_norm",
-        "clip_by_value", "core", "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad", "vjp",
-        "vmap",
+        "clip_by_value", "core", "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard",
+        "stop_gradient", "value_and_grad", "vjp", "vmap",
     ]  # fmt: skip
     __all__ += functions.__all__
     __all__ += operations.__all__
