@@ -115,10 +115,15 @@ class GradOperation:
         def gradient(*inputs: Any) -> Any:
             network_inputs, sens = (inputs[:-1], inputs[-1]) if self.sens_param else (inputs, 1.0)
             positions: Any = tuple(range(len(network_inputs))) if self.get_all else None if self.get_by_list else 0
-            scaled = network if not self.sens_param else lambda *args: network(*args) * sens
+            scaled = network if not self.sens_param else lambda *args: _times(network(*args), sens)
             return grad(scaled, positions, weights if self.get_by_list else None)(*network_inputs)
 
         return gradient
+
+
+def _times(result: Any, sens: Any) -> Any:
+    """What a network returns, a tuple of sensitivities where it returns several tensors."""
+    return tuple(map(_times, result, sens)) if isinstance(sens, (tuple, list)) else result * sens
 
 
 def add_flags(fn: Any = None, **flags: Any) -> Any:
