@@ -90,6 +90,19 @@ def test_a_scaled_loss_has_scaled_gradients() -> None:
     assert torch.equal(scaler.unscale((x.grad,))[0], 2 * x.detach())
 
 
+def test_the_overflow_status_of_devices_is_that_of_losses_and_gradients() -> None:
+    status = ms.ops.NPUAllocFloatStatus()()
+
+    @ms.ops.composite.add_flags(has_effect=True)
+    def overflows(x: float) -> float:
+        ms.ops.NPUClearFloatStatus()(status)
+        ms.grad(lambda x: (1 / x).sum())(ms.Tensor([x]))
+        ms.ops.NPUGetFloatStatus()(status)
+        return float(ms.ops.ReduceSum()(status, (0,)))
+
+    assert [overflows(x) for x in (2.0, 0.0, 1e-30, 3.0)] == [0.0, 1.0, 1.0, 0.0]
+
+
 SERIES = [*[True] * 4, False, True, True, *[False] * 9, True]
 
 

@@ -38,10 +38,10 @@ class Clipped(ms.nn.Cell):
         self.scale, self.limit, self.mul = scale, limit, ms.ops.Mul()
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.mul(x, self.scale)
+        return self.mul(x, self.scale).copy()  # type: ignore[operator]  # in the reference's words
 
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (dout.clamp(-self.limit, self.limit) + 0 * out,)
+        return (dout.clamp(-self.limit, self.limit) + 0 * out.astype(x.dtype),)  # type: ignore[operator]
 
 
 class Swapped(ms.nn.Cell):

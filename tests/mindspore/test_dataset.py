@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import shardwise.mindspore as ms
 from shardwise.mindspore import dataset as ds
 from shardwise.mindspore.common import seed
 
@@ -212,6 +214,54 @@ def test_arrays_are_sliced() -> None:
     assert ds.NumpySlicesDataset((a, b)).get_col_names() == ["column_0", "column_1"]
     assert firsts(ds.NumpySlicesDataset([1, 2, 3], ["n"], shuffle=False)) == [1, 2, 3]
     assert sorted(firsts(ds.NumpySlicesDataset(a, num_shards=3, shard_id=1))) in [[row] for row in a.tolist()]
+
+
+def test_files_of_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    schema = {"x": {"type": "float32", "shape": [-1, 2]}, "n": {"type": "int32"}, "s": {"type": "string"},
+              "b": {"type": "bytes"}}  # fmt: skip
+    rows = [{"x": np.full((i + 1, 2), i, np.float32), "n": i, "s": f"row {i}", "b": bytes([i, 7])} for i in range(5)]
+    for count in (1, 2):
+        file = tmp_path / f"{count}.mindrecord"
+        writer = ms.mindrecord.FileWriter(str(file), count)
+        writer.add_schema(schema, "rows")
+        writer.write_raw_data(rows[:3])
+        writer.write_raw_data(rows[3:])
+        writer.commit()
+        read = [*ds.MindDataset(str(file), shuffle=False).create_dict_iterator(1, output_numpy=True)]
+        for own, row in zip(read, rows, strict=True):
+            assert (own["x"].tolist(), own["n"], own["s"]) == (row["x"].tolist(), row["n"], row["s"])
+            assert (own["b"].tobytes(), own["n"].dtype) == (row["b"], np.int32)
+    part = ds.MindDataset([f"{file}1"], ["n"], shuffle=False, num_shards=2, shard_id=1)
+    assert firsts(part) == [4]
+    plain().save(str(tmp_path / "saved.mindrecord"))
+    assert firsts(ds.MindDataset(str(tmp_path / "saved.mindrecord"), shuffle=False)) == firsts(plain())
+    (tmp_path / "other.mindrecord").write_bytes(b"not an archive")
+    for make, message in (
+        (lambda: ds.MindDataset(str(tmp_path / "other.mindrecord")), "no file that mindrecord.FileWriter"),
+        (lambda: ds.MindDataset(str(tmp_path / "none.mindrecord")), "there is no file"),
+        (lambda: ds.MindDataset(f"{file}0", ["y"]), 'no column "y"'),
+        (lambda: ms.mindrecord.FileWriter(str(tmp_path / "1.mindrecord")), "exists"),
+        (lambda: ms.mindrecord.FileWriter("x").add_schema({"x": {"type": "float"}}), "the type 'float'"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            make()
+
+
+def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
+    np.random.seed(1)
+    images = np.stack([np.full((8, 8, 3), own, np.uint8) for own in range(4)])
+    for kind in ds.vision.ImageBatchFormat:
+        given = images if kind == "NHWC" else images.transpose(0, 3, 1, 2)
+        pasted, labels = ds.vision.CutMixBatch(kind)(given, np.eye(4, dtype=np.float32))
+        of_each = [[(own == label).mean() for label in range(4)] for own in pasted]
+        np.testing.assert_allclose(labels, of_each, atol=1e-6)  # the share of pixels that have a label's image
+        assert (pasted != given).any()
+    red = np.zeros((2, 2, 3), np.uint8)
+    red[..., 0] = 200
+    turned = ds.vision.RandomColorAdjust(hue=(1 / 3, 1 / 3))(red)
+    assert abs(turned.astype(int) - [0, 200, 0]).max() <= 4  # a hue is one of 256
+    with pytest.raises(ValueError, match=r"within -0\.5 to 0\.5"):
+        ds.vision.RandomColorAdjust(hue=0.6)
 
 
 # --------------------------------------------------------------------------------------------------------- mistakes

@@ -54,6 +54,8 @@ def test_methods_of_tensors() -> None:
     assert x.take(Tensor([2, 0]), 1).asnumpy().tolist() == x.asnumpy().take([2, 0], 1).tolist()
     assert (x.item(5), x.item((1, 0, 1)), float(x.ptp())) == (5.0, 13.0, 23.0)
     assert x.strides == (96, 32, 8)
+    assert x.select(x > 5, 0.0).asnumpy().tolist() == np.where(x.asnumpy() > 5, x.asnumpy(), 0).tolist()
+    assert x.diagonal(1, axis1=0, axis2=2).asnumpy().tolist() == x.asnumpy().diagonal(1, 0, 2).tolist()
 
 
 @pytest.mark.parametrize("kind", ["add", "sub", "mul", "div", "max", "min"])

@@ -81,6 +81,10 @@ LAYERS: dict[str, tuple[Callable[[], Any], Tensor, Callable[[Any, Tensor], Tenso
         lambda: nn.Conv2dTranspose(3, 4, 3, 2, "pad", 1, output_padding=1, **F64), IMAGES,
         lambda c, x: F.conv_transpose2d(x, c.weight, stride=2, padding=1, output_padding=1), "weight",
     ),
+    "Conv1dTranspose": (
+        lambda: nn.Conv1dTranspose(4, 5, 4, 2, has_bias=True, **F64), CUBE,
+        lambda c, x: F.conv_transpose1d(x, c.weight[:, :, 0], c.bias, stride=2, padding=1), "weight bias",
+    ),
     "BatchNorm2d": (
         lambda: nn.BatchNorm2d(3, moving_var_init=4.0, **F64), IMAGES, lambda c, x: x / (4 + 1e-5) ** 0.5, "gamma beta",
     ),

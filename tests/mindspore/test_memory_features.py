@@ -69,6 +69,27 @@ def test_what_runs_by_itself_gives_the_same_gradients_and_statistics() -> None:
             torch.testing.assert_close(own, again, rtol=0, atol=0)
 
 
+class Scaled(nn.Cell):
+    """A constant makes what behind it is of another class, whose operators take their operands in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.two = ms.Parameter(torch.ones(16), "scale"), ms.Tensor(2.0)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return (x * self.two).tanh() * self.scale
+
+
+def test_a_cell_with_a_constant_is_made_again_in_the_same_order() -> None:
+    found = []
+    for again in (False, True):
+        net = nn.SequentialCell(Scaled(), Scaled())
+        for cell in net:
+            cell.recompute(mode=again)
+        found.append(ms.value_and_grad(lambda x, net=net: net(x).sum(), 0, net.trainable_params())(X))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_a_split_cell_makes_again_what_it_is_asked_to_and_holds_less() -> None:
     ms.set_auto_parallel_context(**SEMI)
     again, held, sent = {}, {}, {}

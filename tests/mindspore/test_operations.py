@@ -195,6 +195,8 @@ def test_maps_overloads_and_gradient_operations() -> None:
     torch.testing.assert_close(own.as_subclass(Tensor), weight.detach().sum(1).expand(8, 12))
     scaled = ms.ops.GradOperation(get_all=True, sens_param=True)(net)(X, 2.0)
     torch.testing.assert_close(scaled[0].as_subclass(Tensor), 2 * weight.detach().sum(1).expand(8, 12))
+    both = ms.ops.GradOperation(sens_param=True)(lambda x: (x * x, 3 * x))(X, (Y, 2.0))  # a sensitivity per output
+    torch.testing.assert_close(both.as_subclass(Tensor), 2 * X * Y + 6)
     with pytest.raises(ValueError, match="has no weights"):
         ms.ops.GradOperation(get_by_list=True)(net)
 

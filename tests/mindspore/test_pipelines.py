@@ -313,6 +313,27 @@ def test_a_bare_product_crosses_and_a_table_is_in_both_stages() -> None:
         assert "network.table.embedding_table" in {entry.name for entry in stage.parameters}
 
 
+class Skipping(nn.Cell):
+    """A value with a strategy of its own is read in both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.apart = nn.Dense(8, 8), nn.Dense(8, 8), ops.SquaredDifference()
+        self.apart.shard(((2, 1), (2, 1)))
+        self.first.pipeline_stage, self.second.pipeline_stage = 0, 1
+
+    def construct(self, x: Tensor, labels: Tensor) -> Tensor:
+        mask = self.apart(x, 1.0 - x)
+        return (self.second(self.first(x) + mask) + mask).square().mean()
+
+
+def test_a_split_value_crosses_as_it_is_split() -> None:
+    ms.set_auto_parallel_context(**STAGED, device_num=4)
+    cell, x = nn.wrap.cell_wrapper._VirtualDatasetCell(nn.PipelineCell(Skipping(), 2)), torch.rand(8, 8)
+    plan = engine.planned(cell, (x, torch.zeros(8)))
+    assert sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), x, torch.zeros(8)), plan, steps=1).ok
+
+
 class TwoProducts(nn.Cell):
     """The network of case pipe-1: a product with a strategy in each stage, and one weight in both."""
 

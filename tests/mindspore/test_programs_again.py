@@ -124,9 +124,31 @@ class Sentences(nn.Cell):
         return self.head(both * ops.Cast()(self.mask, ms.float32))
 
 
+class Deep(nn.Cell):
+    """Two losses; the table, which is looked up by columns, has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup = nn.EmbeddingLookup(12, 8, "normal", "DEVICE", nn.EmbeddingLookup.TABLE_COLUMN_SLICE)
+        self.table, self.dense = self.lookup.embedding_table, nn.Dense(8, 1)
+
+    def construct(self, ids: Any) -> Any:
+        loss = self.dense(self.lookup(ids)).square().mean()
+        return loss, loss + 0.1 * self.table.square().sum()
+
+
+class One(nn.Cell):
+    def __init__(self, network: nn.Cell, place: int) -> None:
+        super().__init__()
+        self.network, self.place = network, place
+
+    def construct(self, ids: Any) -> Any:
+        return self.network(ids)[self.place]
+
+
 def _trained(mode: str | None) -> tuple[list[float], list[int]]:
-    """Losses of sentences with added gradients, and of two cells of which one judges what the other makes; and the
-    numbers of elements that a rank holds."""
+    """Losses of sentences with added gradients, of two cells of which one judges what the other makes, and of two
+    losses of one network, each with its optimizer; and the numbers of elements that a rank holds."""
     ms.reset_auto_parallel_context()
     if mode is not None:
         ms.set_auto_parallel_context(parallel_mode=mode, search_mode="dynamic_programming", full_batch=True)
@@ -154,13 +176,24 @@ def _trained(mode: str | None) -> tuple[list[float], list[int]]:
         for update, (loss, grads) in zip(updates, (made(z), judged(z, x)), strict=True):
             update(grads)
             losses.append(float(loss))
+    deep = Deep()
+    parts = ParameterTuple(deep.dense.trainable_params()), ParameterTuple([deep.table])
+    steps = [
+        (ops.GradOperation(get_by_list=True, sens_param=True)(One(deep, place), own), nn.SGD(own, 0.1))
+        for place, own in enumerate(parts)
+    ]
+    ids = Tensor(numbers.randint(0, 12, (8, 5)).astype(np.int32))
+    for _ in range(2):
+        losses += [float(own.asnumpy()) for own in deep(ids)]
+        for gradient, update in steps:
+            update(gradient(ids, Tensor(1.0)))
     return losses, [p.numel() for p in (*net.get_parameters(), *maker.get_parameters())]
 
 
 @pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
 def test_programs_on_two_ranks_are_those_of_one_process(mode: str, run_ranks: RunRanks) -> None:
     want, _ = _trained(None)
-    assert len(set(want)) == len(want) == 8
+    assert len(set(want)) == len(want) == 12
     for losses, _ in run_ranks(_trained, 2, mode, time_limit_seconds=120):
         np.testing.assert_allclose(losses, want, rtol=2e-5)  # float32: sums in another order
 
@@ -269,6 +302,37 @@ def test_loops_boxes_and_further_names_are_their_formulas() -> None:
         want = getattr(np, name)(x, *args)
         for one, other in zip(own, want, strict=True) if isinstance(want, list) else [(own, want)]:
             np.testing.assert_allclose(one.asnumpy(), other, rtol=1e-5, err_msg=name)
+
+
+_A, _V = np.array([[3.0, 1, 2], [4, 6, 5]]), np.array([1.0, 4, 2, 8])
+_GAPS = np.array([np.nan, 2.0, 1])
+NUMPYS: list[tuple[str, tuple[Any, ...]]] = [
+    *((name, (5,)) for name in ("bartlett", "blackman", "hamming", "hanning", "tri", "tril_indices", "diag_indices")),
+    *((name, (_V,)) for name in ("cbrt", "ediff1d", "gradient", "nancumsum", "diff", "arccosh", "diagflat", "radians")),
+    *((name, (_V - 3,)) for name in ("fix", "rint", "signbit", "isneginf", "fabs", "positive")),
+    *((name, (_GAPS,)) for name in ("nanmax", "nanmin")), *(("convolve", (_V, _V[:3], mode)) for mode in (
+        "full", "same", "valid")), ("correlate", (_V, _V[:2])), *(("digitize", (_V, np.array([1.0, 3, 5]), right))
+                                                                for right in (False, True)),
+    ("around", (_A / 7, 2)), ("choose", (np.array([0, 1, 0, 1]), [_V, -_V])), ("geomspace", (1, 100, 5)),
+    ("interp", (np.array([0.0, 2.5, 9]), np.array([1.0, 2, 3]), np.array([3.0, 2, 0]))), ("polyval", (_V, _V)),
+    *((name, (_V, np.array([2.0, 8, 9]))) for name in ("intersect1d", "setdiff1d", "isin")), ("ptp", (_A, 1)),
+    ("rollaxis", (_A[None], 2)), ("rollaxis", (_A[None], 0, 3)), ("size", (_A,)), ("vdot", (_V, _V)),
+    ("take_along_axis", (_A, np.array([[0], [1]]), 1)), ("array_equal", (_V, _V)), ("column_stack", ([_V, _V],)),
+    ("hsplit", (_A, 3)), ("vsplit", (_A, 2)), ("divmod", (_V, 3 * _V / 2)), ("broadcast_arrays", (_V, _V[:, None])),
+    ("apply_along_axis", (lambda x: 2 * x, 0, _A)), ("matrix_power", (_A[:, :2], 2)), ("histogram", (_V, 4)),
+]  # fmt: skip
+
+
+def test_numpys_functions_are_numpys() -> None:
+    for name, args in NUMPYS:
+        given = (
+            Tensor(x) if isinstance(x, np.ndarray) else [*map(Tensor, x)] if isinstance(x, list) else x for x in args
+        )
+        own, want = getattr(ms.numpy, name)(*given), getattr(np.linalg if name == "matrix_power" else np, name)(*args)
+        several = isinstance(want, (tuple, list))
+        for one, other in zip(own, want, strict=True) if several else [(own, want)]:
+            np.testing.assert_allclose(np.asarray(one), other, rtol=1e-6, atol=1e-7, err_msg=name)  # windows: float32
+            assert np.shape(one) == np.shape(other), name
 
 
 _NUMBERS = np.random.RandomState(5)

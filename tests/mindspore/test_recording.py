@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -103,3 +104,15 @@ def test_functions_are_their_formulas() -> None:
     np.testing.assert_allclose(ops.LRN(depth_radius=1)(squares).asnumpy().reshape(-1), want, rtol=1e-6)
     with pytest.raises(ValueError, match="norm_region"):
         ops.lrn(squares, norm_region="WITHIN_CHANNEL")
+
+
+def test_a_profiler_writes_a_trace_of_what_ran_meanwhile(tmp_path: Path) -> None:
+    profiler = ms.Profiler(output_path=str(tmp_path), start_profile=False)
+    for on, function in ((False, ops.sin), (True, ops.cos)):
+        if on:
+            profiler.start()
+        function(Tensor([1.0]))
+    profiler.analyse()
+    names = {event["name"] for event in json.loads((tmp_path / "rank_0_trace.json").read_text())["traceEvents"]}
+    assert "aten::cos" in names
+    assert "aten::sin" not in names

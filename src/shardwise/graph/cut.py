@@ -323,7 +323,8 @@ class _Cutter:
         ops = [op for op in graph.ops if self._runs_in(op, number)]
         sources = [Source(name, "activation", (name,)) for name in received]
         sources += [source for source in graph.sources if self._is_held(source.value, number)]
-        names = [*(source.value for source in sources), *(name for op in ops for name in op.results)]
+        made = [name for op in ops for name in op.results]
+        names = [*(source.value for source in sources), *made]
         outputs = dict.fromkeys([*refs(graph.outputs), *sent])
         return Graph(
             tuple(graph.by_name[name] for name in names),
@@ -332,7 +333,7 @@ class _Cutter:
             tuple(Ref(name) for name in outputs if name in delivered or name in sent),
             loss,
             tuple((buffer, value) for buffer, value in graph.mutations if self._is_held(buffer, number)),
-            tuple((name, text) for name, text in graph.constraints if name in names),
+            tuple((name, text) for name, text in graph.constraints if name in made),  # what is received is laid out
             tuple(dict.fromkeys(given)),
         )
 

@@ -88,8 +88,15 @@ def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
     if torch.compiler.is_exporting() or not torch.is_grad_enabled():
         return function(*args, **(kwargs or {}))
 
+    is_inside = _INSIDE.get()
+
+    @contextmanager
+    def second() -> Iterator[None]:  # backward of a Tensor disables what its class makes of operators
+        with _noted(_AGAIN, True), _noted(_INSIDE, is_inside), torch._C._EnableTorchFunction():
+            yield
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return _noted(_AGAIN, False), _noted(_AGAIN, True)
+        return _noted(_AGAIN, False), second()
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **(kwargs or {}))
 
@@ -441,17 +448,25 @@ def _whole_copy(cell: nn.Module) -> nn.Module:
 def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
     """Let the cell's own parameters and buffers be those of the program, with the shards that it has made."""
     plan, found = par.plan, _named(par)
-    for name, tensor in _named(cell).items():
+    tied: dict[int, list[str]] = {}
+    for name, tensor in (named := _named(cell)).items():
+        tied.setdefault(id(tensor), []).append(name)
+    for names in tied.values():  # a plan knows one of them
+        tensor, name = (
+            named[names[0]],
+            next((n for n in names for stage in plan.stages if n in stage.layouts), names[0]),
+        )
         home = next((stage for stage in plan.stages if name in stage.layouts), plan.stages[0])
-        if name in found:
-            here = (own for own in plan.stages if dist.get_rank() in own.placement.ranks)
-            home = next((own for own in here if name in own.layouts), home)
+        here = [own for own in names if own in found]
+        if here:
+            stages = (own for own in plan.stages if dist.get_rank() in own.placement.ranks)
+            home = next((own for own in stages if name in own.layouts), home)
         layout = home.layouts.get(name) or Layout.whole(home.mesh, _shape(tensor))
-        part = found[name].data if name in found else tensor.data.new_empty(0)
+        part = found[here[0]].data if here else tensor.data.new_empty(0)
         axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
         hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
-        if name in found:
-            owner, _, leaf = name.rpartition(".")
+        for own in here:
+            owner, _, leaf = own.rpartition(".")
             table = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
             getattr(par.get_submodule(owner), table)[leaf] = tensor
 

@@ -39,9 +39,18 @@ def settings_of(function: Function) -> dict[str, inspect.Parameter]:
 
 
 def bound(title: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a constructor is given, with defaults. Raises TypeError for others."""
-    known = settings_of(function)
-    signature = inspect.Signature([own.replace(kind=own.POSITIONAL_OR_KEYWORD) for own in known.values()])
+    """The settings of a function that a constructor is given, with defaults. Raises TypeError for others."""
+    known = {name: ... if own.default is own.empty else own.default for name, own in settings_of(function).items()}
+    return bound_to(title, known, args, kwargs)
+
+
+def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same of a table: name -> default, or ``...`` where there is none."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([
+        inspect.Parameter(name, kind, default=inspect.Parameter.empty if default is ... else default)
+        for name, default in known.items()
+    ])  # fmt: skip
     try:
         given = signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -29,7 +29,82 @@ def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _rolled(a: Any, axis: int, start: int = 0) -> Any:
+    """``axis`` before ``start``."""
+    axis, start = axis % a.dim(), start + a.dim() if start < 0 else start
+    return torch.movedim(a, axis, start - 1 if axis < start else start)
+
+
+def _interpolated(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None) -> Any:
+    """The line through points (xp, fp) at ``x``; outside of them its ends."""
+    x = torch.as_tensor(x, dtype=fp.dtype)
+    high = torch.searchsorted(xp, x).clamp(1, len(xp) - 1)
+    share = (x - xp[high - 1]) / (xp[high] - xp[high - 1])
+    inside = torch.lerp(fp[high - 1], fp[high], share.clamp(0, 1))
+    below = inside if left is None else torch.where(x < xp[0], left, inside)
+    return below if right is None else torch.where(x > xp[-1], right, below)
+
+
+def _convolved(a: Any, v: Any, mode: str = "full") -> Any:
+    """The sums of products of two sequences, one turned round and moved along the other."""
+    whole = torch.nn.functional.conv1d(a.view(1, 1, -1), v.flip(0).view(1, 1, -1), padding=len(v) - 1).view(-1)
+    size = {"full": len(whole), "same": max(len(a), len(v)), "valid": abs(len(a) - len(v)) + 1}[mode]
+    return whole[(len(whole) - size) // 2 :][:size]
+
+
+def _set(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of two sequences as sets: the sorted elements of the first that ``function`` keeps."""
+    return lambda ar1, ar2, assume_unique=False: (own := torch.unique(ar1))[function(own, ar2)]
+
+
+_WINDOWS = {"bartlett": "bartlett", "blackman": "blackman", "hamming": "hamming", "hanning": "hann"}
+
 _OWN: dict[str, Callable[..., Any]] = {
+    **{name: (lambda window: lambda M: window(M, periodic=False))(getattr(torch, f"{own}_window"))
+       for name, own in _WINDOWS.items()},
+    "apply_along_axis": lambda func1d, axis, arr, *args, **kwargs: torch.stack(
+        [torch.as_tensor(func1d(own, *args, **kwargs)) for own in arr.movedim(axis, -1).reshape(-1, arr.shape[axis])]
+    ).reshape(*(n for dim, n in enumerate(arr.shape) if dim != axis % arr.dim()), -1).movedim(-1, axis).squeeze(),
+    "around": lambda a, decimals=0: torch.round(a, decimals=decimals),
+    "array_equal": lambda a1, a2, equal_nan=False: a1.shape == a2.shape and bool(torch.isclose(
+        a1, a2, 0, 0, equal_nan).all()),
+    "broadcast_arrays": lambda *args: list(torch.broadcast_tensors(*args)),
+    "cbrt": lambda x: x.sign() * x.abs() ** (1 / 3),
+    "choose": lambda a, choices, mode="clip": torch.stack(list(choices)).gather(
+        0, a.clamp(0, len(choices) - 1).long().unsqueeze(0)).squeeze(0),
+    "convolve": _convolved,
+    "correlate": lambda a, v, mode="valid": _convolved(a, v.flip(0), mode),
+    "diag_indices": lambda n, ndim=2: (torch.arange(n),) * ndim,
+    "digitize": lambda x, bins, right=False: torch.bucketize(x, bins, right=not right),
+    "divmod": lambda x1, x2: (torch.floor_divide(x1, x2), torch.remainder(x1, x2)),
+    "ediff1d": lambda ary, to_end=None, to_begin=None: torch.cat([
+        own.reshape(-1) for own in (to_begin, ary.reshape(-1).diff(), to_end) if own is not None]),
+    "geomspace": lambda start, stop, num=50, dtype=None: start * (stop / start) ** torch.linspace(0, 1, num),
+    "gradient": lambda f, *varargs, axis=None, edge_order=1: own[0] if len(own := torch.gradient(
+        f, spacing=varargs[0] if varargs else 1.0, dim=axis, edge_order=edge_order)) == 1 else list(own),
+    "histogram": lambda a, bins=10, range=None, weights=None, density=False: tuple(torch.histogram(
+        a.float(), bins, range=range, weight=weights, density=density)),
+    "interp": _interpolated,
+    "intersect1d": _set(torch.isin),
+    "isin": lambda element, test_elements, invert=False: torch.isin(element, test_elements, invert=invert),
+    "matrix_power": lambda a, n: torch.linalg.matrix_power(a, n),
+    "multi_dot": lambda arrays: torch.linalg.multi_dot(list(arrays)),
+    "nancumsum": lambda a, axis=None: torch.nan_to_num(a if axis is not None else a.reshape(-1)).cumsum(axis or 0),
+    "nanmax": lambda a, axis=None, keepdims=False: FUNCTIONS["amax"](
+        torch.where(a.isnan(), -np.inf, a), axis, keepdims),
+    "nanmin": lambda a, axis=None, keepdims=False: FUNCTIONS["amin"](
+        torch.where(a.isnan(), np.inf, a), axis, keepdims),
+    "polyval": lambda p, x: reduce(lambda sum, own: sum * x + own, p, torch.zeros_like(x)),
+    "ptp": lambda x, axis=None, keepdims=False: FUNCTIONS["amax"](x, axis, keepdims) - FUNCTIONS["amin"](
+        x, axis, keepdims),
+    "rollaxis": _rolled,
+    "setdiff1d": _set(lambda own, others: ~torch.isin(own, others)),
+    "size": lambda a, axis=None: a.numel() if axis is None else a.shape[axis],
+    "take_along_axis": lambda arr, indices, axis: torch.take_along_dim(arr, indices.long(), axis),
+    "tri": lambda N, M=None, k=0, dtype=torch.float32: torch.ones(N, M or N, dtype=dtype_of(dtype)).tril(k),
+    "tril_indices": lambda n, k=0, m=None: tuple(torch.tril_indices(n, m or n, k)),
+    "triu_indices": lambda n, k=0, m=None: tuple(torch.triu_indices(n, m or n, k)),
+    "vdot": lambda a, b: torch.dot(a.reshape(-1), b.reshape(-1)),
     "array": _made,
     "asarray": _made,
     "asfarray": lambda a, dtype=torch.float32: _made(a, dtype),
@@ -63,25 +138,28 @@ _OWN: dict[str, Callable[..., Any]] = {
     "unique": lambda x, return_inverse=False: torch.unique(x, return_inverse=return_inverse),
 }  # fmt: skip
 _OWN = {name: ours(name, own) for name, own in _OWN.items()}
-_LISTS = {"concatenate": "cat", "stack": "stack", "vstack": "vstack", "hstack": "hstack", "dstack": "dstack"}
+_LISTS = {"concatenate": "cat", "stack": "stack", "vstack": "vstack", "hstack": "hstack", "dstack": "dstack",
+          "column_stack": "column_stack"}  # fmt: skip
 _SAME = {
     "power": "pow", "divide": "div", "true_divide": "div", "mod": "remainder", "multiply": "mul", "subtract": "sub",
     "negative": "neg", "max": "amax", "min": "amin", "invert": "logical_not", "ravel": "ravel", "repeat":
-    "repeat_interleave", "identity": "eye",
+    "repeat_interleave", "identity": "eye", "arccosh": "acosh", "arcsinh": "asinh", "arctanh": "atanh", "fabs": "abs",
+    "fix": "trunc", "rint": "round", "radians": "deg2rad", "degrees": "rad2deg",
 }  # fmt: skip
 _NAMES = [
     "abs", "absolute", "add", "all", "amax", "amin", "any", "arange", "arccos", "arcsin", "arctan", "arctan2",
     "argmax", "argmin", "argsort", "atleast_1d", "atleast_2d", "atleast_3d", "bincount", "bitwise_and",
     "bitwise_or", "bitwise_xor", "broadcast_to", "ceil", "clip", "copysign", "corrcoef", "cos", "cosh",
-    "count_nonzero", "cov", "cross", "cumprod", "cumsum", "deg2rad", "diag", "diagonal", "eq", "equal", "exp",
-    "exp2", "expand_dims", "expm1", "eye", "flip", "fliplr", "flipud", "float_power", "floor", "floor_divide",
-    "fmax", "fmin", "fmod", "full_like", "gcd", "greater", "greater_equal", "heaviside", "hypot", "inner",
-    "isclose", "isfinite", "isinf", "isnan", "kron", "lcm", "less", "less_equal", "log", "log10", "log1p", "log2",
-    "logaddexp", "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logspace", "matmul",
-    "maximum", "meshgrid", "minimum", "moveaxis", "nan_to_num", "nanmean", "nansum", "norm", "not_equal", "ones",
-    "ones_like", "outer", "prod", "rad2deg", "rand", "randint", "randn", "ravel", "reciprocal", "remainder",
-    "reshape", "roll", "rot90", "searchsorted", "sign", "sin", "sinc", "sinh", "sqrt", "square", "squeeze", "std",
-    "swapaxes", "tan", "tanh", "tile", "trace", "trapz", "tril", "triu", "trunc", "vander", "var", "where", "zeros",
+    "count_nonzero", "cov", "cross", "cumprod", "cumsum", "deg2rad", "diag", "diagflat", "diagonal", "diff",
+    "dsplit", "eq", "equal", "exp", "exp2", "expand_dims", "expm1", "eye", "flip", "fliplr", "flipud",
+    "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "full_like", "gcd", "greater", "greater_equal",
+    "heaviside", "hsplit", "hypot", "inner", "isclose", "isfinite", "isinf", "isnan", "isneginf", "isposinf",
+    "kron", "lcm", "less", "less_equal", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "logspace", "matmul", "maximum", "meshgrid", "minimum", "moveaxis",
+    "nan_to_num", "nanmean", "nansum", "norm", "not_equal", "ones", "ones_like", "outer", "positive", "prod",
+    "rad2deg", "rand", "randint", "randn", "ravel", "reciprocal", "remainder", "reshape", "roll", "rot90",
+    "searchsorted", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "squeeze", "std", "swapaxes", "tan",
+    "tanh", "tile", "trace", "trapz", "tril", "triu", "trunc", "vander", "var", "vsplit", "where", "zeros",
     "zeros_like",
 ]  # fmt: skip
 FUNCTIONS_HERE: dict[str, Callable[..., Any]] = {

@@ -161,6 +161,8 @@ class Options:
         stored: dict[str, Any] = {}
         for name, value in values.items():
             name = ALIASES.get(name, name)
+            if name in OPTIMIZER_CONFIG:  # as options of their own in earlier versions
+                name, value = "parallel_optimizer_config", {**stored.get("parallel_optimizer_config", {}), name: value}
             if name not in CHECKS:
                 fix = closest(name, CHECKS)
                 raise ValueError(problem(f'set_auto_parallel_context has no option "{name}"', fix=fix))

@@ -71,6 +71,9 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         return np.asarray(METHODS["asnumpy"](self), dtype)
 
+    def __float__(self) -> float:
+        return float(plain(self).detach())
+
     def __str__(self) -> str:
         return str(METHODS["asnumpy"](self)) if _has_values(self) else repr(self)
 
@@ -208,14 +211,15 @@ class Parameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
-            parameter = Parameter(self.detach().clone(), self.param_name, self.requires_grad, self.layerwise_parallel)
+            parameter = Parameter(self.detach().clone(), self.param_name, self.requires_grad, self.layerwise_parallel,
+                                  self.parallel_optimizer)  # fmt: skip
             memo[id(self)] = parameter
         copied: Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.detach().as_subclass(torch.Tensor)
-        return Parameter, (data, self.param_name, self.requires_grad, self.layerwise_parallel)
+        return Parameter, (data, self.param_name, self.requires_grad, self.layerwise_parallel, self.parallel_optimizer)
 
 
 class ParameterTuple(tuple[Parameter, ...]):

@@ -25,7 +25,7 @@ DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values(
 Axes = int | Sequence[int] | None
 _NAMES = (
     "size", "__getitem__", "__setitem__", "transpose", "split", "repeat", "gather", "max", "min", "mean", "sum", "prod",
-    "all", "any", "std", "var", "take", "item", "view", "clone",
+    "all", "any", "std", "var", "take", "item", "view", "clone", "diagonal", "select",
 )  # fmt: skip
 TORCHS: dict[str, Callable[..., Any]] = {
     name: getattr(torch.Tensor, name) for name in _NAMES
@@ -262,6 +262,12 @@ METHODS: dict[str, Any] = {
     "assign_value": _assigned_value,
     "value": lambda x: x,
     "astype": lambda x, dtype, copy=True: x.to(dtype_of(dtype), copy=copy),
+    "diagonal": lambda x, offset=0, axis1=0, axis2=1, **words: TORCHS["diagonal"](
+        x, offset, **(words or {"dim1": axis1, "dim2": axis2})
+    ),
+    "select": lambda x, condition, y: (
+        torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else TORCHS["select"](x, condition, y)
+    ),
     "expand_dims": lambda x, axis: x.unsqueeze(axis),
     "copy": lambda x: x.clone(),
     "init_data": lambda x, *settings, **named: x,

@@ -13,6 +13,7 @@ from shardwise.mindspore.dataset.files import (
     TextFileDataset,
 )
 from shardwise.mindspore.dataset.pipeline import Dataset, Zipped
+from shardwise.mindspore.dataset.records import MindDataset
 from shardwise.mindspore.dataset.samplers import (
     DistributedSampler,
     RandomSampler,
@@ -33,9 +34,9 @@ def zip(datasets: Sequence[Dataset]) -> Dataset:
 
 __all__ = [
     "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "Dataset", "DistributedSampler", "FashionMnistDataset",
-    "GeneratorDataset", "ImageFolderDataset", "MnistDataset", "NumpySlicesDataset", "RandomSampler", "Sampler",
-    "SequentialSampler", "SubsetRandomSampler", "SubsetSampler", "TextFileDataset", "WeightedRandomSampler",
-    "config", "text", "transforms", "vision", "zip",
+    "GeneratorDataset", "ImageFolderDataset", "MindDataset", "MnistDataset", "NumpySlicesDataset", "RandomSampler",
+    "Sampler", "SequentialSampler", "SubsetRandomSampler", "SubsetSampler", "TextFileDataset",
+    "WeightedRandomSampler", "config", "text", "transforms", "vision", "zip",
 ]  # fmt: skip
 _FILES = "GeneratorDataset, with a function that reads such files"
-__getattr__ = absent(__name__, lambda: __all__, dict.fromkeys(("MindDataset", "TFRecordDataset"), _FILES))
+__getattr__ = absent(__name__, lambda: __all__, {"TFRecordDataset": _FILES})

@@ -120,6 +120,26 @@ def _mixed(images: Any, labels: Any, alpha: float) -> tuple[Array, Array]:
     return mixed[0], mixed[1]
 
 
+def _cut_and_pasted(
+    images: Any, labels: Any, image_batch_format: str, alpha: float, prob: float
+) -> tuple[Array, Array]:
+    """In each image of a batch a box of another one (Yun et al. 2019), and the labels by their shares."""
+    images, labels = np.array(images), np.asarray(labels).astype(np.float32)
+    height, width = images.shape[2:] if image_batch_format == "NCHW" else images.shape[1:3]
+    order, kept = np.random.permutation(len(images)), np.ones((len(images), *(1,) * (labels.ndim - 1)), np.float32)
+    pasted = images.copy()
+    for number in np.flatnonzero(np.random.random(len(images)) < prob):
+        cut = np.sqrt(1 - np.random.beta(alpha, alpha))
+        rows, columns = (
+            slice(max(center - int(size * cut) // 2, 0), min(center + int(size * cut) // 2, size))
+            for center, size in ((np.random.randint(height), height), (np.random.randint(width), width))
+        )
+        box = (..., rows, columns) if image_batch_format == "NCHW" else (rows, columns)
+        pasted[number][box] = images[order[number]][box]
+        kept[number] = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+    return pasted, kept * labels + (1 - kept) * labels[order]
+
+
 EFFECTS: dict[str, Function] = {
     "AdjustBrightness": lambda image, *, brightness_factor: _enhanced(ImageEnhance.Brightness)(
         image, brightness_factor),
@@ -136,6 +156,8 @@ EFFECTS: dict[str, Function] = {
     "FiveCrop": lambda image, *, size: _crops(image, size),
     "GaussianBlur": lambda image, *, kernel_size, sigma=None: _by_image(image, lambda own: own.filter(
         ImageFilter.GaussianBlur(_sigma(kernel_size, sigma)))),
+    "CutMixBatch": lambda image, label, *, image_batch_format, alpha=1.0, prob=1.0: _cut_and_pasted(
+        image, label, image_batch_format, alpha, prob),
     "MixUpBatch": lambda image, label, *, alpha=1.0: _mixed(image, label, alpha),
     "Posterize": lambda image, *, bits: _by_image(image, lambda own: ImageOps.posterize(own, bits)),
     "RandomAdjustSharpness": lambda image, *, degree, prob=0.5: _at_times(

@@ -132,6 +132,14 @@ class Dataset(ABC):
         return Buckets(self, columns, bucket_boundaries, bucket_batch_sizes, element_length_function, pad_info,
                        pad_to_bucket_boundary, drop_remainder)  # fmt: skip
 
+    def save(self, file_name: str, num_files: int = 1, file_type: str = "mindrecord") -> None:
+        """Write the rows of the next pass into files that ``MindDataset`` reads."""
+        from shardwise.mindspore.dataset import records
+
+        if file_type != "mindrecord":
+            raise ValueError(problem(f"file_type is {file_type!r}", fix='"mindrecord"'))
+        records.save(self, file_name, num_files)
+
     def zip(self, datasets: Any) -> Dataset:
         """The columns of this and other datasets side by side, as long as the shortest."""
         others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)

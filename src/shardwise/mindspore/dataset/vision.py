@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import io
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,13 @@ from shardwise.mindspore.dataset.transforms import Array, TypeCast
 from shardwise.mindspore.named import absent
 
 Sizes = int | Sequence[int]
+
+
+class ImageBatchFormat(enum.StrEnum):
+    """Where the channels of a batch of images are."""
+
+    NHWC = "NHWC"
+    NCHW = "NCHW"
 
 
 class Inter(enum.IntEnum):
@@ -268,7 +276,8 @@ class RandomRotation(Rotate):
 
 
 class RandomColorAdjust:
-    """Factors of brightness, contrast and saturation, drawn from ranges or from 1 - x to 1 + x."""
+    """Factors of brightness, contrast and saturation, drawn from ranges or from 1 - x to 1 + x; and a part of the
+    colour circle by which ``hue`` turns, drawn from a range or from -x to x."""
 
     def __init__(
         self, brightness: Any = (1, 1), contrast: Any = (1, 1), saturation: Any = (1, 1), hue: Any = 0
@@ -277,8 +286,9 @@ class RandomColorAdjust:
             (max(0, 1 - own), 1 + own) if isinstance(own, (int, float)) else tuple(own)
             for own in (brightness, contrast, saturation)
         ]
-        if hue not in (0, (0, 0)):
-            raise NotImplementedError("RandomColorAdjust(hue=...): brightness, contrast and saturation only")
+        self.hue = (-hue, hue) if isinstance(hue, (int, float)) else tuple(hue)
+        if not -0.5 <= self.hue[0] <= self.hue[1] <= 0.5:
+            raise ValueError(problem(f"RandomColorAdjust(hue={hue!r})", fix="a range within -0.5 to 0.5"))
 
     def __call__(self, image: Any) -> Any:
         changes = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
@@ -286,7 +296,14 @@ class RandomColorAdjust:
             factor = float(np.random.uniform(*bounds))
             if factor != 1:
                 image = _by_pillow(image, lambda own, change=change, factor=factor: change(own).enhance(factor))
-        return image
+        return _by_pillow(image, partial(_turned, part=float(np.random.uniform(*self.hue)))) if any(self.hue) else image
+
+
+def _turned(image: Image.Image, part: float) -> Image.Image:
+    """An image whose hues are further along the colour circle."""
+    hue, *others = image.convert("HSV").split()
+    turned = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
+    return Image.merge("HSV", (turned, *others)).convert(image.mode)
 
 
 class Grayscale:
@@ -369,10 +386,10 @@ class ToType(TypeCast):
 
 
 __all__ = [
-    "HWC2CHW", "Border", "CenterCrop", "ConvertMode", "Crop", "Decode", "Grayscale", "HorizontalFlip", "Inter",
-    "Invert", "Normalize", "Pad", "RandomColorAdjust", "RandomCrop", "RandomCropDecodeResize",
-    "RandomHorizontalFlip", "RandomResizedCrop", "RandomRotation", "RandomVerticalFlip", "Rescale", "Resize",
-    "Rotate", "ToNumpy", "ToPIL", "ToTensor", "ToType", "VerticalFlip",
+    "HWC2CHW", "Border", "CenterCrop", "ConvertMode", "Crop", "Decode", "Grayscale", "HorizontalFlip",
+    "ImageBatchFormat", "Inter", "Invert", "Normalize", "Pad", "RandomColorAdjust", "RandomCrop",
+    "RandomCropDecodeResize", "RandomHorizontalFlip", "RandomResizedCrop", "RandomRotation", "RandomVerticalFlip",
+    "Rescale", "Resize", "Rotate", "ToNumpy", "ToPIL", "ToTensor", "ToType", "VerticalFlip",
 ]  # fmt: skip
 globals().update(CLASSES)
 __all__ += CLASSES

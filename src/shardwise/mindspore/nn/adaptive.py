@@ -7,7 +7,7 @@ shards are updated like whole parameters; Lamb's norms are summed over the ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore.holding import copies, held, is_elsewhere
-from shardwise.mindspore.nn.optimizer import Optimizer, Rate
+from shardwise.mindspore.nn.optimizer import Optimizer, WithSettings
 
 Tensor = torch.Tensor
 
 
-class _Formula(Optimizer):
+class _Formula(WithSettings):
     """An optimizer by its formula: ``update(state, p, g, group)`` is what p decreases by, learning rate included."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -45,23 +45,12 @@ class _Formula(Optimizer):
 class _Moments(_Formula):
     """One with the moments m and v."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        loss_scale: float = 1.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        for name, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 < value < 1:
-                raise ValueError(problem(f"{name} is {value}", fix="a number between 0 and 1"))
-        if eps <= 0:
-            raise ValueError(problem(f"eps is {eps}", fix="a number above 0"))
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+    def check(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(problem(f"{name} is {getattr(self, name)}", fix="a number between 0 and 1"))
+        if self.eps <= 0:
+            raise ValueError(problem(f"eps is {self.eps}", fix="a number above 0"))
 
     def moments(self, state: dict[str, Any], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The two moments after a step."""
@@ -88,28 +77,13 @@ class _ByFormula(torch.optim.Optimizer):
                     p.sub_(self._update(self.state[p], p, p.grad.to(p.dtype), group))
 
 
-class Adam(_Moments):
+class Adam(
+    _Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, use_locking=False, use_nesterov=False,
+    weight_decay=0.0, loss_scale=1.0, use_amsgrad=False, use_lazy=False, use_offload=False,
+):  # fmt: skip
     """p -= lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps), where ``weight_decay`` times p is added to the
     gradient. ``use_nesterov``: beta1 m + (1 - beta1) g stands for m; ``use_amsgrad``: the largest v so far for v. Other
     switches of the reference (``use_lazy``, ``use_offload``) change no result. (Kingma and Ba, 2015, section 2.)"""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        weight_decay: float = 0.0,
-        loss_scale: float = 1.0,
-        use_amsgrad: bool = False,
-        use_lazy: bool = False,
-        use_offload: bool = False,
-    ) -> None:
-        super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay, loss_scale)
-        self.use_nesterov, self.use_amsgrad = use_nesterov, use_amsgrad
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         g = self.decayed(p, g, group)
@@ -123,19 +97,8 @@ class Adam(_Moments):
         return step
 
 
-class AdamWeightDecay(_Moments):
+class AdamWeightDecay(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
     """p -= lr (m / (sqrt(v) + eps) + weight_decay p), without correction of the bias."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay)
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         m, v = self.moments(state, p, g)
@@ -143,20 +106,9 @@ class AdamWeightDecay(_Moments):
         return step
 
 
-class Lamb(_Moments):
+class Lamb(_Moments, learning_rate=..., beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
     """p -= lr |p| / |u| u, where u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p, and norms
     that are 0 give the factor 1. (You et al., ICLR 2020, algorithm 2.)"""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay)
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         m, v = self.moments(state, p, g)
@@ -187,20 +139,8 @@ class AdamOffload(Adam):
     """Adam, where it is; the reference computes it on the host."""
 
 
-class AdaMax(_Moments):
+class AdaMax(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, loss_scale=1.0):
     """p -= lr / (1 - beta1^t) m / (u + eps), where u = max(beta2 u, |g|). (Kingma and Ba, 2015, section 7.)"""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        loss_scale: float = 1.0,
-    ) -> None:
-        super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay, loss_scale)
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         g = self.decayed(p, g, group)
@@ -212,20 +152,8 @@ class AdaMax(_Moments):
         return step
 
 
-class Adagrad(_Formula):
+class Adagrad(_Formula, accum=0.1, learning_rate=1e-3, update_slots=True, loss_scale=1.0, weight_decay=0.0):
     """a += g^2 (with ``update_slots``); p -= lr g / sqrt(a). (Duchi et al. 2011.)"""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        accum: float = 0.1,
-        learning_rate: Rate = 1e-3,
-        update_slots: bool = True,
-        loss_scale: float = 1.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        self.accum, self.update_slots = accum, update_slots
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         g = self.decayed(p, g, group)
@@ -236,22 +164,10 @@ class Adagrad(_Formula):
         return step
 
 
-class ProximalAdagrad(_Formula):
+class ProximalAdagrad(
+    _Formula, accum=0.1, learning_rate=1e-3, l1=0.0, l2=0.0, use_locking=False, loss_scale=1.0, weight_decay=0.0
+):
     """Adagrad, whose result is shrunk by lr ``l1`` and divided by 1 + lr ``l2``, where lr is divided by sqrt(a)."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        accum: float = 0.1,
-        learning_rate: Rate = 1e-3,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        use_locking: bool = False,
-        loss_scale: float = 1.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        self.accum, self.l1, self.l2 = accum, l1, l2
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         g = self.decayed(p, g, group)
@@ -263,21 +179,9 @@ class ProximalAdagrad(_Formula):
         return step
 
 
-class Adadelta(_Formula):
+class Adadelta(_Formula, learning_rate=1.0, rho=0.9, epsilon=1e-6, loss_scale=1.0, weight_decay=0.0):
     """a = rho a + (1 - rho) g^2; u = sqrt(d + eps) / sqrt(a + eps) g; d = rho d + (1 - rho) u^2; p -= lr u. (Zeiler
     2012.)"""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 1.0,
-        rho: float = 0.9,
-        epsilon: float = 1e-6,
-        loss_scale: float = 1.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        self.rho, self.epsilon = rho, epsilon
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         g = self.decayed(p, g, group)
@@ -289,24 +193,12 @@ class Adadelta(_Formula):
         return step
 
 
-class RMSProp(_Formula):
+class RMSProp(
+    _Formula, learning_rate=0.1, decay=0.9, momentum=0.0, epsilon=1e-10, use_locking=False, centered=False,
+    loss_scale=1.0, weight_decay=0.0,
+):  # fmt: skip
     """s = decay s + (1 - decay) g^2, from ones; v = momentum v + lr g / sqrt(s + eps); p -= v. ``centered``: s less the
     square of the mean gradient, kept as s is; then s starts at 0."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 0.1,
-        decay: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-10,
-        use_locking: bool = False,
-        centered: bool = False,
-        loss_scale: float = 1.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        self.decay, self.momentum, self.epsilon, self.centered = decay, momentum, epsilon, centered
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         g = self.decayed(p, g, group)
@@ -321,31 +213,21 @@ class RMSProp(_Formula):
         return step
 
 
-class FTRL(_Formula):
+class FTRL(
+    _Formula, initial_accum=0.1, learning_rate=1e-3, lr_power=-0.5, l1=0.0, l2=0.0, use_locking=False,
+    loss_scale=1.0, weight_decay=0.0,
+):  # fmt: skip
     """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        initial_accum: float = 0.1,
-        learning_rate: Rate = 1e-3,
-        lr_power: float = -0.5,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        use_locking: bool = False,
-        loss_scale: float = 1.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        if lr_power > 0:
-            raise ValueError(problem(f"lr_power is {lr_power}", fix="a number up to 0"))
-        self.initial_accum, self.power, self.l1, self.l2 = initial_accum, -lr_power, l1, l2
+    def check(self) -> None:
+        if self.lr_power > 0:
+            raise ValueError(problem(f"lr_power is {self.lr_power}", fix="a number up to 0"))
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         g = self.decayed(p, g, group)
         a, z = self.kept(state, p, moments=self.initial_accum, linear=0.0)
-        before = a**self.power
-        after = a.addcmul_(g, g) ** self.power
+        before = a**-self.lr_power
+        after = a.addcmul_(g, g) ** -self.lr_power
         z.add_(g - (after - before) / group["lr"] * p)
         target = (z.sign() * self.l1 - z) / (after / group["lr"] + 2 * self.l2)
         return p - torch.where(z.abs() > self.l1, target, 0.0)

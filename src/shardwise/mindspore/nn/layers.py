@@ -18,7 +18,7 @@ from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, Max
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.shape import Reshape
+from shardwise.mindspore.ops.shape import ExpandDims, Reshape
 from shardwise.mindspore.tensor import Parameter
 
 HE = math.sqrt(5)  # with it, He's bound is sqrt(1 / fan_in)
@@ -69,7 +69,8 @@ class Dense(Cell):
 
 
 class Embedding(Cell):
-    """Rows of ``embedding_table``. ``padding_idx``: that row starts as zeros."""
+    """Rows of ``embedding_table``, which are gathered by all indices in one dim: ``gather.shard(((1, 1), (8,)))``.
+    ``padding_idx``: that row starts as zeros."""
 
     def __init__(
         self,
@@ -87,14 +88,18 @@ class Embedding(Cell):
         if padding_idx is not None:
             table[padding_idx] = 0
         self.embedding_table = Parameter(table, "embedding_table")
+        self.expand, self.reshape_flat, self.reshape = ExpandDims(), Reshape(), Reshape()
         self.gather, self.array_mul = Gather(), MatMul()
 
     def construct(self, ids: Any) -> Any:
-        if not self.use_one_hot:
-            return self.gather(self.embedding_table, ids, 0)
-        hot = F.one_hot(ids.long(), self.vocab_size).to(self.embedding_table.dtype)
-        rows = self.array_mul(hot.reshape(-1, self.vocab_size), self.embedding_table)
-        return rows.reshape(*ids.shape, self.embedding_size)
+        flat = self.reshape_flat(self.expand(ids, -1), (-1,))
+        if self.use_one_hot:
+            rows = self.array_mul(
+                F.one_hot(flat.long(), self.vocab_size).to(self.embedding_table.dtype), self.embedding_table
+            )
+        else:
+            rows = self.gather(self.embedding_table, flat, 0)
+        return self.reshape(rows, (*ids.shape, self.embedding_size))
 
 
 class EmbeddingLookup(Embedding):
@@ -132,7 +137,7 @@ class EmbeddingLookup(Embedding):
             self.gather.shard(cut[slice_mode])
 
     def construct(self, ids: Any) -> Any:
-        rows = super().construct(ids)
+        rows = self.gather(self.embedding_table, ids, 0)
         if self.max_norm is None:
             return rows
         length = rows.norm(dim=-1, keepdim=True)
@@ -304,6 +309,29 @@ class Conv2dTranspose(Cell):
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
+class Conv1dTranspose(Conv2dTranspose):
+    """The transposed convolution of rows (N, C, W), with a weight of (in, out / group, 1, width)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        pad_mode: str = "same",
+        padding: int = 0,
+        dilation: int = 1,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        sides = (0, 0, padding, padding)
+        kernel, steps, gaps = ((1, own) for own in (kernel_size, stride, dilation))
+        super().__init__(in_channels, out_channels, kernel, steps, pad_mode, sides, 0, gaps, *args, **kwargs)
+
+    def construct(self, x: Any) -> Any:
+        return super().construct(x.unsqueeze(2)).squeeze(2)
+
+
 class Dropout(Cell):
     """In training each element is 0 with probability ``p`` (``keep_prob``: 1 - p), and the others are divided by
     1 - p."""
@@ -388,6 +416,6 @@ class Identity(Cell):
 
 
 __all__ = [
-    "AvgPool2d", "Conv1d", "Conv2d", "Conv2dTranspose", "Conv3d", "Dense", "Dropout", "Embedding",
+    "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Dense", "Dropout", "Embedding",
     "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
 ]  # fmt: skip

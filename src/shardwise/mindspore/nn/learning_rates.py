@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,90 +34,17 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     return per_step
 
 
-def exponential_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    is_stair: bool = False,
-) -> list[float]:
-    """learning_rate * decay_rate^(epoch / decay_epoch), rounded down if ``is_stair``."""
-    epochs = _steps(total_step, step_per_epoch, decay_epoch)
-    return [learning_rate * decay_rate ** _share(epoch, decay_epoch, is_stair) for epoch in epochs]
-
-
-def natural_exp_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    is_stair: bool = False,
-) -> list[float]:
-    """learning_rate * exp(-decay_rate * epoch); ``is_stair``: of the last multiple of ``decay_epoch``."""
-    epochs = _steps(total_step, step_per_epoch, decay_epoch)
-    stairs = [epoch // decay_epoch * decay_epoch if is_stair else epoch for epoch in epochs]
-    return [learning_rate * math.exp(-decay_rate * epoch) for epoch in stairs]
-
-
-def inverse_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    is_stair: bool = False,
-) -> list[float]:
-    """learning_rate / (1 + decay_rate * epoch / decay_epoch), rounded down if ``is_stair``."""
-    epochs = _steps(total_step, step_per_epoch, decay_epoch)
-    return [learning_rate / (1 + decay_rate * _share(epoch, decay_epoch, is_stair)) for epoch in epochs]
-
-
-def cosine_decay_lr(
-    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
-) -> list[float]:
-    """From ``max_lr`` to ``min_lr`` along half a cosine, over ``decay_epoch`` epochs."""
-    _check_range(min_lr, max_lr)
-    epochs = _steps(total_step, step_per_epoch, decay_epoch)
-    return [_cosine(min_lr, max_lr, min(epoch, decay_epoch) / decay_epoch) for epoch in epochs]
-
-
-def polynomial_decay_lr(
-    learning_rate: float,
-    end_learning_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    power: float,
-    update_decay_epoch: bool = False,
-) -> list[float]:
-    """From ``learning_rate`` to ``end_learning_rate`` as (1 - epoch / decay_epoch)^power. ``update_decay_epoch``: the
-    next multiple of ``decay_epoch`` stands for it."""
-    rates = []
-    for epoch in _steps(total_step, step_per_epoch, decay_epoch):
-        end = decay_epoch * max(math.ceil(epoch / decay_epoch), 1) if update_decay_epoch else decay_epoch
-        left = 1 - min(epoch, end) / end
-        rates.append((learning_rate - end_learning_rate) * left**power + end_learning_rate)
-    return rates
-
-
-def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:
-    """From 0 to ``learning_rate`` in equal steps over ``warmup_epoch`` epochs."""
-    epochs = _steps(total_step, step_per_epoch, warmup_epoch)
-    return [learning_rate * min(epoch, warmup_epoch) / warmup_epoch for epoch in epochs]
-
-
 class LearningRateSchedule:
     """Base of learning rates as functions of the step, from 0: override ``construct``, which is given a tensor (those
-    of this module a number)."""
+    of this module a number). A call returns a tensor."""
 
     def construct(self, global_step: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not define construct")
 
     def __call__(self, global_step: Any) -> Any:
-        is_own = type(self).__module__ == __name__
-        return self.construct(int(global_step) if is_own else Tensor(int(global_step), torch.int32))
+        if type(self).__module__ == __name__:
+            return Tensor(self.construct(int(global_step)), torch.float32)
+        return self.construct(Tensor(int(global_step), torch.int32))
 
 
 class ExponentialDecayLR(LearningRateSchedule):
@@ -193,8 +120,43 @@ def _check_range(low: float, high: float) -> None:
         raise ValueError(problem(f"min_lr is {low}, max_lr {high}", fix="0 <= min_lr < max_lr"))
 
 
+def _of_epochs(schedule: Any, total_step: int, step_per_epoch: int, decay_epoch: int) -> list[float]:
+    """The rates of a schedule, or a function, of the epoch."""
+    rate = getattr(schedule, "construct", schedule)
+    return [rate(epoch) for epoch in _steps(total_step, step_per_epoch, decay_epoch)]
+
+
+def _next_multiple(epoch: int, of: int) -> int:
+    return of * max(math.ceil(epoch / of), 1)
+
+
+# As the schedules of these names, over epochs in place of steps.
+LISTS: dict[str, Callable[..., list[float]]] = {
+    "cosine_decay_lr": lambda min_lr, max_lr, total_step, step_per_epoch, decay_epoch: _of_epochs(
+        CosineDecayLR(min_lr, max_lr, decay_epoch), total_step, step_per_epoch, decay_epoch),
+    "exponential_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
+    _of_epochs(ExponentialDecayLR(learning_rate, decay_rate, decay_epoch, is_stair), total_step, step_per_epoch,
+               decay_epoch),
+    "inverse_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
+    _of_epochs(InverseDecayLR(learning_rate, decay_rate, decay_epoch, is_stair), total_step, step_per_epoch,
+               decay_epoch),
+    # of the epoch itself, of which decay_epoch only makes stairs
+    "natural_exp_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
+    _of_epochs(
+        lambda epoch: learning_rate * math.exp(-decay_rate * (epoch - (epoch % decay_epoch if is_stair else 0))),
+        total_step, step_per_epoch, decay_epoch),
+    "polynomial_decay_lr": lambda learning_rate, end_learning_rate, total_step, step_per_epoch, decay_epoch, power,
+    update_decay_epoch=False: _of_epochs(
+        lambda epoch: PolynomialDecayLR(
+            learning_rate, end_learning_rate, _next_multiple(epoch, decay_epoch) if update_decay_epoch else decay_epoch,
+            power).construct(epoch),
+        total_step, step_per_epoch, decay_epoch),
+    "warmup_lr": lambda learning_rate, total_step, step_per_epoch, warmup_epoch: _of_epochs(
+        WarmUpLR(learning_rate, warmup_epoch), total_step, step_per_epoch, warmup_epoch),
+}  # fmt: skip
+globals().update(LISTS)
+
 __all__ = [
     "CosineDecayLR", "ExponentialDecayLR", "InverseDecayLR", "LearningRateSchedule", "NaturalExpDecayLR",
-    "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr", "exponential_decay_lr", "inverse_decay_lr",
-    "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr", "warmup_lr",
+    "PolynomialDecayLR", "WarmUpLR", "piecewise_constant_lr", *LISTS,
 ]  # fmt: skip

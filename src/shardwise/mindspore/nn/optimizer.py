@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from shardwise.launch.ranks import rank
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, held, own_shard
+from shardwise.mindspore.named import bound_to
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
@@ -322,71 +323,69 @@ def _rate(rate: Rate) -> Callable[[int], float]:
     return lambda step: float(listed[min(step, len(listed) - 1)])
 
 
-class Momentum(Optimizer):
+class WithSettings(Optimizer):
+    """One whose arguments behind ``params`` are those of its class statement, in order, with their defaults (``...``:
+    it must be given). Each is an attribute, but for the base's: ``learning_rate``, ``weight_decay``, ``loss_scale``."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__()
+        cls.settings = settings or cls.settings
+
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        given = bound_to(type(self).__name__, self.settings, args, kwargs)
+        of_base = {name: given.pop(name) for name in ("learning_rate", "weight_decay", "loss_scale") if name in given}
+        super().__init__(parameters=params, **of_base)
+        vars(self).update(given)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError for settings that can not be."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Momentum(WithSettings, learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False):
     """v = momentum * v + gradient; parameter -= learning_rate * v (with ``use_nesterov``: Nesterov's)."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate,
-        momentum: float,
-        weight_decay: float = 0.0,
-        loss_scale: float = 1.0,
-        use_nesterov: bool = False,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        if momentum < 0:
-            raise ValueError(problem(f"momentum is {momentum}", fix="a number from 0"))
-        self.momentum, self.use_nesterov = float(momentum), use_nesterov
+    def check(self) -> None:
+        if self.momentum < 0:
+            raise ValueError(problem(f"momentum is {self.momentum}", fix="a number from 0"))
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.use_nesterov)
+        return torch.optim.SGD(groups, momentum=float(self.momentum), nesterov=self.use_nesterov)
 
 
-class SGD(Optimizer):
+class SGD(
+    WithSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0
+):
     """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, with
     ``nesterov`` * (gradient + momentum * v)."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 0.1,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        loss_scale: float = 1.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay, loss_scale)
-        for name, value in (("momentum", momentum), ("dampening", dampening)):
-            if value < 0:
-                raise ValueError(problem(f"{name} is {value}", fix="a number from 0"))
-        if nesterov and (not momentum or dampening):
-            raise ValueError(
-                problem(f"nesterov with momentum {momentum} and dampening {dampening}", fix="momentum, no dampening")
-            )
-        self.momentum, self.dampening, self.nesterov = float(momentum), float(dampening), nesterov
+    def check(self) -> None:
+        for name in ("momentum", "dampening"):
+            if getattr(self, name) < 0:
+                raise ValueError(problem(f"{name} is {getattr(self, name)}", fix="a number from 0"))
+        if self.nesterov and (not self.momentum or self.dampening):
+            what = f"nesterov with momentum {self.momentum} and dampening {self.dampening}"
+            raise ValueError(problem(what, fix="momentum, no dampening"))
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov)
+        return torch.optim.SGD(
+            groups, momentum=float(self.momentum), dampening=float(self.dampening), nesterov=self.nesterov
+        )
 
 
-class Rprop(Optimizer):
+class Rprop(WithSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), weight_decay=0.0):
     """Steps that grow by ``etas[1]`` while the sign of a gradient stays, and shrink by ``etas[0]`` where it changes,
     within ``step_sizes``; torch's (Riedmiller and Braun 1993)."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 0.1,
-        etas: tuple[float, float] = (0.5, 1.2),
-        step_sizes: tuple[float, float] = (1e-6, 50.0),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay)
-        self.etas, self.step_sizes = etas, step_sizes
-        if weight_decay:
-            raise ValueError(problem(f"Rprop(weight_decay={weight_decay})", fix="0: only signs of gradients count"))
+    def check(self) -> None:
+        if self.weight_decay:
+            raise ValueError(problem(f"Rprop(weight_decay={self.weight_decay})", fix="0: only signs count"))
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:
@@ -394,20 +393,8 @@ class Rprop(Optimizer):
         return torch.optim.Rprop(groups, etas=self.etas, step_sizes=self.step_sizes)
 
 
-class ASGD(Optimizer):
+class ASGD(WithSettings, learning_rate=0.1, lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0):
     """Averaged stochastic gradient descent; torch's (Polyak and Juditsky 1992)."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        learning_rate: Rate = 0.1,
-        lambd: float = 1e-4,
-        alpha: float = 0.75,
-        t0: float = 1e6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate, params, weight_decay)
-        self.lambd, self.alpha, self.t0 = lambd, alpha, t0
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:

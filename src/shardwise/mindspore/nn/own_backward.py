@@ -19,6 +19,7 @@ from torch import nn
 from shardwise.errors import CaptureError, problem
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.ops.primitive import unsplit_operators
+from shardwise.mindspore.tensor_methods import in_words
 
 _HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks")  # torch's, which run around the operator
 
@@ -28,7 +29,7 @@ def function_of(kind: type[Any]) -> type[torch.autograd.Function]:
 
     def forward(ctx: Any, cell: Any, *inputs: Any) -> Any:
         ctx.cell = _restored(kind, cell) if isinstance(cell, str) else cell
-        with engine.inside(), unsplit_operators():
+        with engine.inside(), unsplit_operators(), in_words():
             result = ctx.cell.construct(*inputs)
         ctx.single = not isinstance(result, tuple)
         ctx.others = tuple(None if isinstance(x, torch.Tensor) else x for x in inputs)
@@ -40,7 +41,7 @@ def function_of(kind: type[Any]) -> type[torch.autograd.Function]:
         count, saved = len(ctx.others), ctx.saved_tensors
         inputs = [other if x is None else x for x, other in zip(saved[:count], ctx.others, strict=True)]
         out, dout = (saved[count], cotangents[0]) if ctx.single else (saved[count:], cotangents)
-        with engine.inside(), unsplit_operators():
+        with engine.inside(), unsplit_operators(), in_words():
             gradients = ctx.cell.bprop(*inputs, out, dout)
         gradients = tuple(gradients) if isinstance(gradients, (tuple, list)) else (gradients,)
         _check(kind, inputs, gradients)

@@ -15,7 +15,7 @@ from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.loss import REDUCTIONS, LossBase
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.images import same_padding
+from shardwise.mindspore.ops.resizing import bilinear, mirrored, pool
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
 
@@ -30,9 +30,9 @@ class Simple(Cell):
         super().__init__()
         self.settings = bound(type(self).__name__, type(self).function, args, kwargs)
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: Any, **named: Any) -> Any:
         settings = {**self.settings, "training": self.training} if self.is_random else self.settings
-        return type(self).function(*inputs, **settings)
+        return type(self).function(*inputs, **named, **settings)
 
 
 class SimpleLoss(LossBase):
@@ -53,28 +53,16 @@ class SimpleLoss(LossBase):
         return type(self).function(*inputs, **{**self.settings, **tensors})
 
 
-def _pool_1d(function: Any, x: Any, kernel: int, stride: int, mode: str, padding: Any, **settings: Any) -> Any:
-    if mode == "same":
-        before, behind = same_padding(x.shape[-1], kernel, stride)
-        if function is F.avg_pool1d and before + behind:
-            inside = F.avg_pool1d(F.pad(torch.ones_like(x), (before, behind)), kernel, stride)
-            return F.avg_pool1d(F.pad(x, (before, behind)), kernel, stride) / inside
-        x = F.pad(x, (before, behind), value=float("-inf") if function is F.max_pool1d else 0.0)
-    return function(x, kernel, stride, padding if mode == "pad" else 0, **settings)
-
-
 def _padded(x: Any, padding: Any, mode: str, value: float | None = None, dims: int = 0) -> Any:
     """``padding``: per side, last dim first, or one number for all sides of the last ``dims`` dims."""
     return F.pad(x, (padding,) * 2 * dims if isinstance(padding, int) else tuple(padding), mode, value)
 
 
-def _flat_pairs(paddings: Any) -> list[int]:
-    return [int(n) for pair in reversed(list(paddings)) for n in pair]
-
-
-def _upsampled(x: Any, size: Any, factor: Any, align: bool) -> Any:
-    sizes = None if size is None else tuple(size)
-    return F.interpolate(x, sizes, factor, mode="bilinear", align_corners=align)
+def _upsampled(x: Any, size: Any, factor: Any, align: bool, centers: bool) -> Any:
+    sizes = (
+        tuple(int(n * factor) for n in x.shape[2:]) if size is None else (size,) * 2 if isinstance(size, int) else size
+    )
+    return bilinear(x, sizes, align, centers)
 
 
 def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
@@ -102,7 +90,7 @@ def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) 
 
 def _dice(logits: Any, label: Any, smooth: float) -> Any:
     both, each = (logits * label).sum(), logits.square().sum() + label.square().sum()
-    return 1 - (2 * both + smooth) / (each + smooth)
+    return 1 - 2 * both / (each + smooth)
 
 
 CELLS: dict[str, Function] = {
@@ -128,21 +116,30 @@ CELLS: dict[str, Function] = {
     "AdaptiveMaxPool3d": lambda x, *, output_size, return_indices=False: F.adaptive_max_pool3d(
         x, output_size, return_indices),
     "AvgPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, ceil_mode=False,
-    count_include_pad=True: _pool_1d(F.avg_pool1d, x, kernel_size, stride, pad_mode, padding, ceil_mode=ceil_mode,
-                                     count_include_pad=count_include_pad),
-    "MaxPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, ceil_mode=False:
-    _pool_1d(F.max_pool1d, x, kernel_size, stride, pad_mode, padding, dilation=dilation, ceil_mode=ceil_mode),
+    count_include_pad=True: pool(F.avg_pool1d, x, kernel_size, stride, pad_mode, padding, ceil_mode=ceil_mode,
+                                 count_include_pad=count_include_pad),
+    "MaxPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, return_indices=False,
+    ceil_mode=False: pool(F.max_pool1d, x, kernel_size, stride, pad_mode, padding, dilation=dilation,
+                          return_indices=return_indices, ceil_mode=ceil_mode),
     "AvgPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, ceil_mode=False,
-    count_include_pad=True: F.avg_pool3d(x, kernel_size, stride, padding, ceil_mode, count_include_pad),
-    "MaxPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, ceil_mode=False:
-    F.max_pool3d(x, kernel_size, stride, padding, dilation, ceil_mode),
+    count_include_pad=True, divisor_override=None: pool(
+        F.avg_pool3d, x, kernel_size, stride, pad_mode, padding, ceil_mode=ceil_mode,
+        count_include_pad=count_include_pad, divisor_override=divisor_override),
+    "MaxPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, return_indices=False,
+    ceil_mode=False: pool(F.max_pool3d, x, kernel_size, stride, pad_mode, padding, dilation=dilation,
+                          return_indices=return_indices, ceil_mode=ceil_mode),
+    "MaxUnpool1d": lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: F.max_unpool1d(
+        x, indices, kernel_size, stride, padding, output_size),
+    "MaxUnpool2d": lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: F.max_unpool2d(
+        x, indices, kernel_size, stride, padding, output_size),
+    "MaxUnpool3d": lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: F.max_unpool3d(
+        x, indices, kernel_size, stride, padding, output_size),
     # -- shapes
     "ChannelShuffle": lambda x, *, groups: F.channel_shuffle(x, groups),
     "ConstantPad1d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 1),
     "ConstantPad2d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 2),
     "ConstantPad3d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 3),
-    "Pad": lambda x, *, paddings, mode="CONSTANT": F.pad(x, _flat_pairs(paddings), mode.lower().replace(
-        "symmetric", "reflect")),
+    "Pad": lambda x, *, paddings, mode="CONSTANT": mirrored(x, paddings, mode),
     "PixelShuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
     "PixelUnshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
     "ReflectionPad1d": lambda x, *, padding: _padded(x, padding, "reflect", None, 1),
@@ -156,7 +153,7 @@ CELLS: dict[str, Function] = {
     "ReplicationPad1d": lambda x, *, padding: _padded(x, padding, "replicate", None, 1),
     "ReplicationPad2d": lambda x, *, padding: _padded(x, padding, "replicate", None, 2),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
-    _upsampled(x, size, scale_factor, align_corners),
+    _upsampled(x, size, scale_factor, align_corners, half_pixel_centers),
     "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
     "Unflatten": lambda x, *, axis, unflattened_size: torch.unflatten(x, axis, tuple(unflattened_size)),
     "Upsample": lambda x, *, size=None, scale_factor=None, mode="nearest", align_corners=None,

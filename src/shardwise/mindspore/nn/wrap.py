@@ -243,17 +243,9 @@ class PipelineCell(Cell):
         return sum(losses[1:], losses[0])
 
 
-class _VirtualDatasetCell(Cell):
-    """A network whose inputs are as the option ``dataset_strategy`` says, as those of every network are."""
-
-    is_wrapper = True
-
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        self._backbone = backbone
-
-    def construct(self, *inputs: Any) -> Any:
-        return self._backbone(*inputs)
+def _VirtualDatasetCell(backbone: nn.Module) -> nn.Module:
+    """The network: its inputs are as the option ``dataset_strategy`` says, as those of every network are."""
+    return backbone
 
 
 VirtualDatasetCellTriple = _VirtualDatasetCell

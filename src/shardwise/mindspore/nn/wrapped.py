@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import generator
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.tensor import Parameter
@@ -151,13 +152,23 @@ def _decoder_layer(
                                       batch_first, norm_first, dtype=dtype)  # fmt: skip
 
 
+def _filled(module: nn.Module, **inits: Any) -> nn.Module:
+    """A module whose parameters have other initial values, where these are not None."""
+    for name, init in inits.items():
+        if init is not None:
+            own = module.get_parameter(name)
+            own.data.copy_(initializer(init, tuple(own.shape), own.dtype))
+    return module
+
+
 def _inner(layer: Any) -> Any:
     return getattr(layer, "module", layer)
 
 
 WRAPPED: dict[str, Callable[..., nn.Module]] = {
     "BiDense": lambda in1_channels, in2_channels, out_channels, weight_init=None, bias_init=None, has_bias=True,
-    dtype=None: nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
+    dtype=None: _filled(nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
+                        weight=weight_init, bias=bias_init),
     "GRUCell": lambda input_size, hidden_size, has_bias=True, dtype=None: nn.GRUCell(
         input_size, hidden_size, has_bias, dtype=dtype),
     "LSTMCell": lambda input_size, hidden_size, has_bias=True, dtype=None: nn.LSTMCell(

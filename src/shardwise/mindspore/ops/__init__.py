@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Any
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import functions, operations
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
-from shardwise.mindspore.ops.composite import GradOperation, HyperMap, Map, MultitypeFuncGraph, Partial
+from shardwise.mindspore.ops.composite import (
+    GradOperation,
+    HyperMap,
+    Map,
+    MultitypeFuncGraph,
+    Partial,
+    add_flags,
+    core,
+)
 from shardwise.mindspore.ops.functional import (
     depend,
     grad,
@@ -24,9 +32,9 @@ from shardwise.mindspore.ops.operations import *
 
 if not TYPE_CHECKING:  # as in ``operations``
     __all__ = [
-        "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "clip_by_global_norm", "clip_by_value",
-        "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad", "vjp",
-        "vmap",
+        "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "add_flags", "clip_by_global_norm",
+        "clip_by_value", "core", "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard",
+        "stop_gradient", "value_and_grad", "vjp", "vmap",
     ]  # fmt: skip
     __all__ += functions.__all__
     __all__ += operations.__all__

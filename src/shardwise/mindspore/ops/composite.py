@@ -115,10 +115,23 @@ class GradOperation:
         def gradient(*inputs: Any) -> Any:
             network_inputs, sens = (inputs[:-1], inputs[-1]) if self.sens_param else (inputs, 1.0)
             positions: Any = tuple(range(len(network_inputs))) if self.get_all else None if self.get_by_list else 0
-            scaled = network if not self.sens_param else lambda *args: network(*args) * sens
+            scaled = network if not self.sens_param else lambda *args: _times(network(*args), sens)
             return grad(scaled, positions, weights if self.get_by_list else None)(*network_inputs)
 
         return gradient
+
+
+def _times(result: Any, sens: Any) -> Any:
+    """What a network returns, a tuple of sensitivities where it returns several tensors."""
+    return tuple(map(_times, result, sens)) if isinstance(sens, (tuple, list)) else result * sens
+
+
+def add_flags(fn: Any = None, **flags: Any) -> Any:
+    """``@add_flags(has_effect=True)``: the function itself, as flags are for the reference's compiler."""
+    return fn if fn is not None else lambda own: own
+
+
+core = add_flags
 
 
 def __getattr__(name: str) -> Any:
@@ -130,4 +143,7 @@ def __getattr__(name: str) -> Any:
     return getattr(ops, name)
 
 
-__all__ = ["GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "clip_by_global_norm", "clip_by_value"]
+__all__ = [
+    "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "add_flags", "clip_by_global_norm",
+    "clip_by_value", "core",
+]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import problem
-from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore import context, engine, overflow, strict
 from shardwise.mindspore.engine import STRATEGIES
 from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.layout import as_counts
@@ -53,6 +53,7 @@ def differentiate(
     loss = result[0] if isinstance(result, (tuple, list)) else result
     (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
     grads = tuple(torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+    overflow.noted((loss, *grads))
     for weight, grad in zip(weights, before, strict=True):
         weight.grad = grad
     if split is not None:
@@ -82,11 +83,10 @@ def value_and_grad(
     ``weights``, as a pair where both are asked for.
 
     With ``has_aux`` only the first output is differentiated, else the sum of all of them. For gradients of
-    inputs every rank computes a split cell whole, which needs ``full_batch``. In semi_auto and auto mode, where every
+    inputs every rank computes a split cell whole, which needs ``full_batch``. ``return_ids``: each gradient is a pair,
+    with its input's position or its parameter's name before it (``get_grad``). In semi_auto and auto mode, where every
     rank has rows of its own, the losses of the ranks are summed, with ``gradients_mean`` averaged.
     """
-    if return_ids:
-        raise NotImplementedError("value_and_grad(return_ids=True): gradients are returned in order, without names")
     positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position or ())
     listed = None if weights is None else ((weights,) if isinstance(weights, nn.Parameter) else tuple(weights))
     if not positions and listed is None:
@@ -122,13 +122,19 @@ def value_and_grad(
             total.backward()
             found = tuple(tensor.grad for tensor in wanted)
         grads = tuple(torch.zeros_like(x) if own is None else own for x, own in zip(wanted, found, strict=True))
+        overflow.noted((total, *grads))
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # it may be split by now
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
+        of_inputs: tuple[Any, ...]
+        of_weights: tuple[Any, ...]
         of_inputs, of_weights = (
             as_tensors[: len(positions)],
             tuple(map(as_gradient, as_tensors[len(positions) :], listed or ())),
         )
+        if return_ids:
+            of_inputs = tuple(zip(positions, of_inputs, strict=True))
+            of_weights = tuple((own.name, grad) for own, grad in zip(listed or (), of_weights, strict=True))
         first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
         return (result if is_inner else engine.detached(result)), both
@@ -151,6 +157,24 @@ def grad(
         return (grads, tuple(value[1:])) if has_aux else grads
 
     return gradient
+
+
+def get_grad(gradients: Any, identifier: Any) -> Any:
+    """Of the gradients of ``grad(..., return_ids=True)`` that of an input, by its position, or of a parameter."""
+    wanted = getattr(identifier, "name", identifier)
+    pairs, pending = [], [gradients]
+    while pending:
+        own = pending.pop()
+        is_pair = isinstance(own, tuple) and len(own) == 2 and isinstance(own[0], (int, str))
+        if is_pair:
+            pairs.append(own)
+        elif isinstance(own, tuple):
+            pending += own
+    for name, gradient in pairs:
+        if name == wanted:
+            return gradient
+    known = ", ".join(str(name) for name, _ in pairs) or "none: give grad return_ids=True"
+    raise RuntimeError(problem(f"there is no gradient of {wanted!r}", fix=f"one of {known}"))
 
 
 def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: Any = None, **settings: Any) -> Any:
@@ -321,6 +345,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "depend", "differentiate", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad",
-    "vjp", "vmap",
+    "depend", "differentiate", "get_grad", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient",
+    "value_and_grad", "vjp", "vmap",
 ]  # fmt: skip

@@ -233,4 +233,8 @@ class AvgPool(_Pool):
         return F.avg_pool2d(F.pad(x, sides), self.kernel_size, self.stride) / shares
 
 
-__all__ = ["AvgPool", "Conv2D", "Conv2DTranspose", "MaxPool"]
+class Conv2DBackpropInput(Conv2DTranspose):
+    """The old name of Conv2DTranspose."""
+
+
+__all__ = ["AvgPool", "Conv2D", "Conv2DBackpropInput", "Conv2DTranspose", "MaxPool"]

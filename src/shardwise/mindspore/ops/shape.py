@@ -111,6 +111,10 @@ class Stack(_Joined):
         """Along a new dim nothing is split."""
 
 
+class Pack(Stack):
+    """The old name of Stack."""
+
+
 class Unstack(_Joined):
     """A tuple of the slices along ``axis``."""
 
@@ -265,6 +269,6 @@ class Depend(_Made):
 
 
 __all__ = [
-    "BroadcastTo", "Concat", "Depend", "ExpandDims", "Eye", "Fill", "Flatten", "Ones", "Range", "Reshape", "Shape",
-    "Slice", "Split", "Squeeze", "Stack", "StridedSlice", "Tile", "Transpose", "Unstack", "Zeros",
+    "BroadcastTo", "Concat", "Depend", "ExpandDims", "Eye", "Fill", "Flatten", "Ones", "Pack", "Range", "Reshape",
+    "Shape", "Slice", "Split", "Squeeze", "Stack", "StridedSlice", "Tile", "Transpose", "Unstack", "Zeros",
 ]  # fmt: skip

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwise.errors import problem
+from shardwise.mindspore import overflow
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.tensor import Tensor
+from shardwise.mindspore.ops.resizing import bilinear, mirrored, nearest, pool
+from shardwise.mindspore.tensor import Tensor, as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
 
 
@@ -72,9 +73,9 @@ def _unwritten(name: Any, value: Any) -> None:
     note("summaries inside of cells write nothing: train.SummaryCollector, and SummaryRecord.add_value, do")
 
 
-def _no_register(status: Any) -> Any:
-    what = "NPUGetFloatStatus reads a register of Ascend devices, which others have not"
-    raise NotImplementedError(problem(what, fix="ms.amp.all_finite(grads), or nn.TrainOneStepWithLossScaleCell"))
+def _flat(paddings: Any) -> list[int]:
+    """Pairs of a padding per dim, as torch takes them: last dim first."""
+    return [int(n) for pair in reversed(as_torch(paddings).tolist()) for n in pair]
 
 
 # Primitives that compute a function of ``ops.functions``: its name, and the settings that the constructor takes.
@@ -91,7 +92,9 @@ _OF_FUNCTIONS = {
     "BatchToSpaceND": "batch_to_space_nd block_shape crops", "SpaceToBatchND": "space_to_batch_nd block_shape paddings",
     "BoundingBoxDecode": "bounding_box_decode max_shape means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0) "
     "wh_ratio_clip=0.016", "BoundingBoxEncode": "bounding_box_encode means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0)",
-    "IOU": "iou mode='iou'",
+    "IOU": "iou mode='iou'", "AccumulateNV2": "accumulate_n", "ApproximateEqual": "approximate_equal tolerance=1e-5",
+    "Cross": "cross dim=None", "SearchSorted": "searchsorted right=False", "DynamicShape": "dyn_shape",
+
     "MatrixInverse": "inverse", "LogMatrixDeterminant": "log_matrix_determinant", "Trace": "trace",
     "ReverseSequence": "reverse_sequence seq_dim batch_dim=0",
     "IndexAdd": "index_add axis", "InplaceAdd": "inplace_add indices", "InplaceSub": "inplace_sub indices",
@@ -143,9 +146,8 @@ SIMPLE: dict[str, Function] = {
     "Diag": lambda x: torch.diag(x), "DiagPart": lambda x: torch.diagonal(x),
     "Einsum": lambda operands, *, equation: torch.einsum(equation, *operands),
     "Meshgrid": lambda inputs, *, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
-    "MirrorPad": lambda x, paddings, *, mode="REFLECT": F.pad(
-        x, [int(n) for pair in reversed(paddings.tolist()) for n in pair], mode.lower()),
-    "Pad": lambda x, *, paddings: F.pad(x, [n for pair in reversed(paddings) for n in pair]),
+    "MirrorPad": lambda x, paddings, *, mode="REFLECT": mirrored(x, paddings, mode),
+    "Pad": lambda x, *, paddings: F.pad(x, _flat(paddings)),
     "ReverseV2": lambda x, *, axis: torch.flip(x, tuple(axis)),
     "SpaceToDepth": lambda x, *, block_size: x.reshape(
         *x.shape[:2], x.shape[2] // block_size, block_size, x.shape[3] // block_size, block_size
@@ -170,10 +172,13 @@ SIMPLE: dict[str, Function] = {
     inner_precise=0, input_layout="BSH", sparse_mode=0: (None, None, None, attention(
         query, key, value, attn_mask, head_num, (real_shift, drop_mask, padding_mask, prefix), keep_prob, scale_value,
         pre_tokens, next_tokens, input_layout, sparse_mode)),
-    "MaxPool3D": lambda x, *, kernel_size=1, strides=1, pad_mode="valid": F.max_pool3d(x, kernel_size, strides),
-    "ResizeBilinear": lambda x, *, size, align_corners=False: F.interpolate(
-        x, tuple(size), mode="bilinear", align_corners=align_corners),
-    "ResizeNearestNeighbor": lambda x, *, size, align_corners=False: F.interpolate(x, tuple(size)),
+    "MaxPool3D": lambda x, *, kernel_size=1, strides=1, pad_mode="valid", pad_list=0, ceil_mode=None:
+    pool(F.max_pool3d, x, kernel_size, strides, pad_mode, pad_list, ceil_mode=bool(ceil_mode)),
+    "MaxPoolWithArgmax": lambda x, *, kernel_size=1, strides=1, pad_mode="valid": pool(
+        F.max_pool2d, x, kernel_size, strides, pad_mode, 0, return_indices=True),
+    "ResizeBilinear": lambda x, *, size, align_corners=False, half_pixel_centers=False: bilinear(
+        x, size, align_corners, half_pixel_centers),
+    "ResizeNearestNeighbor": lambda x, *, size, align_corners=False: nearest(x, size, align_corners),
     # -- losses
     "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
         F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
@@ -186,8 +191,9 @@ SIMPLE: dict[str, Function] = {
     "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
     # -- the overflow status of Ascend devices
     "FloatStatus": lambda x: (~torch.isfinite(x)).any().float().reshape(1),
-    "NPUAllocFloatStatus": lambda: torch.zeros(8), "NPUClearFloatStatus": lambda status: torch.zeros_like(status),
-    "NPUGetFloatStatus": _no_register,
+    "NPUAllocFloatStatus": overflow.alloc,
+    **dict.fromkeys(("NPUClearFloatStatus", "NPUClearFloatStatusV2"), overflow.clear),
+    **dict.fromkeys(("NPUGetFloatStatus", "NPUGetFloatStatusV2"), overflow.read),
     # -- new tensors
     "Multinomial": lambda x, num_samples, *, seed=0, seed2=0, dtype=torch.int32: torch.multinomial(
         x, int(num_samples), replacement=True).to(dtype_of(dtype)),

@@ -8,13 +8,14 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.errors import page, problem
+from shardwise.errors import problem
 from shardwise.mindspore import staged
 from shardwise.mindspore.train.serialization import save_checkpoint
 
@@ -307,18 +308,23 @@ class ModelCheckpoint(Callback):
                 raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
         saved = self._config.saved_network or params.network
         whole = self._config.integrated_save if integrated is None else integrated
-        save_checkpoint(saved, str(path), whole, info, params.optimizer)
+        save_checkpoint(saved, str(path), whole, append_dict=info, optimizer=params.optimizer)
         self._files.append(path)
         self._last_step, self._last_seconds = params.cur_step_num, time.monotonic()
         while len(self._files) > max(1, self._config.keep_checkpoint_max) and self._config.keep_checkpoint_max:
             self._files.pop(0).unlink(missing_ok=True)
 
 
-def __getattr__(name: str) -> Any:
-    """Programs import all callbacks from here."""
-    from shardwise.mindspore.train import recording, watching
+# Programs import all callbacks from here.
+_ELSEWHERE = {
+    **dict.fromkeys(("EarlyStopping", "History", "LearningRateScheduler", "ReduceLROnPlateau"), "watching"),
+    **dict.fromkeys(("BackupAndRestore", "DatasetHelper", "OnRequestExit", "SummaryCollector"), "recording"),
+}
+__all__ = ["Callback", "CheckpointConfig", "LambdaCallback", "LossMonitor", "ModelCheckpoint", "RunContext",
+           "TimeMonitor", *_ELSEWHERE]  # fmt: skip
 
-    for home in (watching, recording):
-        if not name.startswith("_") and hasattr(home, name):
-            return getattr(home, name)
-    raise AttributeError(problem(f"there is no callback {name}", fix=f"they are listed in {page('from-mindspore')}"))
+
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(problem(f"there is no callback {name}", fix=f"they are {', '.join(__all__)}"))
+    return getattr(import_module(f"shardwise.mindspore.train.{_ELSEWHERE[name]}"), name)

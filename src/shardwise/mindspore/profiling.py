@@ -1,0 +1,42 @@
+"""``Profiler``: torch's, under the reference's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.launch.ranks import rank
+from shardwise.mindspore.notes import note
+
+
+class Profiler:
+    """Records operators from when it is made (with ``start_profile=False``: from ``start``) to ``stop`` or ``analyse``,
+    which writes ``output_path/rank_N_trace.json``, a trace for Perfetto. Other settings are taken, with a note. What
+    a split cell takes, operator by operator, ``shardwise.Parallel.profile`` tells."""
+
+    def __init__(self, output_path: str = "./data", start_profile: bool = True, **settings: Any) -> None:
+        self._path, self._profile, self._runs = Path(output_path), torch.profiler.profile(), False
+        if settings:
+            note(f"Profiler({', '.join(settings)}) has no effect here: torch's profiler records operators")
+        if start_profile:
+            self.start()
+
+    def start(self) -> None:
+        self._profile.start()
+        self._runs = True
+
+    def stop(self) -> None:
+        if self._runs:
+            self._profile.stop()
+            self._runs = False
+
+    def analyse(self, *settings: Any, **named: Any) -> None:
+        """Stop, and write the trace."""
+        self.stop()
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._path / f"rank_{rank()}_trace.json"))
+
+
+__all__ = ["Profiler"]
