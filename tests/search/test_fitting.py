@@ -24,6 +24,7 @@ from shardwise.search.again import Again, Gathered
 from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
 from shardwise.search.levers import Levers
+from shardwise.search.planner import fewest_that_fit
 from shardwise.search.rules import rules_of
 
 if TYPE_CHECKING:
@@ -202,3 +203,25 @@ def test_what_fits_only_at_a_higher_price_does_not_rule_out_what_makes_more_agai
     assert not full.is_ruled_out(3.0, [cheap])
     assert not cheap.is_ruled_out(9.0, [full]), "it makes less again"
     assert not full.is_ruled_out(9.0, [])
+
+
+@pytest.mark.parametrize("shape", ["a line", "bent", "steps", "flat, then a cliff"])
+def test_the_fewest_that_fit_are_found_and_on_a_line_in_few_looks(shape: str) -> None:
+    num = 80
+    for limit in range(3, 200):
+        looks: list[int] = []
+
+        def bytes_of(number: int, looks: list[int] = looks) -> float:
+            looks.append(number)
+            return {
+                "a line": 2 + 2.5 * (num - number),
+                "bent": max(3.0, 2 + 2.5 * (num - number), 500.0 - 40 * number),
+                "steps": 2 + 20.0 * ((num - number) // 8),
+                "flat, then a cliff": 202.0 if number < 77 else 3.0,
+            }[shape]
+
+        found = fewest_that_fit(num, bytes_of(num), bytes_of, limit)
+        fitting = [number for number in range(num + 1) if bytes_of(number) <= limit]
+        looked = looks[1 : -(num + 1)]
+        assert found == fitting[0]
+        assert len(set(looked)) == len(looked) <= (3 if shape == "a line" else 2 + 8)

@@ -9,9 +9,9 @@ on under a limit that is lower by as much, then without the choices that hold mo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, log10
+from math import ceil, inf, log10
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
@@ -337,17 +337,15 @@ class Planner:
         as many from the last as the limit allows; and the planner that has them so. Memory decides, as all that is made
         again costs time."""
         strong = self.settings.levers.segments
-        best, own = ranking.best, self
-        least, most = 0, len(strong)  # how many of the first stay as they are; all of them fit
-        while least < most:
-            count = (least + most) // 2
+        known = {len(strong): (self, ranking.best)}  # how many of the first stay as they are
+
+        def held(count: int) -> float:
             mixed = replace(self.settings.levers, segments=strong[:count] + weaker.segments[count:])
             planner = replace(self, settings=replace(self.settings, levers=mixed))
-            tried = planner._built(ranking.best.candidate)
-            if tried.num_bytes <= self.limit:
-                best, own, most = tried, planner, count
-            else:
-                least = count + 1
+            known[count] = planner, planner._built(ranking.best.candidate)
+            return known[count][1].num_bytes
+
+        own, best = known[fewest_that_fit(len(strong), ranking.best.num_bytes, held, self.limit)]
         return own, replace(ranking, best=best)
 
     def planned_as_eased(self, answer: Answer, easier: Planner, eased: Ranked) -> Planned:
@@ -399,6 +397,26 @@ class Planner:
         if self.settings.layouts or self.settings.zero is not None or self.settings.levers:
             prediction = _as_stored(prediction, best, search)
         return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.levers)
+
+
+def fewest_that_fit(most: int, held: float, bytes_of: Callable[[int], float], limit: float) -> int:
+    """The least number from 0 to ``most`` of which ``bytes_of`` is within the limit, as the bytes ``held`` of ``most``
+    are. Bytes fall as numbers grow. Where equal blocks hold equally much, a line through two known numbers tells where
+    they meet the limit: it is followed twice, then what is left is halved."""
+    least, above, guesses = 0, inf, 2  # ``above``: the bytes of ``least`` - 1, which does not fit
+    while least < most:
+        number = (least + most) // 2
+        if above == inf:
+            number = 0
+        elif guesses:
+            share, guesses = (above - limit) / (above - held), guesses - 1
+            number = min(most - 1, least - 1 + ceil(share * (most - least + 1)))
+        found = bytes_of(number)
+        if found <= limit:
+            most, held = number, found
+        else:
+            least, above = number + 1, found
+    return most
 
 
 def built(
