@@ -239,7 +239,7 @@ def plan(
                     (listed,) = by_roles((listed,), (Doing(graph, rules, choice.strategies),))
                 pricing = _pricing(cluster, memory_bytes, planned.search, listed.mesh)
                 found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
-                return Planned.of(found, planned.search)
+                return Planned.of(found, planned.search, planned.ranking.best.peak)
 
             trials = Trials(call, graph, batches)
             for own_graph, passes in trials:

@@ -55,6 +55,11 @@ def test_its_figures_are_those_of_the_plan_and_of_arithmetic() -> None:
     assert answer.utilisation == answer.step.flops / answer.step_seconds / answer.step.peak_flops
     assert answer.price == pytest.approx(1e9 / tokens * answer.step_seconds / 3600 * 2 * 3.0)
     assert answer.untried  # no time was given
+    passes: dict[str, Any] = {"global_batch": 16, "micro_batch": 4}
+    answer = sw.fits(module, batch, "h100-1x2", seconds=0, **passes)
+    assert answer.step is not None
+    assert answer.step.peak == step_memory(module, batch, sw.plan(module, batch, "h100-1x2", **passes)).peak
+    assert answer.step.flops == 3 * products
 
 
 @pytest.mark.long

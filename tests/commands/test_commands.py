@@ -216,6 +216,22 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
         assert says in capsys.readouterr().err
 
 
+def test_a_file_that_may_not_be_written_is_refused_before_any_work_and_a_full_disk_is_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("plan", "net.py:build", "--cluster", "2", "-o", "plan.json") == 0
+    for command in (["plan", "net.py:build"], ["trace", "net.py:build"], ["report", "net.py:build"]):
+        assert run(*command, "--cluster", "2", "-o", "/dev/full") == 2
+        assert "/dev/full is not written: No space left on device" in capsys.readouterr().err
+    assert run("report", "plan.json", "-o", "/dev/full") == 2
+    assert "fix:    -o another file" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(SystemExit) as ended:
+        run("plan", "net.py:missing", "--cluster", "2", "-o", "other.json")
+    assert ended.value.code == 2
+    assert "other.json may not be written" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("_without_mends")
 def test_a_number_of_devices_has_the_memory_it_takes_as_in_python(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

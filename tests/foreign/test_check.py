@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.foreign import ranks
 from shardwise.foreign.ranks import on_ranks
 from shardwise.foreign.seen import seen
 
@@ -428,3 +430,33 @@ def test_an_error_on_one_rank_ends_the_others() -> None:
 
     found = on_ranks(sw.Mesh(tp=2), body)
     assert [type(rank.error) for rank in found] == [type(None), ValueError]
+
+
+def test_ranks_that_were_interrupted_take_no_part_in_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, left = threading.Event(), list[threading.Thread]()
+
+    def stuck(rank: Any) -> None:
+        if rank.rank == 1:
+            left.append(threading.current_thread())
+            go.wait()
+            dist.all_reduce(torch.full((1,), 100.0))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_wait", interrupted)
+        patch.setattr(ranks, "STALLED_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            on_ranks(sw.Mesh(tp=2), stuck)
+
+    def body(rank: Any) -> float:
+        x = torch.ones(1)
+        if rank.rank == 0:
+            go.set()
+            left[0].join(5.0)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert [rank.result for rank in on_ranks(sw.Mesh(tp=2), body)] == [2.0, 2.0]
+    assert not left[0].is_alive()

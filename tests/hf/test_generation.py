@@ -113,6 +113,8 @@ def on_ranks() -> dict[str, Any]:
     for name, value in REFUSED.items():
         with pytest.raises(sw.ShardwiseError, match=f"the generator has no {name}"):
             writer.generate(**prompts(6), max_new_tokens=4, do_sample=False, **{name: value})
+    with pytest.raises(sw.ShardwiseError, match="guidance_scale"):
+        writer.generate(**prompts(6), guidance_scale=1.5, **GREEDY)
     with pytest.raises(sw.ShardwiseError, match="has no encoder"):
         generation.generator(par, batch_size=2, max_length=24, source_length=8)
     before = texts(writer)

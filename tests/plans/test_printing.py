@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from runtime.small_gpt import example_module
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.printing import format_bytes, merged_operators, merged_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TENSOR_PARALLEL = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp", "tokens": "v@tp", "head": "n@tp"}
@@ -66,6 +66,16 @@ def test_equal_layers_share_a_line_and_layers_that_differ_do_not():
     assert "  layers.1,4.fc.weight     f32[8@tp, 8]\n" in text
     assert "  layers.2-3,5.fc.weight   f32[8, 8@tp]\n" in text
     assert text.count("layers.2-3,5.fc/linear ") == 1
+
+
+def test_numbers_of_sizes_and_strategies_are_no_numbers_of_names():
+    net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4))
+    plan = sw.plan(net, torch.randn(8, 8), 2, mesh=sw.Mesh(dp=2), strategies={"1": "n@dp"}, mode="semi_auto")
+    tensors = merged_tensors(plan.parameters)
+    assert ("0.bias", "f32[16]") in tensors
+    assert not {layout for _, layout in tensors} - {entry.layout for entry in plan.parameters}
+    splits = merged_operators(plan.stages[0])[0]
+    assert not {row[1] for row in splits} - {operator.strategy or "whole" for operator in plan.operators}
 
 
 def test_a_plan_says_what_a_device_holds_and_sends():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -205,18 +206,29 @@ def test_what_fits_only_at_a_higher_price_does_not_rule_out_what_makes_more_agai
     assert not full.is_ruled_out(9.0, [])
 
 
-@pytest.mark.parametrize("bend", [0.0, 0.02, 0.5, 3.0], ids=lambda bend: f"bend {bend}")
-def test_the_least_number_of_segments_that_fits_is_found_in_few_looks(bend: float) -> None:
-    """Bytes that fall evenly, nearly so, and not at all so."""
+@pytest.mark.parametrize("shape", ["a line", "nearly", "bent", "steps", "flat, then a cliff"])
+def test_the_least_number_of_segments_that_fits_is_found_and_on_a_line_in_few_looks(shape: str) -> None:
     for most in (1, 2, 3, 32, 126):
-        for exact in range(most + 1):
-            looks: dict[int, float] = {}
 
-            def bytes_of(count: int, most: int = most, looks: dict[int, float] = looks) -> float:
-                looks[count] = 100.0 - 50.0 * (count / most) ** (1 + bend)
-                return looks[count]
+        def bytes_of(count: int, most: int = most) -> float:
+            left = (most - count) / most
+            return {
+                "a line": 50 + 50 * left,
+                "nearly": 50 + 50 * left**1.02,
+                "bent": 50 + 50 * left**4,
+                "steps": 50 + 10 * (5 * left // 1),
+                "flat, then a cliff": 50.0 if count == most else 100.0 - 1e-3 * count,
+            }[shape]
+
+        for exact in range(most + 1):
+            looks: list[int] = []
+
+            def looked(count: int, looks: list[int] = looks, bytes_of: Callable[[int], float] = bytes_of) -> float:
+                looks.append(count)
+                return bytes_of(count)
 
             limit = bytes_of(exact) + 1e-9
-            looks.clear()
-            assert least_that_fits(bytes_of, most, limit) == exact
-            assert len(looks) <= (4 if bend <= 0.02 else 2 * most.bit_length() + 2), (most, exact, sorted(looks))
+            found = least_that_fits(looked, most, limit)
+            assert found == min(count for count in range(most + 1) if bytes_of(count) <= limit)
+            few = {"a line": 4, "nearly": 5}.get(shape) or 2 * most.bit_length() + 2
+            assert len(set(looks)) <= few, (most, exact, looks)

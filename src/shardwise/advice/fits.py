@@ -16,19 +16,15 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import flops_of
 from shardwise.costs.kernels import DTYPE_NAMES
 from shardwise.costs.ledger import Peak
-from shardwise.costs.memory import memory_of
 from shardwise.costs.prediction import Interval
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
-from shardwise.plans.bind import program_of
-from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.plan import Plan
-from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_interval, format_seconds
 from shardwise.report.joined import Joined
 from shardwise.report.options import NUM_SHOWN, Option, Question, changes, mends, tried
-from shardwise.report.planned import Staged
+from shardwise.report.planned import Planned, Staged
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 
 SECONDS = 30.0
@@ -277,12 +273,10 @@ def _step(question: Question, plan: Plan) -> Step:
         peaks = tuple(stage_peak(plan, number, own.step) for number, own in enumerate(passes))
         seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
         return Step(seconds, peak, peaks, *_arithmetic(found.found.graph, plan, cluster))
-    assert plan.predicted is not None, "it was chosen by price"
-    arguments = question.args, dict(question.kwargs)
-    call = Example(question.module, arguments, question.settings.get("loss"), precision=plan.precision)
-    graph = planned_graph(call, plan)
-    memory = memory_of(program_of(plan, graph, training=question.module.training), prices_of(plan))
-    return Step(plan.predicted.step_interval(cluster), memory.peak, (), *_arithmetic(graph, plan, cluster))
+    assert isinstance(found, Planned), "it was chosen by price"
+    assert found.predicted is not None, "it was chosen by price"
+    graph = found.finished_search.cost.domains.graph
+    return Step(found.predicted.step_interval(cluster), found.peak, (), *_arithmetic(graph, plan, cluster))
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:

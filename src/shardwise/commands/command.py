@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from shardwise.errors import ShardwiseError, problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,4 +33,17 @@ def _to_write(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text} is a folder, not a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written")
     return text
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """In here a file is written. Raises ShardwiseError where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ShardwiseError(
+            problem(f"{path} is not written: {error.strerror or error}", fix="-o another file")
+        ) from error

@@ -11,7 +11,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.command import Command, add_output
+from shardwise.commands.command import Command, add_output, writing
 from shardwise.commands.data import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
 from shardwise.commands.models import add_model, model_of, named, names_plan
 from shardwise.commands.settings import add_settings, cluster_of, settings_of
@@ -65,7 +65,8 @@ def _plan(chosen: argparse.Namespace) -> int:
     if found is None:
         return 1
     if chosen.output:
-        found.save(chosen.output)
+        with writing(chosen.output):
+            found.save(chosen.output)
         if not chosen.json:
             print(f"\nwritten to {chosen.output}: sw.Plan.load({chosen.output!r})")
     return 0
@@ -148,7 +149,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
 def _trace(chosen: argparse.Namespace) -> int:
     plan = _searched(chosen)
-    plan.trace(chosen.output)
+    with writing(chosen.output):
+        plan.trace(chosen.output)
     show(
         f"written to {chosen.output}: open it in https://ui.perfetto.dev",
         chosen,
@@ -171,10 +173,12 @@ def _report(chosen: argparse.Namespace) -> int:
 
     other = None if chosen.other is None else Plan.load(chosen.other)
     if _is_plan(chosen.model):
-        write_page(chosen.output, Plan.load(chosen.model), other=other)
+        alone = Plan.load(chosen.model)
+        with writing(chosen.output):
+            write_page(chosen.output, alone, other=other)
     else:
         plan = _searched(chosen)
-        with shown("writing the page"):
+        with shown("writing the page"), writing(chosen.output):
             plan.report(chosen.output, other=other)
     size = Path(chosen.output).stat().st_size
     show(f"written to {chosen.output}", chosen, lambda: {"written": chosen.output, "bytes": size})

@@ -3,7 +3,8 @@
 Other tools' plans are executed by the tools' own code: DTensor, ``fully_shard``, the layers of transformers. Each rank
 is a thread with a default process group of its own; a collective waits for its members, checks that they came to the
 same one, and is then computed on their tensors (PyTorch's own tests run DTensor and FSDP2 on these groups). Nothing is
-left behind: the process group of the caller, if there is one, is back afterwards.
+left behind: the process group of the caller, if there is one, is back afterwards, and a thread that did not end in time
+(of ranks that were interrupted, say) takes part in nothing that comes later.
 """
 
 from __future__ import annotations
@@ -92,12 +93,14 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _noting() -> Iterator[None]:
-    """While it lasts, PyTorch's threaded groups compare the collectives that ranks come to, and note them."""
+def _noting(ranks: list[Rank]) -> Iterator[None]:
+    """While it lasts, PyTorch's threaded groups compare the collectives that ``ranks`` come to, and note them."""
     start: Callable[..., Any] = threaded.ProcessLocalGroup._start_coll
     end: Callable[..., None] = threaded.ProcessLocalGroup._end_coll
 
     def started(collective: Any, group: Any) -> _Noted:
+        if _HERE.rank not in ranks:  # its groups have the names of these
+            raise SystemExit
         found = start(collective, group)
         kind, first = (type(one).__name__ for one in (collective, found._collective))
         if kind != first:
@@ -165,7 +168,8 @@ def on_ranks(mesh: Mesh, body: Callable[[Rank], Any]) -> list[Rank]:
         except BaseException as error:
             own.error = error  # the others go on as far as they can without it
 
-    with _ONE_AT_A_TIME, _noting(), _quiet():
+    with _ONE_AT_A_TIME, _noting(found), _quiet():
+        threaded.ProcessLocalGroup.reset()  # of what a thread that was left behind came to since
         threaded._install_threaded_pg()
         isolate: Callable[[bool], None] = vars(torch._C._distributed_c10d)["_set_thread_isolation_mode"]
         isolate(True)
@@ -173,7 +177,11 @@ def on_ranks(mesh: Mesh, body: Callable[[Rank], Any]) -> list[Rank]:
             threads = [threading.Thread(target=context.copy().run, args=(run, own), daemon=True) for own in found]
             for thread in threads:
                 thread.start()
-            _wait(threads, found)
+            try:
+                _wait(threads, found)
+            except BaseException:  # an interrupt
+                _end(threads)
+                raise
         finally:
             threaded.ProcessLocalGroup.reset()
             isolate(False)
@@ -197,10 +205,16 @@ def _wait(threads: list[threading.Thread], ranks: list[Rank]) -> None:
                 done = next(rank for rank in ranks if rank not in alive)
                 what = f"rank {alive[0].rank} waits in a collective, rank {done.rank} is done"
                 alive[0].error = DifferentExchangesError(what)
-            threaded.ProcessLocalGroup.exception_handle(SystemExit())
-            for thread in threads:
-                thread.join(STALLED_SECONDS)
+            _end(threads)
             return
+
+
+def _end(threads: list[threading.Thread]) -> None:
+    """End ranks at the collectives where they are, or come to."""
+    threaded.ProcessLocalGroup.exception_handle(SystemExit())
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(STALLED_SECONDS)
 
 
 def axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[str, ...]:

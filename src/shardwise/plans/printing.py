@@ -385,11 +385,11 @@ def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     groups: dict[str, list[str]] = {}
     for name, text in entries:
         lines = [name, *text.split("\n")]
-        key = "\n".join(_NUMBER.sub("*", head) + mark + rest for head, mark, rest in map(_named, lines))
+        key = "\n".join(_NUMBER.sub("*", head) + mark + rest for head, mark, rest in _named(lines))
         groups.setdefault(key, []).append("\n".join(lines))
     found = []
     for members in groups.values():
-        rows = [[_named(line) for line in member.split("\n")] for member in members]
+        rows = [_named(member.split("\n")) for member in members]
         names = [[head for head, _, _ in column] for column in zip(*rows, strict=True)]
         numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names[0]]
         spans = [sorted(set(column)) for column in zip(*numbers, strict=True)]
@@ -400,10 +400,13 @@ def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return found
 
 
-def _named(line: str) -> tuple[str, str, str]:
-    """(name, mark, rest) of a line; a line without ": " names something only if it stands alone: the first."""
-    name, mark, rest = line.partition(": ")
-    return (name, mark, rest) if mark or " " not in line.strip() else ("", "", line)
+def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(name, mark, rest) of every line: the first is a name, and of the others a line without ": " has none."""
+    found = [(lines[0], "", "")]
+    for line in lines[1:]:
+        name, mark, rest = line.partition(": ")
+        found.append((name, mark, rest) if mark else ("", "", line))
+    return found
 
 
 def _ranged(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.timeline import SimulatedStep, simulate, simulate_program
 from shardwise.costs.trace import write_trace
@@ -83,14 +84,15 @@ class Known(Plan):
 @dataclass(frozen=True, eq=False)
 class Planned(Known):
     """A plan that can be explained. ``finished_search``: the search that chose it, which is no part of the plan: not of
-    its file, not of comparisons, and a copy for another process is the plan alone."""
+    its file, not of comparisons, and a copy for another process is the plan alone; ``peak``: of its fullest device."""
 
     finished_search: Search = field(kw_only=True, repr=False)
+    peak: Peak = field(kw_only=True, repr=False)
     tried: tuple[Tried, ...] = field(default=(), kw_only=True, repr=False)  # micro-batches, if one was chosen
 
     @staticmethod
-    def of(plan: Plan, finished_search: Search) -> Planned:
-        return Planned(**entries(plan), finished_search=replace(finished_search, called=plan.mesh))
+    def of(plan: Plan, finished_search: Search, peak: Peak) -> Planned:
+        return Planned(**entries(plan), finished_search=replace(finished_search, called=plan.mesh), peak=peak)
 
     def explain(self, name: str) -> Explanation | MicroBatches:
         """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by

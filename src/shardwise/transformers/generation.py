@@ -309,7 +309,8 @@ def _front(model: Any, generation: _Generation) -> Any:
         wanted = sorted(k for k, v in others.items() if v is not None and k not in _UNDERSTOOD)
         wanted += ["logits_to_keep"] if others.get("logits_to_keep") not in (None, 0, 1) else []
         if input_ids is None or not isinstance(cache, _Held) or wanted:
-            what = f"the generator does not know {wanted}" if wanted else "the generator takes tokens and keeps a cache"
+            own = "the generator takes tokens and has one cache: no other pass beside it, as guidance_scale makes"
+            what = f"the generator does not know {wanted}" if wanted else own
             raise ShardwiseError(problem(what, fix="leave it out, or generate on one device"))
         logits = generation.logits(cache, input_ids, attention_mask, position_ids)
         made: Any = Seq2SeqLMOutput if translates else CausalLMOutputWithPast
