@@ -372,7 +372,7 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
         fix = f"one of {', '.join(map(repr, OFFLOADS))}, or sw.offload(module.layers[3]) for parts"
         raise ShardwiseError(problem(f"unknown offload={offload!r}", fix=fix))
     if recompute not in ("auto", None):
-        check_how(recompute, "recompute=")
+        check_how(recompute, "recompute=", "auto")
     if search is not None and search not in SEARCHES:
         raise ShardwiseError(problem(f"unknown search {search!r}", fix=f"one of {', '.join(SEARCHES)}"))
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:

@@ -73,7 +73,24 @@ def recognise(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None) -> 
         return _of_styles(module, plan, mesh or Mesh(tp=devices))
     if callable(plan):
         return ForeignPlan(f"the function {getattr(plan, '__name__', kind)}", mesh or Mesh(tp=devices), plan)
+    if isinstance(plan, Mapping) and plan and all(isinstance(path, str) for path in plan):
+        raise _no_rule(plan)
     raise ShardwiseError(problem(f"{shown(plan)} is no plan that is known", fix=KNOWN))
+
+
+def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
+    """What is wrong with the rules of a plan, which are neither all texts nor all styles of PyTorch."""
+    neither = [path for path, rule in plan.items() if not (isinstance(rule, str) or _is_style(rule))]
+    if not neither:
+        texts = [path for path, rule in plan.items() if isinstance(rule, str)]
+        styles = [path for path in plan if path not in texts]
+        what = f"rules of two tools: {listed(texts)} as texts (transformers), {listed(styles)} as styles (PyTorch)"
+        return ShardwiseError(problem(what, fix="write all in one way: 'colwise' is ColwiseParallel()"))
+    path, rule = neither[0], plan[neither[0]]
+    is_class = isinstance(rule, type)
+    what = f"the class {rule.__name__}" if is_class else shown(rule)
+    fix = f"make one of it: {rule.__name__}()" if is_class else KNOWN
+    return ShardwiseError(problem(f"the rule of {path!r} is {what}, which is no style of a known tool", fix=fix))
 
 
 def _is_texts(plan: Any) -> bool:

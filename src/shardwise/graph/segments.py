@@ -109,11 +109,12 @@ def _mark(module: nn.Module, how: How, messages: Messages) -> None:
         setattr(module, _ATTRIBUTE, (how, messages))
 
 
-def check_how(how: object, where: str) -> None:
-    """Raise ShardwiseError unless it is a way to recompute."""
+def check_how(how: object, where: str, *others: str) -> None:
+    """Raise ShardwiseError unless it is a way to recompute. ``others``: what may be said there besides."""
     if how not in WAYS:
+        known = (*others, *WAYS)
         raise ShardwiseError(
-            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, WAYS))}")
+            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, known))}")
         )
 
 

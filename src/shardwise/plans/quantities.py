@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``; three significant digits."""
+    """``0.0123`` -> ``12.3 ms``; three significant digits. Below a picosecond nothing is left."""
+    if abs(seconds) < 1e-12:
+        return "0 us"
     for unit in ("s", "ms", "us"):
         if seconds >= 0.9995 or unit == "us":
             return f"{seconds:.3g} {unit}"
