@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from statistics import fmean
 
 from shardwise.costs.cluster import Cluster
@@ -272,7 +272,8 @@ def plan_pipeline(
     lines = format_order(schedule.actions)
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    again = partial(plan_pipeline, how, graph, passes, template, kinds)
+    asked = replace(how, settings=replace(how.settings, known=inf))  # also for slower ones
+    again = partial(plan_pipeline, asked, graph, passes, template, kinds)
     searched = tuple(one.searched for one in chosen)
     return Found(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
 
