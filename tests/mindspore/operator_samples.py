@@ -197,6 +197,7 @@ SAMPLES: dict[str, Sample] = {
         (4, ((4, 1), (4, 1)), True),
     )),
     "Stack": Sample(P.Stack(1), ((X, Y),), lambda own: torch.stack(own, 1), ((4, TWO, True),)),
+    "Pack": Sample(P.Pack(1), ((X, Y),), lambda own: torch.stack(own, 1), ((4, TWO, True),)),
     "Unstack": Sample(P.Unstack(1), (r(8, 3),), lambda x: tuple(x.T), ((4, ((4, 1),), True),)),
     "Split": Sample(P.Split(1, 2), (X,), lambda x: (x[:, :6], x[:, 6:]), ((4, ((4, 1),), True),)),
     "StridedSlice": Sample(
@@ -402,6 +403,10 @@ SAMPLES: dict[str, Sample] = {
     ),
     "Conv2DTranspose": Sample(
         P.Conv2DTranspose(8, 3, "same", stride=2), (IMAGES[..., :4, :4], KERNEL, (8, 8, 8, 8)), transposed,
+        ((4, ((4, 1, 1, 1), (1, 1, 1, 1)), True),),
+    ),
+    "Conv2DBackpropInput": Sample(
+        P.Conv2DBackpropInput(8, 3, "same", stride=2), (IMAGES[..., :4, :4], KERNEL, (8, 8, 8, 8)), transposed,
         ((4, ((4, 1, 1, 1), (1, 1, 1, 1)), True),),
     ),
     "MaxPool": Sample(
