@@ -243,7 +243,7 @@ CASES = [
     (gradient_of_an_input, 3, "requires_grad_", "what parameters made"),
     (initial_values, 1, "torch.nn.init draws", "__init__"),
     (narrow_product, 1, "linear takes operands of one dtype: input is torch.bfloat16, weight is", r"\.to"),
-    (narrow_sum, 1, "index_add_ takes operands of one dtype: self is torch.float32, source is torch.float64", r"\.to"),
+    (narrow_sum, 1, "index_add takes operands of one dtype: self is torch.float32, source is torch.float64", r"\.to"),
 ]
 
 
@@ -427,3 +427,29 @@ def test_a_meta_attribute_that_is_no_buffer_is_named():
 
     with pytest.raises(CaptureError, match="register_buffer"):
         capture(Holds(), (torch.ones(4),))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: nn.functional.conv2d(x[None, None], y[None, None]),
+        lambda x, y: nn.functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+        lambda x, y: nn.functional.grid_sample(x[None, None], y.reshape(1, 2, 4, 2), align_corners=False),
+        lambda x, y: x.index_copy(0, torch.arange(4), y),
+        lambda x, y: x.index_put((torch.arange(4),), y),
+        lambda x, y: torch.addmm(y, x, x),
+        lambda x, y: torch.cdist(x, y),
+    ],
+    ids=["convolution", "loss", "samples", "copy", "put", "sum", "distances"],
+)
+def test_operands_of_two_dtypes_are_refused_where_kernels_take_one(call):
+    """Fake tensors let them through."""
+
+    class Narrow(nn.Module):
+        def forward(self, x):
+            return call(x, x.double())
+
+    with pytest.raises(RuntimeError, match=r"(?i)type|Double"):
+        Narrow()(torch.rand(4, 4))
+    with pytest.raises(CaptureError, match=r"takes operands of one dtype: .*torch\.float64"):
+        capture(Narrow(), (torch.rand(4, 4),))

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
+from shardwise.graph.rejected import reject_mixed_dtypes
 from shardwise.graph.schema import operator_name
 
 Rewrite = Callable[[Op, "Emitter"], tuple[Arg, ...] | None]
@@ -67,7 +68,9 @@ class Emitter:
         return self.append(op, results)
 
     def append(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
-        """Appends ``op`` as it is, whatever the rewrites say."""
+        """Appends ``op`` as it is, whatever the rewrites say. Raises CaptureError for operands of several dtypes where
+        its kernels take one."""
+        reject_mixed_dtypes(op, self.values, self.origin)
         inferred = self._types.results(op.target, op.args, op.kwargs, self.values.__getitem__)
         are_free = len(results) == len(inferred) and not any(name in self.values for name in results)
         names = results if are_free else self._fresh(operator_name(op.target), len(inferred))

@@ -29,7 +29,7 @@ from shardwise.graph.emitter import Emitter
 from shardwise.graph.handed_on import Calls
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
 from shardwise.graph.origins import is_initial, line_of, module_path
-from shardwise.graph.rejected import reject_mixed_dtypes, reject_unsupported
+from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, Repeats
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
 from shardwise.graph.views import write_through
@@ -288,17 +288,14 @@ class Functionalizer:
         return tuple(self.emitter.apply(op))
 
     def _cast(self, op: Op) -> Op:
-        """The operator with its operands cast, where autocast does that. Raises CaptureError where their dtypes differ
-        and its kernels take one."""
+        """The operator with its operands cast, where autocast does that."""
 
         def cast(name: str, dtype: torch.dtype) -> Ref:
             return self._apply(replace(self.emitter.origin, target=aten.to.dtype, args=(Ref(name), dtype), kwargs=()))[
                 0
             ]
 
-        op = self._casting.ahead_of(op, cast, remembers=self._grad)
-        reject_mixed_dtypes(op, self.emitter.values)
-        return op
+        return self._casting.ahead_of(op, cast, remembers=self._grad)
 
     def _detach(self, name: str) -> Ref:
         if not self.emitter.values[name].requires_grad:
@@ -385,7 +382,6 @@ class Functionalizer:
             return tensor
         if torch.Tag.inplace_view in op.target.tags or name in ("resize_", "set_"):
             raise _write_error(f"{name}() changes the shape of a tensor in place", op, f"x = x.{name[:-1]}(...)")
-        reject_mixed_dtypes(op, self.emitter.values)
         self._store(tensor, self._written_value(op, before))
         return tensor
 

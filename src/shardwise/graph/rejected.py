@@ -45,7 +45,11 @@ _REJECTED = {
 
 
 # Operators whose operands have one dtype; the fake tensors of a trace let others through, kernels do not.
-_OF_ONE_DTYPE = frozenset({"linear", "mm", "matmul", "addmm", "mv", "index_add", "index_add_"})
+_OF_ONE_DTYPE = frozenset(
+    ("linear", "mm", "matmul", "addmm", "addbmm", "mv", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+     "conv_transpose2d", "conv_transpose3d", "convolution", "index_add", "index_copy", "index_put", "index_reduce",
+     "binary_cross_entropy", "grid_sampler", "embedding_bag", "cdist", "linalg_cross", "complex")
+)  # fmt: skip
 
 _EXCHANGES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
@@ -82,10 +86,10 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
 
 
-def reject_mixed_dtypes(op: Op, values: Mapping[str, Value]) -> None:
+def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None:
     """Raises CaptureError for a call whose floating operands have several dtypes, where its kernels take one.
 
-    ``values``: those of the graph, by name."""
+    ``values``: those of the graph, by name; ``origin``: what the call is emitted for."""
     if not isinstance(op.target, OpOverload) or operator_name(op.target) not in _OF_ONE_DTYPE:
         return
     found = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]
@@ -95,8 +99,8 @@ def reject_mixed_dtypes(op: Op, values: Mapping[str, Value]) -> None:
         raise CaptureError(
             problem(
                 f"{operator_name(op.target)} takes operands of one dtype: {said}",
-                op=op.module,
-                source=op.source,
+                op=origin.module,
+                source=origin.source,
                 fix="cast one with .to(other.dtype), not to a dtype by name: a precision may ask for another",
             )
         )
