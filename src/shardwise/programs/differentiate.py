@@ -353,7 +353,7 @@ class _Writer:
         else:
             for name in {name for kernel in kind.kernels for name in kernel.results}:
                 names[name] = f"{entry.results[0]}'{name}"
-            first = self._for_inputs(kind, weights)
+            first = kind.kernels_beside(weights)
             for kernel in kind.kernels:
                 if kernel in first:
                     self.backward.append(self._compute(kernel, names, origin))
@@ -376,18 +376,6 @@ class _Writer:
         kwargs = (("dtype", form.dtype), ("device", None))
         into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
         return name
-
-    def _for_inputs(self, kind: BackwardKind, weights: set[int]) -> list[Kernel]:
-        """The kernels that cotangents of values need; all of them where one writes to what another made."""
-        if any(kernel.writes for kernel in kind.kernels):
-            return list(kind.kernels)
-        wanted = {name for i, name in enumerate(kind.cotangents) if name is not None and i not in weights}
-        found = []
-        for kernel in reversed(kind.kernels):
-            if wanted.intersection(kernel.results):
-                wanted.update(kernel.operands)
-                found.append(kernel)
-        return found
 
     def _differentiate(
         self, entry: Called, kind: BackwardKind, given: Sequence[str | None], origin: Origin, names: dict[str, str]

@@ -105,6 +105,14 @@ class BackwardKind:
     whole: bool
     opaque: bool = False
 
+    def kernels_beside(self, weights: set[int]) -> tuple[Kernel, ...]:
+        """The kernels that the cotangents of operands other than ``weights`` (by position) need; all of them where one
+        writes to what another made."""
+        if any(kernel.writes for kernel in self.kernels):
+            return self.kernels
+        wanted = {name for i, name in enumerate(self.cotangents) if name is not None and i not in weights}
+        return tuple(needed_kernels(self.kernels, wanted))
+
 
 class Untraceable(Exception):
     """What a call does cannot be written down: ``str`` says why."""

@@ -23,7 +23,7 @@ from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
-from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.ir import Graph
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.mesh import Mesh
@@ -31,7 +31,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.example import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import schedule_of
-from shardwise.plans.stages import bound, delivered_layouts, only_read, step_graph
+from shardwise.plans.stages import bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
 from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen
 from shardwise.runtime.communicator import Communicator
@@ -48,9 +48,10 @@ from shardwise.runtime.repeated import scale_of
 from shardwise.runtime.shared_parameters import PlaceGroups
 from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode, leaves_of
 from shardwise.runtime.split import Split
-from shardwise.runtime.stage import Crossing, StageProgram, StageWorker, Step
+from shardwise.runtime.stage import StageProgram, StageWorker, Step
 from shardwise.runtime.stage_calls import Ready
 from shardwise.runtime.stage_faults import StageFaults
+from shardwise.runtime.stage_outputs import brought_together
 from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state import State
 from shardwise.runtime.torch_schedules import Scheduled
@@ -266,33 +267,8 @@ class Pipeline(Split):
             self._ready[key] = self._made(captured, Passes.single(captured.graph), call)
         ready = self._ready[key]
         self._run(ready, _named(args, kwargs), batch, keeps=False)
-        return unflatten(self._collected(ready), ready.captured.out_spec)
-
-    def _collected(self, ready: Ready) -> list[Any]:
-        """The flattened outputs, brought from the stages that make them to all ranks."""
-        graph, bound = ready.captured.graph, ready.bound
-        home = dict(bound.cut.output_parts)
-        layouts = [delivered_layouts(part, spmd) for part, spmd in zip(bound.cut.parts, bound.spmds, strict=True)]
-        own = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
-        whole: dict[str, Tensor] = {}
-        for out in graph.outputs:
-            if not isinstance(out, Ref) or out.name in whole:
-                continue
-            value, number = graph.by_name[out.name], home[out.name]
-            made = self.plan.stages[number].placement.ranks
-            crossing = Crossing(out.name, value.shape, value.dtype, returns=False)
-            with self._faults.exchange(f"an output of stage {number}", made), trail.waiting(b"an output"):
-                if dist.get_rank() in made:
-                    tensor = own[out.name].detach().clone()
-                    layout = layouts[number][out.name]
-                    if layout.positions:  # the next stage receives it as well, and has it split
-                        tensor = gathered(tensor, layout, f"an output of stage {number}", self._ranks[number])
-                    wire = crossing.packed(tensor, crossing.example())
-                else:
-                    wire = torch.empty_like(crossing.example(), device=self.device)
-                dist.broadcast(wire, made[0])
-            whole[out.name] = crossing.unpacked(wire)
-        return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
+        outputs = brought_together(ready, self.plan, self._ranks, self._faults, self.device)
+        return unflatten(outputs, ready.captured.out_spec)
 
     # -- programs ------------------------------------------------------------------------------------------------------
 

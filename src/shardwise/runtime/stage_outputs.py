@@ -1,0 +1,53 @@
+"""Outputs of a call under stages: each is made by one stage, and all ranks deliver it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.graph.ir import Ref
+from shardwise.plans.plan import Plan
+from shardwise.plans.stages import delivered_layouts
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.hooks import gathered
+from shardwise.runtime.stage import Crossing
+from shardwise.runtime.stage_calls import Ready
+from shardwise.runtime.stage_faults import StageFaults
+from shardwise.runtime.trail import trail
+
+
+def brought_together(
+    ready: Ready, plan: Plan, ranks: Sequence[Communicator], faults: StageFaults, device: torch.device
+) -> list[Any]:
+    """The flattened outputs of a call that has run, brought from the stages that make them to all ranks. ``ranks``: of
+    every stage."""
+    graph, bound = ready.captured.graph, ready.bound
+    home = dict(bound.cut.output_parts)
+    layouts = [delivered_layouts(part, spmd) for part, spmd in zip(bound.cut.parts, bound.spmds, strict=True)]
+    own = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
+    whole: dict[str, Tensor] = {}
+    for out in graph.outputs:
+        if not isinstance(out, Ref) or out.name in whole:
+            continue
+        value, number = graph.by_name[out.name], home[out.name]
+        made = plan.stages[number].placement.ranks
+        crossing = Crossing(out.name, value.shape, value.dtype, returns=False)
+        with faults.exchange(f"an output of stage {number}", made), trail.waiting(b"an output"):
+            if dist.get_rank() in made:
+                tensor = own[out.name].detach().clone()
+                layout = layouts[number][out.name]
+                if layout.positions:  # the next stage receives it as well, and has it split
+                    tensor = gathered(tensor, layout, f"an output of stage {number}", ranks[number])
+                wire = crossing.packed(tensor, crossing.example())
+            else:
+                wire = torch.empty_like(crossing.example(), device=device)
+            dist.broadcast(wire, made[0])
+        whole[out.name] = crossing.unpacked(wire)
+    return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
+
+
+__all__ = ["brought_together"]
