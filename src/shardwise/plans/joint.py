@@ -3,8 +3,9 @@
 Of every such *setting* the searches by price choose the rest: the mesh of a stage, operators, storage, what is made
 again or waits on the host. Settings are planned in the order of a rough estimate. One whose *bound* is not below the
 best step found is not planned, as it can not be better: no step is shorter than its products at the peak of all devices
-together, longer by what a pipeline needs to fill and to drain. So the result is what planning all settings would find,
-unless more than ``TRIES`` are left; these are said, with their bound.
+together, longer by what a pipeline needs to fill and to drain. One whose prices are clearly above that step is not
+planned to the end (``search.fitting``). So the result is what planning all settings would find, as far as prices are
+right by so much, unless more than ``TRIES`` are left; these are said, with their bound.
 """
 
 from __future__ import annotations
