@@ -436,15 +436,18 @@ def test_an_error_on_one_rank_ends_the_others() -> None:
 
 
 def test_ranks_that_were_interrupted_take_no_part_in_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, left = threading.Event(), list[threading.Thread]()
+    arrived, go, left = threading.Event(), threading.Event(), list[threading.Thread]()
 
     def stuck(rank: Any) -> None:
         if rank.rank == 1:
             left.append(threading.current_thread())
+            arrived.set()
             go.wait()
             dist.all_reduce(torch.full((1,), 100.0))
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(threads: list[threading.Thread], _: Any) -> None:
+        threads[0].join()
+        arrived.wait()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -457,7 +460,7 @@ def test_ranks_that_were_interrupted_take_no_part_in_what_comes_next(monkeypatch
         x = torch.ones(1)
         if rank.rank == 0:
             go.set()
-            left[0].join(5.0)
+            left[0].join(60.0)
         dist.all_reduce(x)
         return x.item()
 
