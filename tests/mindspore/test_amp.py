@@ -101,6 +101,12 @@ def test_the_overflow_status_of_devices_is_that_of_losses_and_gradients() -> Non
         return float(ms.ops.ReduceSum()(status, (0,)))
 
     assert [overflows(x) for x in (2.0, 0.0, 1e-30, 3.0)] == [0.0, 1.0, 1.0, 0.0]
+    ms.ops.NPUClearFloatStatus()(status)
+    scale = ms.Parameter(torch.ones(1), "scale")
+    for net, found in ((nn.Dense(1, 1), 0.0), (lambda x: scale / x, 1.0), (nn.Dense(1, 1), 1.0)):  # of all networks
+        weights = net.trainable_params() if isinstance(net, nn.Cell) else [scale]
+        ms.value_and_grad(net, None, weights)(ms.Tensor([[0.0]]))
+        assert ms.ops.NPUGetFloatStatusV2()(status).tolist() == [found, *[0.0] * 7]
 
 
 def test_settings_beside_a_level_say_which_cells_are_in_half_precision(

@@ -27,7 +27,7 @@ NUM_STATUS = 8  # elements of the status that Ascend devices keep
 
 
 def init_status() -> Tensor:
-    """The overflow status of an Ascend device, which document 004 clears before a step: zeros here, and not needed."""
+    """An overflow status (``overflow``), without one; ``all_finite`` needs none."""
     return torch.zeros(NUM_STATUS)
 
 
