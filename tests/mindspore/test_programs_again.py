@@ -61,6 +61,27 @@ def test_a_gradient_is_transformed_once_more() -> None:
     second = ms.jacrev(ms.grad(lambda own: (own**3).sum()))(x)
     np.testing.assert_allclose(second.asnumpy(), np.diag(6 * x.asnumpy()), rtol=1e-5)
 
+    def cubes(own: Any) -> Any:
+        inner = ms.grad(lambda own, power: (own**power).sum(), return_ids=True)(own, power=3)
+        return ms.get_grad(inner, 0)
+
+    assert torch.equal(ms.jacrev(cubes)(x), second)
+
+
+def test_gradients_are_found_by_positions_and_parameters() -> None:
+    critic, x, y = Critic(), Tensor([[0.3]]), Tensor([[2.0]])
+    weights = critic.trainable_params()
+    want = ms.grad(lambda x, y: (critic(x) * y).sum(), (0, 1), weights)(x, y)
+    found = ms.grad(lambda x, y: (critic(x) * y).sum(), (0, 1), weights, return_ids=True)(x, y)
+    for own, other in zip((0, 1, *weights), (*want[0], *want[1]), strict=True):
+        assert torch.equal(ms.get_grad(found, own), other)
+    assert torch.equal(ms.get_grad(found, weights[1].name), want[1][1])
+    alone = ms.grad(lambda x: critic(x).sum(), return_ids=True)(x)
+    assert alone[0] == 0
+    for grads, message in ((found, "one of .*w"), (want, "return_ids=True")):
+        with pytest.raises(RuntimeError, match=message):
+            ms.get_grad(grads, 2)
+
 
 def test_parameters_of_equal_cells_have_the_paths_of_their_cells_in_their_names() -> None:
     critics = nn.CellList([Critic(), Critic()])
