@@ -340,11 +340,20 @@ NUMPYS: list[tuple[str, tuple[Any, ...]]] = [
     ("rollaxis", (_A[None], 2)), ("rollaxis", (_A[None], 0, 3)), ("size", (_A,)), ("vdot", (_V, _V)),
     ("take_along_axis", (_A, np.array([[0], [1]]), 1)), ("array_equal", (_V, _V)), ("column_stack", ([_V, _V],)),
     ("hsplit", (_A, 3)), ("vsplit", (_A, 2)), ("divmod", (_V, 3 * _V / 2)), ("broadcast_arrays", (_V, _V[:, None])),
-    ("apply_along_axis", (lambda x: 2 * x, 0, _A)), ("matrix_power", (_A[:, :2], 2)), ("histogram", (_V, 4)),
+    ("apply_along_axis", (lambda x: 2 * x, 0, _A)), ("apply_along_axis", (lambda x: x.sum(), 0, _A[:, :1])),
+    ("apply_along_axis", (lambda x: x[:, None] * x[None], 1, _A[None, :1])), ("gradient", (_A, 2.0, 0.5)),
+    ("matrix_power", (_A[:, :2], 2)), ("histogram", (_V, 4)),
 ]  # fmt: skip
 
 
 def test_numpys_functions_are_numpys() -> None:
+    numbers, choices = np.array([-1, 0, 5, 3]), [_V, -_V]
+    for mode in ("clip", "wrap"):
+        own = ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], mode)
+        assert own.asnumpy().tolist() == np.choose(numbers, choices, mode=mode).tolist()
+    with pytest.raises(ValueError, match='mode is "raise"'):
+        ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], "raise")
+    assert ms.numpy.geomspace(1, 100, 5, dtype=ms.float64).dtype == ms.float64
     for name, args in NUMPYS:
         given = (
             Tensor(x) if isinstance(x, np.ndarray) else [*map(Tensor, x)] if isinstance(x, list) else x for x in args
