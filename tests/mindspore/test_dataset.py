@@ -335,6 +335,8 @@ def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
     red[..., 0] = 200
     turned = ds.vision.RandomColorAdjust(hue=(1 / 3, 1 / 3))(red)
     assert abs(turned.astype(int) - [0, 200, 0]).max() <= 4  # a hue is one of 256
+    with pytest.raises(ValueError, match='image_batch_format is "CHW"'):
+        ds.vision.CutMixBatch("CHW")(images, np.eye(4))
     with pytest.raises(ValueError, match=r"within -0\.5 to 0\.5"):
         ds.vision.RandomColorAdjust(hue=0.6)
 
