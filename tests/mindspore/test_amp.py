@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardwise.mindspore as ms
 from shardwise.errors import ShardwiseError
 from shardwise.mindspore import communication as D
-from shardwise.mindspore import nn, ops
+from shardwise.mindspore import nn, notes, ops
 from shardwise.mindspore.amp import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -101,6 +101,45 @@ def test_the_overflow_status_of_devices_is_that_of_losses_and_gradients() -> Non
         return float(ms.ops.ReduceSum()(status, (0,)))
 
     assert [overflows(x) for x in (2.0, 0.0, 1e-30, 3.0)] == [0.0, 1.0, 1.0, 0.0]
+    ms.ops.NPUClearFloatStatus()(status)
+    scale = ms.Parameter(torch.ones(1), "scale")
+    for net, found in ((nn.Dense(1, 1), 0.0), (lambda x: scale / x, 1.0), (nn.Dense(1, 1), 1.0)):  # of all networks
+        weights = net.trainable_params() if isinstance(net, nn.Cell) else [scale]
+        ms.value_and_grad(net, None, weights)(ms.Tensor([[0.0]]))
+        assert ms.ops.NPUGetFloatStatusV2()(status).tolist() == [found, *[0.0] * 7]
+
+
+def test_settings_beside_a_level_say_which_cells_are_in_half_precision(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "_told", set())
+
+    def dtypes(level: str, **settings: Any) -> list[str]:
+        net = nn.SequentialCell(nn.Dense(4, 4), nn.BatchNorm1d(4))
+        ms.build_train_network(net, nn.SGD(net.trainable_params()), level=level, **settings)
+        seen: list[torch.dtype] = []
+        for cell in net:
+            construct = cell.construct
+            vars(cell)["construct"] = lambda x, own=construct: (seen.append(x.dtype), own(x))[1]
+        net(torch.rand(3, 4))
+        return [str(own).removeprefix("torch.") for own in seen]
+
+    half, single = "float16", "float32"
+    for level, settings, want in (
+        ("O2", {}, [half, single]), ("O3", {}, [half, half]), ("O0", {}, [single, single]),
+        ("O2", {"keep_batchnorm_fp32": False}, [half, half]), ("O3", {"keep_batchnorm_fp32": True}, [half, single]),
+        ("O3", {"cast_model_type": torch.bfloat16}, ["bfloat16"] * 2),
+        ("O0", {"cast_model_type": ms.float16}, [half, half]),
+        ("O2", {"cast_model_type": ms.float32}, [single, single]),
+    ):  # fmt: skip
+        assert dtypes(level, **settings) == want, (level, settings)
+    assert not capsys.readouterr().err
+    dtypes("O0", boost_level="O1")
+    assert "boost_level='O1') has no effect here" in capsys.readouterr().err
+    with pytest.raises(TypeError, match="Model: got an unexpected keyword argument 'level'"):
+        ms.Model(nn.Dense(4, 4), level="O2")
+    with pytest.raises(ValueError, match="O1 lists the cells"):
+        ms.Model(nn.Dense(4, 4), amp_level="O1", keep_batchnorm_fp32=False)
 
 
 SERIES = [*[True] * 4, False, True, True, *[False] * 9, True]

@@ -233,18 +233,93 @@ def test_files_of_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
             assert (own["b"].tobytes(), own["n"].dtype) == (row["b"], np.int32)
     part = ds.MindDataset([f"{file}1"], ["n"], shuffle=False, num_shards=2, shard_id=1)
     assert firsts(part) == [4]
-    plain().save(str(tmp_path / "saved.mindrecord"))
-    assert firsts(ds.MindDataset(str(tmp_path / "saved.mindrecord"), shuffle=False)) == firsts(plain())
-    (tmp_path / "other.mindrecord").write_bytes(b"not an archive")
+    again = tmp_path / "saved.mindrecord"
+    ds.MindDataset(str(file), shuffle=False).save(str(again))  # of its arrays, of several sizes
+    read = ds.MindDataset(str(again), shuffle=False).create_tuple_iterator(num_epochs=1, output_numpy=True)
+    for own, row in zip(read, rows, strict=True):
+        assert (own[0].tolist(), own[3].tolist()) == (row["x"].tolist(), list(row["b"]))
+    plain().save(str(again))
+    assert firsts(ds.MindDataset(str(again), shuffle=False)) == firsts(plain())
+    empty = ms.mindrecord.FileWriter(str(tmp_path / "empty"), 2)
+    empty.add_schema({"n": {"type": "int32"}})
+    empty.commit()
+    assert len(ds.MindDataset(str(tmp_path / "empty"))) == 0
+
+
+class Evil:
+    """Its unpickling would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def full(*args: Any, **named: Any) -> None:
+    raise OSError("the disk is full")
+
+
+def test_files_of_rows_that_are_not_as_they_say_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, trace = tmp_path / "rows", tmp_path / "trace"
+    numbers = {"n": {"type": "int32"}}
+
+    def written(schema: Any, *values: Any, name: str = "rows") -> Path:
+        writer = ms.mindrecord.FileWriter(str(tmp_path / name), overwrite=True)
+        writer.add_schema(schema)
+        writer.write_raw_data({"n": value} for value in values)
+        writer.commit()
+        return tmp_path / name
+
+    def broken(**columns: Any) -> Callable[[], Any]:
+        def read() -> Any:
+            written(numbers, 1, 2)
+            with file.open("wb") as opened:
+                np.savez(opened, **{name.replace("_", "."): own for name, own in columns.items()})
+            return ds.MindDataset(str(file))
+
+        return read
+
+    data, ends = np.zeros(8, np.uint8), np.array([4, 8])
+    foreign = "no file that mindrecord.FileWriter"
+    (tmp_path / "other").write_bytes(b"not an archive")
     for make, message in (
-        (lambda: ds.MindDataset(str(tmp_path / "other.mindrecord")), "no file that mindrecord.FileWriter"),
-        (lambda: ds.MindDataset(str(tmp_path / "none.mindrecord")), "there is no file"),
-        (lambda: ds.MindDataset(f"{file}0", ["y"]), 'no column "y"'),
-        (lambda: ms.mindrecord.FileWriter(str(tmp_path / "1.mindrecord")), "exists"),
-        (lambda: ms.mindrecord.FileWriter("x").add_schema({"x": {"type": "float"}}), "the type 'float'"),
+        (lambda: ds.MindDataset(str(tmp_path / "other")), foreign),
+        (broken(n_bytes=data), "n.ends"),
+        (broken(n_bytes=data, n_ends=np.array([4, 9])), "not of 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([8, 4])), "not of 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([3, 8])), "not of 2 rows"),  # a row of three bytes
+        (broken(n_bytes=data.astype(np.int64), n_ends=ends), "not of 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([Evil(trace)])), "allow_pickle=False"),
+        (lambda: ds.MindDataset(str(tmp_path / "none")), "there is no file"),
+        (lambda: ds.MindDataset([]), "names no file"),
+        (lambda: ds.MindDataset(str(written(numbers, 1)), ["y"]), 'no column "y"'),
+        (lambda: ds.MindDataset([written(numbers), written({"n": {"type": "string"}}, name="words")]), "the schema"),
+        (lambda: ms.mindrecord.FileWriter(str(written(numbers))), "exists"),
+        (lambda: ms.mindrecord.FileWriter(str(written(numbers)), 2, overwrite=True), "read in place of"),
+        (lambda: written({"n": {"type": "float"}}), "the type 'float'"),
+        (lambda: written({"n": {"type": "int32", "shape": [-1, -1]}}), "at most one -1"),
+        (lambda: written({"n": {"type": "bytes", "shape": [2]}}), "none for bytes"),
+        (lambda: written(numbers, 1, 1.5), r"(?s)row 1: column 'n' is 1\.5\n.*numbers that int32 holds"),
+        (lambda: written(numbers, 2**40), "numbers that int32 holds"),
+        (lambda: written(numbers, [1, 2]), r"(?s)\[2\] of int64.*the shape \[\]"),
+        (lambda: written({"n": {"type": "int32", "shape": [2, 3]}}, np.zeros((3, 2))), r"the shape \[2, 3\]"),
+        (lambda: written({"n": {"type": "bytes"}}, 5), "the schema says bytes"),  # bytes(5) would be five zeros
+        (lambda: written({"n": {"type": "string"}}, np.array(["a", "b"])), "the schema says string"),
+        (lambda: plain().filter(lambda *row: False).save(str(file)), "no rows"),
+        (lambda: ds.GeneratorDataset([(1,), (1.5,)], ["n"], shuffle=False).save(str(file)), r"float64 \[\], int64"),
+        (lambda: ms.mindrecord.FileWriter(str(tmp_path / "new")).commit(), "no schema"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=message):
             make()
+    assert not trace.exists()
+    kept = [own["n"] for own in ds.MindDataset(str(written(numbers, 7))).create_dict_iterator(1, output_numpy=True)]
+    assert kept == [7]
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="full"):
+        written(numbers, 8)
+    assert firsts(ds.MindDataset(str(file))) == [7]  # an error leaves what there was, and nothing beside it
+    assert not [*tmp_path.glob(".*")]
 
 
 def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
@@ -260,6 +335,8 @@ def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
     red[..., 0] = 200
     turned = ds.vision.RandomColorAdjust(hue=(1 / 3, 1 / 3))(red)
     assert abs(turned.astype(int) - [0, 200, 0]).max() <= 4  # a hue is one of 256
+    with pytest.raises(ValueError, match='image_batch_format is "CHW"'):
+        ds.vision.CutMixBatch("CHW")(images, np.eye(4))
     with pytest.raises(ValueError, match=r"within -0\.5 to 0\.5"):
         ds.vision.RandomColorAdjust(hue=0.6)
 

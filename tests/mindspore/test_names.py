@@ -92,6 +92,12 @@ CALLS: list[tuple[Any, Any]] = [
     (nn.SiLU()(X), F.silu(X)), (nn.GLU(0)(X), F.glu(X, 0)), (nn.Hardtanh(-0.5, 0.5)(X), X.clamp(-0.5, 0.5)),
     (nn.AdaptiveAvgPool2d(3)(IMAGE), IMAGE.reshape(2, 4, 3, 2, 3, 2).mean((3, 5))),
     (nn.MaxPool1d(3, 2, "same")(CUBE), F.max_pool1d(F.pad(CUBE, (0, 1), value=-1e9), 3, 2)),
+    (nn.MaxPool1d(3, 2, "same", dilation=2)(CUBE),
+     F.max_pool1d(F.pad(CUBE, (1, 2), value=-1e9), 3, 2, dilation=2)),
+    (nn.MaxPool2d(3, 2, "same", dilation=2)(IMAGE),
+     F.max_pool2d(F.pad(IMAGE, (1, 2, 1, 2), value=-1e9), 3, 2, dilation=2)),
+    (nn.AvgPool3d(3, 2, "same", divisor_override=9)(CUBE[None]),
+     3 * F.avg_pool3d(F.pad(CUBE[None], (0, 1, 0, 1, 0, 1)), 3, 2)),
     (nn.MaxPool3d(3, 2, "same")(CUBE[None]), F.max_pool3d(F.pad(CUBE[None], (0, 1, 0, 1, 0, 1), value=-1e9), 3, 2)),
     (nn.AvgPool3d(3, 2, "same")(1 + 0 * CUBE[None]), torch.ones(1, 1, 2, 3)),
     (nn.MaxUnpool2d(2)(*F.max_pool2d(IMAGE, 2, return_indices=True)), F.max_unpool2d(
@@ -125,6 +131,20 @@ def test_calls_in_the_words_of_the_reference_are_their_formulas() -> None:
                 torch.testing.assert_close(a.as_subclass(Tensor), b.as_subclass(Tensor), check_dtype=False, msg=told)
             else:
                 assert a == b, told
+
+
+def test_places_of_the_largest_are_those_of_the_image() -> None:
+    for kernel in (3, 5):  # padded behind, and on both sides
+        for largest, places in (ops.MaxPoolWithArgmax(kernel, 2, "same")(IMAGE), nn.MaxPool2d(
+                kernel, 2, "same", return_indices=True)(IMAGE)):  # fmt: skip
+            assert torch.equal(IMAGE.flatten(2).gather(2, places.flatten(2)), largest.flatten(2))
+    for cell in (nn.MaxPool2d(3, 2, padding=1), nn.MaxPool1d(3, 2, padding=1), nn.AvgPool1d(3, 2, "same", 1)):
+        with pytest.raises(ValueError, match=r"padding is 1 with pad_mode"):
+            cell(IMAGE[0])
+    with pytest.raises(ValueError, match="one of valid, same, pad"):
+        nn.MaxPool3d(3, 2, "full")(CUBE[None])
+    with pytest.raises(ValueError, match="one of the two"):
+        nn.ResizeBilinear()(IMAGE)
 
 
 def test_every_function_and_simple_name_can_be_called_and_described() -> None:

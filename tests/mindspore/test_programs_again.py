@@ -61,6 +61,27 @@ def test_a_gradient_is_transformed_once_more() -> None:
     second = ms.jacrev(ms.grad(lambda own: (own**3).sum()))(x)
     np.testing.assert_allclose(second.asnumpy(), np.diag(6 * x.asnumpy()), rtol=1e-5)
 
+    def cubes(own: Any) -> Any:
+        inner = ms.grad(lambda own, power: (own**power).sum(), return_ids=True)(own, power=3)
+        return ms.get_grad(inner, 0)
+
+    assert torch.equal(ms.jacrev(cubes)(x), second)
+
+
+def test_gradients_are_found_by_positions_and_parameters() -> None:
+    critic, x, y = Critic(), Tensor([[0.3]]), Tensor([[2.0]])
+    weights = critic.trainable_params()
+    want = ms.grad(lambda x, y: (critic(x) * y).sum(), (0, 1), weights)(x, y)
+    found = ms.grad(lambda x, y: (critic(x) * y).sum(), (0, 1), weights, return_ids=True)(x, y)
+    for own, other in zip((0, 1, *weights), (*want[0], *want[1]), strict=True):
+        assert torch.equal(ms.get_grad(found, own), other)
+    assert torch.equal(ms.get_grad(found, weights[1].name), want[1][1])
+    alone = ms.grad(lambda x: critic(x).sum(), return_ids=True)(x)
+    assert alone[0] == 0
+    for grads, message in ((found, "one of .*w"), (want, "return_ids=True")):
+        with pytest.raises(RuntimeError, match=message):
+            ms.get_grad(grads, 2)
+
 
 def test_parameters_of_equal_cells_have_the_paths_of_their_cells_in_their_names() -> None:
     critics = nn.CellList([Critic(), Critic()])
@@ -319,11 +340,20 @@ NUMPYS: list[tuple[str, tuple[Any, ...]]] = [
     ("rollaxis", (_A[None], 2)), ("rollaxis", (_A[None], 0, 3)), ("size", (_A,)), ("vdot", (_V, _V)),
     ("take_along_axis", (_A, np.array([[0], [1]]), 1)), ("array_equal", (_V, _V)), ("column_stack", ([_V, _V],)),
     ("hsplit", (_A, 3)), ("vsplit", (_A, 2)), ("divmod", (_V, 3 * _V / 2)), ("broadcast_arrays", (_V, _V[:, None])),
-    ("apply_along_axis", (lambda x: 2 * x, 0, _A)), ("matrix_power", (_A[:, :2], 2)), ("histogram", (_V, 4)),
+    ("apply_along_axis", (lambda x: 2 * x, 0, _A)), ("apply_along_axis", (lambda x: x.sum(), 0, _A[:, :1])),
+    ("apply_along_axis", (lambda x: x[:, None] * x[None], 1, _A[None, :1])), ("gradient", (_A, 2.0, 0.5)),
+    ("matrix_power", (_A[:, :2], 2)), ("histogram", (_V, 4)),
 ]  # fmt: skip
 
 
 def test_numpys_functions_are_numpys() -> None:
+    numbers, choices = np.array([-1, 0, 5, 3]), [_V, -_V]
+    for mode in ("clip", "wrap"):
+        own = ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], mode)
+        assert own.asnumpy().tolist() == np.choose(numbers, choices, mode=mode).tolist()
+    with pytest.raises(ValueError, match='mode is "raise"'):
+        ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], "raise")
+    assert ms.numpy.geomspace(1, 100, 5, dtype=ms.float64).dtype == ms.float64
     for name, args in NUMPYS:
         given = (
             Tensor(x) if isinstance(x, np.ndarray) else [*map(Tensor, x)] if isinstance(x, list) else x for x in args

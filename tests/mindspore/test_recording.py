@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardwise.mindspore as ms
-from shardwise.mindspore import Tensor, nn, ops
+from shardwise.mindspore import Tensor, nn, notes, ops
 from shardwise.mindspore.nn.probability import distribution
 
 
@@ -106,13 +106,19 @@ def test_functions_are_their_formulas() -> None:
         ops.lrn(squares, norm_region="WITHIN_CHANNEL")
 
 
-def test_a_profiler_writes_a_trace_of_what_ran_meanwhile(tmp_path: Path) -> None:
+def test_a_profiler_writes_a_trace_of_what_ran_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "_told", set())
     profiler = ms.Profiler(output_path=str(tmp_path), start_profile=False)
+    with pytest.raises(RuntimeError, match="recorded nothing"):
+        profiler.analyse()
     for on, function in ((False, ops.sin), (True, ops.cos)):
         if on:
             profiler.start()
         function(Tensor([1.0]))
-    profiler.analyse()
+    profiler.analyse(pretty=True)
+    assert "Profiler.analyse(pretty) has no effect here" in capsys.readouterr().err
     names = {event["name"] for event in json.loads((tmp_path / "rank_0_trace.json").read_text())["traceEvents"]}
     assert "aten::cos" in names
     assert "aten::sin" not in names

@@ -18,6 +18,8 @@ from shardwise.errors import problem
 from shardwise.launch import rank_groups
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
+from shardwise.mindspore.named import bound_to
+from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor import Tensor as Number
 
 Tensor = torch.Tensor
@@ -25,7 +27,7 @@ NUM_STATUS = 8  # elements of the status that Ascend devices keep
 
 
 def init_status() -> Tensor:
-    """The overflow status of an Ascend device, which document 004 clears before a step: zeros here, and not needed."""
+    """An overflow status (``overflow``), without one; ``all_finite`` needs none."""
     return torch.zeros(NUM_STATUS)
 
 
@@ -263,17 +265,35 @@ def custom_mixed_precision(
     return network
 
 
+def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> Any:
+    """``auto_mixed_precision`` with what ``Model`` and ``build_train_network`` take beside a level: under O0, O2 and O3
+    ``cast_model_type`` is the dtype to compute in, and ``keep_batchnorm_fp32`` whether batch and layer norms keep
+    float32. ``boost_level`` is taken, with a note. Raises TypeError for other settings."""
+    known = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
+    own = bound_to(title, known, (), settings)
+    if own["boost_level"] != "O0":
+        note(f"{title}(boost_level={own['boost_level']!r}) has no effect here: every step is a whole one")
+    dtype, keeps = own["cast_model_type"], own["keep_batchnorm_fp32"]
+    if level in ("O0", "O2", "O3"):
+        dtype = dtype or (torch.float32 if level == "O0" else torch.float16)
+        keeps = level == "O2" if keeps is None else keeps
+        level = "O0" if dtype == torch.float32 else "O2" if keeps else "O3"
+    elif dtype is not None or keeps is not None:
+        what = f"{title}(level {level!r}) with cast_model_type or keep_batchnorm_fp32"
+        raise ValueError(problem(what, fix=f"neither: {level} lists the cells that compute in half precision"))
+    return auto_mixed_precision(network, level, dtype or torch.float16)
+
+
 def build_train_network(
     network: Any, optimizer: Any, loss_fn: Any = None, level: str = "O0", boost_level: str = "O0", **settings: Any
 ) -> Any:
-    """The training cell of a network in mixed precision. ``loss_scale_manager``, by default that of the level."""
+    """The training cell of a network in mixed precision. ``loss_scale_manager``, by default that of the level; other
+    settings are those of ``at_level``."""
     from shardwise.mindspore.nn.wrap import WithLossCell
     from shardwise.mindspore.train.model import training_cell
 
     manager = settings.pop("loss_scale_manager", DynamicLossScaleManager() if level == "O2" else None)
-    if unknown := set(settings) - {"cast_model_type", "keep_batchnorm_fp32"}:
-        raise ValueError(problem(f"build_train_network takes no {sorted(unknown)[0]!r}", fix="loss_scale_manager"))
-    network = auto_mixed_precision(network, level)
+    network = at_level("build_train_network", network, level, {"boost_level": boost_level, **settings})
     network = network if loss_fn is None else WithLossCell(network, loss_fn)
     return training_cell(network, optimizer, manager).set_train()
 

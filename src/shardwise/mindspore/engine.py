@@ -447,15 +447,13 @@ def _whole_copy(cell: nn.Module) -> nn.Module:
 
 def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
     """Let the cell's own parameters and buffers be those of the program, with the shards that it has made."""
-    plan, found = par.plan, _named(par)
+    plan, found, own_names = par.plan, _named(par), _named(cell)
     tied: dict[int, list[str]] = {}
-    for name, tensor in (named := _named(cell)).items():
+    for name, tensor in own_names.items():
         tied.setdefault(id(tensor), []).append(name)
-    for names in tied.values():  # a plan knows one of them
-        tensor, name = (
-            named[names[0]],
-            next((n for n in names for stage in plan.stages if n in stage.layouts), names[0]),
-        )
+    for names in tied.values():
+        tensor = own_names[names[0]]
+        name = next((own for own in names for stage in plan.stages if own in stage.layouts), names[0])  # a plan has one
         home = next((stage for stage in plan.stages if name in stage.layouts), plan.stages[0])
         here = [own for own in names if own in found]
         if here:

@@ -44,13 +44,17 @@ def bound(title: str, function: Function, args: tuple[Any, ...], kwargs: dict[st
     return bound_to(title, known, args, kwargs)
 
 
-def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same of a table: name -> default, or ``...`` where there is none."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([
-        inspect.Parameter(name, kind, default=inspect.Parameter.empty if default is ... else default)
-        for name, default in known.items()
+def signature_of(known: dict[str, Any]) -> inspect.Signature:
+    """That of a table: name -> default, or ``...`` where there is none."""
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return inspect.Signature([
+        inspect.Parameter(name, kind, default=empty if default is ... else default) for name, default in known.items()
     ])  # fmt: skip
+
+
+def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a table that a constructor is given, with defaults. Raises TypeError for others."""
+    signature = signature_of(known)
     try:
         given = signature.bind(*args, **kwargs)
     except TypeError as error:

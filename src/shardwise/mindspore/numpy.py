@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops.functions import FUNCTIONS, ours
 from shardwise.mindspore.tensor import Tensor, as_torch
@@ -57,21 +58,35 @@ def _set(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda ar1, ar2, assume_unique=False: (own := torch.unique(ar1))[function(own, ar2)]
 
 
+def _along_axis(func1d: Callable[..., Any], axis: int, arr: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a function makes of each row along ``axis``, in whose place are the dims of what it returns."""
+    rows, axis = arr.movedim(axis, -1), axis % arr.dim()
+    found = torch.stack([torch.as_tensor(func1d(own, *args, **kwargs)) for own in rows.reshape(-1, rows.shape[-1])])
+    own = found.reshape(*rows.shape[:-1], *found.shape[1:])
+    return own.movedim(tuple(range(rows.dim() - 1, own.dim())), tuple(range(axis, axis + own.dim() - rows.dim() + 1)))
+
+
+def _chosen(a: Any, choices: Any, mode: str = "clip") -> Any:
+    """At each place the element of the choice that ``a`` numbers; numbers outside are cut ("clip") or go round
+    ("wrap")."""
+    is_cut = one_of("clip", "wrap")("mode", mode) == "clip"
+    numbers = (a.clamp(0, len(choices) - 1) if is_cut else a % len(choices)).long()
+    *own, numbers = torch.broadcast_tensors(*choices, numbers)
+    return torch.stack(own).gather(0, numbers.unsqueeze(0)).squeeze(0)
+
+
 _WINDOWS = {"bartlett": "bartlett", "blackman": "blackman", "hamming": "hamming", "hanning": "hann"}
 
 _OWN: dict[str, Callable[..., Any]] = {
     **{name: (lambda window: lambda M: window(M, periodic=False))(getattr(torch, f"{own}_window"))
        for name, own in _WINDOWS.items()},
-    "apply_along_axis": lambda func1d, axis, arr, *args, **kwargs: torch.stack(
-        [torch.as_tensor(func1d(own, *args, **kwargs)) for own in arr.movedim(axis, -1).reshape(-1, arr.shape[axis])]
-    ).reshape(*(n for dim, n in enumerate(arr.shape) if dim != axis % arr.dim()), -1).movedim(-1, axis).squeeze(),
+    "apply_along_axis": _along_axis,
     "around": lambda a, decimals=0: torch.round(a, decimals=decimals),
     "array_equal": lambda a1, a2, equal_nan=False: a1.shape == a2.shape and bool(torch.isclose(
         a1, a2, 0, 0, equal_nan).all()),
     "broadcast_arrays": lambda *args: list(torch.broadcast_tensors(*args)),
     "cbrt": lambda x: x.sign() * x.abs() ** (1 / 3),
-    "choose": lambda a, choices, mode="clip": torch.stack(list(choices)).gather(
-        0, a.clamp(0, len(choices) - 1).long().unsqueeze(0)).squeeze(0),
+    "choose": _chosen,
     "convolve": _convolved,
     "correlate": lambda a, v, mode="valid": _convolved(a, v.flip(0), mode),
     "diag_indices": lambda n, ndim=2: (torch.arange(n),) * ndim,
@@ -79,9 +94,11 @@ _OWN: dict[str, Callable[..., Any]] = {
     "divmod": lambda x1, x2: (torch.floor_divide(x1, x2), torch.remainder(x1, x2)),
     "ediff1d": lambda ary, to_end=None, to_begin=None: torch.cat([
         own.reshape(-1) for own in (to_begin, ary.reshape(-1).diff(), to_end) if own is not None]),
-    "geomspace": lambda start, stop, num=50, dtype=None: start * (stop / start) ** torch.linspace(0, 1, num),
+    "geomspace": lambda start, stop, num=50, dtype=torch.float32: (
+        start * (stop / start) ** torch.linspace(0, 1, num, dtype=torch.float64)).to(dtype_of(dtype)),
     "gradient": lambda f, *varargs, axis=None, edge_order=1: own[0] if len(own := torch.gradient(
-        f, spacing=varargs[0] if varargs else 1.0, dim=axis, edge_order=edge_order)) == 1 else list(own),
+        f, spacing=(varargs if len(varargs) > 1 else varargs[0]) if varargs else 1.0, dim=axis,
+        edge_order=edge_order)) == 1 else list(own),
     "histogram": lambda a, bins=10, range=None, weights=None, density=False: tuple(torch.histogram(
         a.float(), bins, range=range, weight=weights, density=density)),
     "interp": _interpolated,

@@ -1,5 +1,6 @@
-"""The overflow status of Ascend devices, in software: whether a loss or a gradient was not finite since the status was
-cleared. (The device's own notes every operator: an infinity that later ones hide shows there, and not here.)"""
+"""The overflow status of Ascend devices, in software: whether a loss or a gradient, of any network, was not finite
+since the status was cleared. Each rank has its own, as each device has; programs sum them. (The device's notes every
+operator: an infinity that later ones hide shows there, and not here.)"""
 
 from __future__ import annotations
 
@@ -7,13 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
-_WORDS = 8  # of the device's status
-_state = {"watched": False, "overflowed": False}
+from shardwise.mindspore.amp import all_finite
 
-
-def alloc() -> torch.Tensor:
-    """A status without overflow."""
-    return torch.zeros(_WORDS)
+_state = {"watched": False, "overflowed": False}  # of this process, as the register is of a device
 
 
 def clear(status: torch.Tensor) -> torch.Tensor:
@@ -31,6 +28,7 @@ def read(status: torch.Tensor) -> torch.Tensor:
 
 
 def noted(tensors: Iterable[torch.Tensor]) -> None:
-    """Called with every loss and gradient that is computed; they are looked at once a program has cleared a status."""
+    """Called with every loss and gradient that is computed. They are looked at once a program has cleared a status, and
+    until one is not finite; that is one answer from the device a step."""
     if _state["watched"] and not _state["overflowed"]:
-        _state["overflowed"] = not all(bool(torch.isfinite(x).all()) for x in tensors)
+        _state["overflowed"] = not all_finite(tensors)

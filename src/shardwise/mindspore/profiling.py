@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import problem
 from shardwise.launch.ranks import rank
 from shardwise.mindspore.notes import note
 
@@ -18,25 +19,33 @@ class Profiler:
 
     def __init__(self, output_path: str = "./data", start_profile: bool = True, **settings: Any) -> None:
         self._path, self._profile, self._runs = Path(output_path), torch.profiler.profile(), False
-        if settings:
-            note(f"Profiler({', '.join(settings)}) has no effect here: torch's profiler records operators")
+        self._started = False
+        _no_effect("Profiler", settings)
         if start_profile:
             self.start()
 
     def start(self) -> None:
         self._profile.start()
-        self._runs = True
+        self._runs = self._started = True
 
     def stop(self) -> None:
         if self._runs:
             self._profile.stop()
             self._runs = False
 
-    def analyse(self, *settings: Any, **named: Any) -> None:
-        """Stop, and write the trace."""
+    def analyse(self, **settings: Any) -> None:
+        """Stop, and write the trace. Settings are taken, with a note. Raises RuntimeError if nothing was recorded."""
+        _no_effect("Profiler.analyse", settings)
+        if not self._started:
+            raise RuntimeError(problem("the profiler has recorded nothing", fix="profiler.start()"))
         self.stop()
         self._path.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._path / f"rank_{rank()}_trace.json"))
+
+
+def _no_effect(title: str, settings: dict[str, Any]) -> None:
+    if settings:
+        note(f"{title}({', '.join(settings)}) has no effect here: torch's profiler records operators")
 
 
 __all__ = ["Profiler"]

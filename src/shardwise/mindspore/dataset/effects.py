@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.dataset.transforms import Array
 from shardwise.mindspore.named import Function, bound
 
@@ -124,8 +125,9 @@ def _cut_and_pasted(
     images: Any, labels: Any, image_batch_format: str, alpha: float, prob: float
 ) -> tuple[Array, Array]:
     """In each image of a batch a box of another one (Yun et al. 2019), and the labels by their shares."""
+    is_last = one_of("NHWC", "NCHW")("image_batch_format", image_batch_format) == "NHWC"
     images, labels = np.array(images), np.asarray(labels).astype(np.float32)
-    height, width = images.shape[2:] if image_batch_format == "NCHW" else images.shape[1:3]
+    height, width = images.shape[1:3] if is_last else images.shape[2:]
     order, kept = np.random.permutation(len(images)), np.ones((len(images), *(1,) * (labels.ndim - 1)), np.float32)
     pasted = images.copy()
     for number in np.flatnonzero(np.random.random(len(images)) < prob):
@@ -134,7 +136,7 @@ def _cut_and_pasted(
             slice(max(center - int(size * cut) // 2, 0), min(center + int(size * cut) // 2, size))
             for center, size in ((np.random.randint(height), height), (np.random.randint(width), width))
         )
-        box = (..., rows, columns) if image_batch_format == "NCHW" else (rows, columns)
+        box = (rows, columns) if is_last else (..., rows, columns)
         pasted[number][box] = images[order[number]][box]
         kept[number] = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
     return pasted, kept * labels + (1 - kept) * labels[order]

@@ -1,26 +1,90 @@
 """Files of rows: what ``mindrecord.FileWriter`` writes and ``MindDataset`` reads.
 
 A file is an archive of numpy: per column its bytes, one row behind the other, and where each row ends. Beside it lies
-``FILE.db``, the schema as JSON. They are not the reference's files, which are refused.
+``FILE.db``: as JSON the schema, and the names of the files that were written together. They are not the reference's
+files, which are refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import ConcatDataset
+from torch.utils.data import Dataset as Rows
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, whole
 from shardwise.mindspore.dataset.sources import GeneratorDataset
-from shardwise.mindspore.dataset.values import Array, as_array, count_of
+from shardwise.mindspore.dataset.values import Array, as_array, named
 
-TYPES = ("int32", "int64", "float32", "float64", "string", "bytes")
+NUMBERS, TEXTS = ("int32", "int64", "float32", "float64"), ("string", "bytes")
 Schema = Mapping[str, Mapping[str, Any]]
+_FIRSTS = ("", "0", "00", "000")  # behind a name: the first of 1 file, of up to 10, 100 and 1000
+
+
+class _Field:
+    """A column: its type, and the shape of what a row has in it, () being a scalar and a -1 any size."""
+
+    def __init__(self, name: str, entry: Any) -> None:
+        kind, shape = (entry.get("type"), entry.get("shape")) if isinstance(entry, Mapping) else (entry, None)
+        if kind not in (*NUMBERS, *TEXTS):
+            fix = closest(str(kind), (*NUMBERS, *TEXTS))
+            raise ValueError(problem(f"column {name!r} has the type {kind!r}", fix=fix))
+        sizes = () if shape is None else tuple(shape) if isinstance(shape, (list, tuple)) else (shape,)
+        is_known = all(type(n) is int and (n > 0 or n == -1) for n in sizes) and sizes.count(-1) <= 1
+        if not is_known or (sizes and kind in TEXTS):
+            fix = f"none for {kind}" if kind in TEXTS else "whole numbers from 1, and at most one -1"
+            raise ValueError(problem(f"column {name!r} has the shape {shape!r}", fix=fix))
+        self.name, self.kind, self.shape = name, kind, sizes
+
+    def encoded(self, row: int, value: Any) -> bytes:
+        """What the file holds of a row's value. Raises ValueError for one that would be read back as another."""
+        item = value.item() if isinstance(value, np.ndarray) and not value.ndim else value
+        if self.kind == "string" and isinstance(item, str):
+            return item.encode()
+        if self.kind == "bytes" and isinstance(item, (bytes, bytearray)):
+            return bytes(item)
+        array = as_array(value)
+        if self.kind == "bytes" and array.dtype == np.uint8 and array.ndim == 1:
+            return array.tobytes()
+        if self.kind in TEXTS or array.dtype.kind not in "biuf":
+            raise self._refused(row, array, f"the schema says {self.kind}")
+        with np.errstate(invalid="ignore", over="ignore"):
+            cast = array.astype(self.kind)
+        kept = cast == array if cast.dtype.kind == "i" else np.isfinite(cast) == np.isfinite(array)
+        if not np.all(kept):
+            raise self._refused(row, array, f"numbers that {self.kind} holds, or another type")
+        sizes = zip(self.shape, array.shape, strict=False)
+        is_as_said = array.ndim == len(self.shape) and all(own in (-1, n) for own, n in sizes)
+        if not is_as_said and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat ones have no shape
+            raise self._refused(row, array, f"the schema says the shape {list(self.shape)}")
+        return cast.tobytes()
+
+    def _refused(self, row: int, array: Array, fix: str) -> ValueError:
+        what = f"{list(array.shape)} of {array.dtype}" if array.ndim else f"{array.item()!r}"
+        return ValueError(problem(f"row {row}: column {self.name!r} is {what}", fix=fix))
+
+    def has(self, lengths: Array) -> Array:
+        """Whether a row may have so many bytes."""
+        if self.kind in TEXTS:
+            return lengths >= 0
+        unit = np.dtype(self.kind).itemsize * math.prod(n for n in self.shape if n > 0)
+        return np.asarray(lengths % unit == 0 if -1 in self.shape else lengths == unit)
+
+    def decoded(self, data: Array) -> Array:
+        """The value of a row, of its bytes."""
+        if self.kind == "string":
+            return np.asarray(data.tobytes().decode())
+        return data.copy() if self.kind == "bytes" else data.copy().view(self.kind).reshape(self.shape)
 
 
 class FileWriter:
@@ -28,20 +92,26 @@ class FileWriter:
     one, into the file itself. ``overwrite``: files that exist are replaced."""
 
     def __init__(self, file_name: str, shard_num: int = 1, overwrite: bool = False) -> None:
-        self._paths = parts_of(file_name, count_of("shard_num", shard_num))
-        for path in self._paths:
-            if path.exists() and not overwrite:
-                raise RuntimeError(problem(f"{path} exists", fix="remove it and its .db, or overwrite=True"))
+        count = whole(1, 1000)("shard_num", shard_num)
+        self._paths = [Path(f"{file_name}{number:0{len(str(count - 1))}d}") for number in range(count)]
+        if count == 1:
+            self._paths = [Path(file_name)]
+        if not overwrite and (there := [path for path in self._paths if path.exists()]):
+            raise RuntimeError(problem(f"{there[0]} exists", fix="remove it and its .db, or overwrite=True"))
+        firsts = [Path(f"{file_name}{first}") for first in _FIRSTS]
+        if there := [path for path in firsts[: firsts.index(self._paths[0])] if path.exists()]:
+            what = f"{there[0]} exists, and would be read in place of {self._paths[0]}"
+            raise RuntimeError(problem(what, fix="remove it and its .db"))
         self._schema: Schema = {}
-        self._rows: list[Mapping[str, Any]] = []
+        self._fields: tuple[_Field, ...] = ()
+        self._rows: list[tuple[bytes, ...]] = []
 
     def add_schema(self, content: Schema, desc: str = "") -> int:
-        """``{"image": {"type": "bytes"}, "label": {"type": "int32", "shape": [2]}}``; a shape may have one -1."""
-        for name, entry in content.items():
-            if entry.get("type") not in TYPES:
-                what = f"column {name!r} has the type {entry.get('type')!r}"
-                raise ValueError(problem(what, fix=closest(str(entry.get("type")), TYPES)))
-        self._schema = content
+        """``{"image": {"type": "bytes"}, "label": {"type": "int32", "shape": [2]}}``; a shape may have one -1. It comes
+        before the rows. ``desc`` is for readers of the program."""
+        if self._rows:
+            raise RuntimeError(problem("add_schema after write_raw_data", fix="add_schema first"))
+        self._fields, self._schema = tuple(_Field(*entry) for entry in content.items()), content
         return 0
 
     def add_index(self, index_fields: Sequence[str]) -> None:
@@ -50,62 +120,67 @@ class FileWriter:
             raise ValueError(problem(f"there is no field {unknown[0]!r}", fix=closest(unknown[0], self._schema)))
 
     def write_raw_data(self, raw_data: Iterable[Mapping[str, Any]], parallel_writer: bool = False) -> None:
-        """Rows as dictionaries of all fields."""
-        for row in raw_data:
+        """Rows as dictionaries of all fields. Where one is not as the schema says, none of them is taken."""
+        self._check_schema()
+        rows: list[tuple[bytes, ...]] = []
+        for number, row in enumerate(raw_data, len(self._rows)):
             if missing := [name for name in self._schema if name not in row]:
-                raise ValueError(problem(f"a row has no {missing[0]!r}", fix=f"give {', '.join(self._schema)}"))
-            self._rows.append(row)
+                raise ValueError(problem(f"row {number} has no {missing[0]!r}", fix=f"give {', '.join(self._schema)}"))
+            rows.append(tuple(field.encoded(number, row[field.name]) for field in self._fields))
+        self._rows += rows
 
     def commit(self) -> None:
-        """Write the files: contiguous rows in each."""
-        for path, places in zip(self._paths, np.array_split(np.arange(len(self._rows)), len(self._paths)), strict=True):
-            entries: dict[str, Array] = {}
-            for name, entry in self._schema.items():
-                parts = [_bytes(self._rows[place][name], entry["type"]) for place in places]
-                entries[f"{name}.bytes"] = np.frombuffer(b"".join(parts), np.uint8)
-                entries[f"{name}.ends"] = np.cumsum([len(part) for part in parts], dtype=np.int64)
-            with path.open("wb") as file:
-                np.savez(file, **entries)  # type: ignore[arg-type]
-            path.with_name(f"{path.name}.db").write_text(json.dumps(dict(self._schema)))
+        """Write the files: contiguous rows in each. They are made beside, so that an error leaves what there was."""
+        self._check_schema()
+        index = json.dumps({"schema": dict(self._schema), "files": [path.name for path in self._paths]})
+        folder = self._paths[0].parent
+        with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=folder) as beside:
+            for path, places in zip(
+                self._paths, np.array_split(np.arange(len(self._rows)), len(self._paths)), strict=True
+            ):
+                entries: dict[str, Any] = {}
+                for number, field in enumerate(self._fields):
+                    parts = [self._rows[place][number] for place in places]
+                    entries[f"{field.name}.bytes"] = np.frombuffer(b"".join(parts), np.uint8)
+                    entries[f"{field.name}.ends"] = np.cumsum([len(part) for part in parts], dtype=np.int64)
+                with Path(beside, path.name).open("wb") as file:
+                    np.savez(file, **entries)
+                _index_of(Path(beside, path.name)).write_text(index)
+            for name in os.listdir(beside):
+                os.replace(Path(beside, name), folder / name)
+
+    def _check_schema(self) -> None:
+        if not self._fields:
+            raise RuntimeError(problem("there is no schema", fix="add_schema first"))
 
 
-class _File:
-    """The rows of one file, by their numbers."""
+class _File(Rows[tuple[Array, ...]]):
+    """The rows of one file, by their numbers. ``columns``: their names; None: all."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
-        index = path.with_name(f"{path.name}.db")
-        what, fix = f"{path} is no file that mindrecord.FileWriter has written here", "write it anew from its source"
-        if not (zipfile.is_zipfile(path) and index.exists()):
-            raise RuntimeError(problem(what, fix=fix))
-        self.schema: Schema = json.loads(index.read_text())
-        names = list(self.schema) if columns is None else list(columns)
-        if unknown := [name for name in names if name not in self.schema]:
-            raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], self.schema)))
-        with np.load(path) as archive:
-            self.columns = {name: (archive[f"{name}.bytes"], archive[f"{name}.ends"]) for name in names}
+        if not path.exists():
+            raise RuntimeError(problem(f"there is no file {path}", fix="mindrecord.FileWriter writes it"))
+        self.schema, _ = _read_index(path)
+        self.names = named(list(self.schema) if columns is None else columns, list(self.schema))
+        self._columns: list[tuple[_Field, Array, Array]] = []
+        try:
+            if not zipfile.is_zipfile(path):
+                raise ValueError("it is no archive of numpy")
+            with np.load(path, allow_pickle=False) as archive:
+                for name in self.names:
+                    column = _Field(name, self.schema[name]), archive[f"{name}.bytes"], archive[f"{name}.ends"]
+                    _check_column(*column, len(column[2]) if not self._columns else len(self))
+                    self._columns.append(column)
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+            raise _foreign(path, error) from error
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns.values()))[1])
+        return len(self._columns[0][2])
 
     def __getitem__(self, number: int) -> tuple[Array, ...]:
         return tuple(
-            _value(data[ends[number - 1] if number else 0 : ends[number]].tobytes(), self.schema[name])
-            for name, (data, ends) in self.columns.items()
+            field.decoded(data[ends[number - 1] if number else 0 : ends[number]]) for field, data, ends in self._columns
         )
-
-
-class _Files:
-    """The rows of several files, one after the other."""
-
-    def __init__(self, files: Sequence[_File]) -> None:
-        self.rows = [(file, number) for file in files for number in range(len(file))]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> tuple[Array, ...]:
-        file, own = self.rows[number]
-        return file[own]
 
 
 class MindDataset(GeneratorDataset):
@@ -114,67 +189,95 @@ class MindDataset(GeneratorDataset):
 
     def __init__(
         self,
-        dataset_files: str | Sequence[str],
+        dataset_files: str | Path | Sequence[str | Path],
         columns_list: Sequence[str] | None = None,
         num_parallel_workers: int | None = None,
         shuffle: bool | None = None,
         **settings: Any,
     ) -> None:
-        paths = written_with(dataset_files) if isinstance(dataset_files, (str, Path)) else map(Path, dataset_files)
-        files = [_File(path, columns_list) for path in paths]
-        super().__init__(_Files(files), list(files[0].columns), shuffle=shuffle, **settings)
-
-
-def parts_of(file_name: str, count: int) -> list[Path]:
-    """The files of one name."""
-    if count == 1:
-        return [Path(file_name)]
-    return [Path(f"{file_name}{number:0{len(str(count - 1))}d}") for number in range(count)]
+        paths = written_with(dataset_files) if isinstance(dataset_files, (str, Path)) else [*map(Path, dataset_files)]
+        if not paths:
+            raise ValueError(problem("dataset_files names no file", fix="a name, or a list of names"))
+        files = [_File(paths[0], columns_list)]
+        files += [_File(path, files[0].names) for path in paths[1:]]
+        for path, file in zip(paths, files, strict=True):
+            if file.schema != files[0].schema:
+                what = f"{path} has the schema {file.schema}, and {paths[0]} has {files[0].schema}"
+                raise ValueError(problem(what, fix="a MindDataset of each, and concat"))
+        super().__init__(ConcatDataset(files), list(files[0].names), shuffle=shuffle, **settings)
 
 
 def written_with(file_name: str | Path) -> list[Path]:
-    """The file, or those with a number behind its name. Raises RuntimeError where there is none."""
-    path = Path(file_name)
-    stem = path.name if path.name.endswith("mindrecord") else path.name.rstrip("0123456789")
-    found = [path] if path.exists() and stem == path.name else []
-    found += sorted(own for own in path.parent.glob(f"{stem}*") if own.name.removeprefix(stem).isdigit())
-    if not found:
-        raise RuntimeError(problem(f"there is no file {path}", fix="mindrecord.FileWriter writes it"))
-    return found
+    """The files that were written with a name. Raises RuntimeError where there is none."""
+    firsts = [Path(f"{file_name}{first}") for first in _FIRSTS]
+    first = next((path for path in firsts if path.exists()), None)
+    if first is None:
+        raise RuntimeError(problem(f"there is no file {file_name}", fix="mindrecord.FileWriter writes it"))
+    return [first.with_name(name) for name in _read_index(first)[1]]
 
 
 def save(dataset: Any, file_name: str, num_files: int) -> None:
-    """The rows of a pass over a dataset, as files."""
-    kinds = {"U": "string", "S": "bytes"}
+    """The rows of a pass over a dataset, as files. Sizes of a dim that are not alike in all rows become a -1. Raises
+    ValueError for a column of several types, and where there is no row."""
     names, rows = dataset.get_col_names(), [tuple(map(as_array, row)) for row in dataset.next_pass()]
-    schema = {
-        name: {
-            "type": kinds.get(array.dtype.kind, array.dtype.name),
-            **({"shape": list(array.shape)} if array.ndim else {}),
-        }
-        for name, array in zip(names, rows[0] if rows else (), strict=False)
-    }
+    if not rows:
+        raise ValueError(problem("the dataset has no rows, which would say the types of columns", fix="some rows"))
     writer = FileWriter(file_name, num_files, overwrite=True)
-    writer.add_schema(schema)
+    writer.add_schema({name: _entry(name, own) for name, own in zip(names, zip(*rows, strict=True), strict=True)})
     writer.write_raw_data(dict(zip(names, row, strict=True)) for row in rows)
     writer.commit()
 
 
-def _bytes(value: Any, kind: str) -> bytes:
-    if kind == "string":
-        return str(value).encode()
-    if kind == "bytes":
-        return bytes(value)
-    return np.ascontiguousarray(as_array(value), kind).tobytes()
+def _entry(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
+    """The schema of a column."""
+    kinds = {_kind(array) for array in arrays}
+    ranks = {array.ndim for array in arrays}
+    if len(kinds) > 1 or len(ranks) > 1:
+        told = ", ".join(sorted({f"{_kind(array)} {list(array.shape)}" for array in arrays}))
+        raise ValueError(problem(f"column {name!r} has {told}", fix="one type, and shapes of as many dims: map()"))
+    kind = kinds.pop()
+    sizes = [{*own} for own in zip(*(array.shape for array in arrays), strict=True)]
+    shape = [own.pop() if len(own) == 1 else -1 for own in sizes]
+    return {"type": kind} if kind in TEXTS or not shape else {"type": kind, "shape": shape}
 
 
-def _value(data: bytes, entry: Mapping[str, Any]) -> Array:
-    """A scalar, where there is no shape."""
-    if entry["type"] == "string":
-        return np.asarray(data.decode())
-    if entry["type"] == "bytes":
-        return np.frombuffer(data, np.uint8)
-    return np.frombuffer(data, entry["type"]).reshape(entry.get("shape", ())).copy()
+def _kind(array: Array) -> str:
+    if array.dtype == np.uint8 and array.ndim == 1:
+        return "bytes"
+    kinds: dict[str, str] = {"U": "string", "S": "bytes"}
+    return kinds.get(array.dtype.kind, str(array.dtype))
+
+
+def _index_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.db")
+
+
+def _read_index(path: Path) -> tuple[Schema, list[str]]:
+    """The schema of a file, and the names of those that were written with it, which are in its folder."""
+    try:
+        index = json.loads(_index_of(path).read_text())
+        schema, files = dict(index["schema"]), list(index["files"])
+        for entry in schema.items():
+            _Field(*entry)
+        if not schema or path.name not in files or any(Path(name).name != name for name in files):
+            raise ValueError("its .db is of other files")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _foreign(path, error) from error
+    return schema, files
+
+
+def _check_column(field: _Field, data: Array, ends: Array, rows: int) -> None:
+    """Raises ValueError for bytes and ends that are not of so many rows."""
+    is_formed = (data.dtype, data.ndim, ends.dtype, ends.shape) == (np.uint8, 1, np.int64, (rows,))
+    is_within = is_formed and bool(((ends >= 0) & (ends <= len(data))).all()) and len(data) == (ends[-1] if rows else 0)
+    lengths = np.diff(ends, prepend=0) if is_within else np.array([-1])
+    if not ((lengths >= 0) & field.has(lengths)).all():
+        raise ValueError(f"column {field.name!r} is not of {rows} rows")
+
+
+def _foreign(path: Path, error: Exception) -> RuntimeError:
+    what = f"{path} is no file that mindrecord.FileWriter has written here ({error})"
+    return RuntimeError(problem(what, fix="write it anew from its source"))
 
 
 __all__ = ["FileWriter", "MindDataset"]

@@ -14,10 +14,11 @@ from shardwise.mindspore import context, engine
 from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair, same_padding
+from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
+from shardwise.mindspore.ops.resizing import pool, same_padding
 from shardwise.mindspore.ops.shape import ExpandDims, Reshape
 from shardwise.mindspore.tensor import Parameter
 
@@ -190,8 +191,8 @@ class Conv2d(Cell):
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
-class Conv1d(Conv2d):
-    """Convolution of rows (N, C, W), with a weight of (out, in / group, 1, width)."""
+class _OfRows(Cell):
+    """Before a convolution of images among the bases of a class: rows (N, C, W) are images of height 1."""
 
     def __init__(
         self,
@@ -202,15 +203,26 @@ class Conv1d(Conv2d):
         pad_mode: str = "same",
         padding: int = 0,
         dilation: int = 1,
-        *args: Any,
-        **kwargs: Any,
+        group: int = 1,
+        has_bias: bool = False,
+        weight_init: Any = None,
+        bias_init: Any = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        sides = (0, 0, padding, padding)
-        kernel, steps, gaps = ((1, own) for own in (kernel_size, stride, dilation))
-        super().__init__(in_channels, out_channels, kernel, steps, pad_mode, sides, gaps, *args, **kwargs)
+        of_images: dict[str, Any] = {
+            "in_channels": in_channels, "out_channels": out_channels, "kernel_size": (1, kernel_size),
+            "stride": (1, stride), "pad_mode": pad_mode, "padding": (0, 0, padding, padding),
+            "dilation": (1, dilation), "group": group, "has_bias": has_bias, "weight_init": weight_init,
+            "bias_init": bias_init, "dtype": dtype,
+        }  # fmt: skip
+        super().__init__(**of_images)
 
     def construct(self, x: Any) -> Any:
         return super().construct(x.unsqueeze(2)).squeeze(2)
+
+
+class Conv1d(_OfRows, Conv2d):
+    """Convolution of rows (N, C, W), with a weight of (out, in / group, 1, width)."""
 
 
 class Conv3d(Cell):
@@ -309,27 +321,8 @@ class Conv2dTranspose(Cell):
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
-class Conv1dTranspose(Conv2dTranspose):
+class Conv1dTranspose(_OfRows, Conv2dTranspose):
     """The transposed convolution of rows (N, C, W), with a weight of (in, out / group, 1, width)."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int = 1,
-        pad_mode: str = "same",
-        padding: int = 0,
-        dilation: int = 1,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        sides = (0, 0, padding, padding)
-        kernel, steps, gaps = ((1, own) for own in (kernel_size, stride, dilation))
-        super().__init__(in_channels, out_channels, kernel, steps, pad_mode, sides, 0, gaps, *args, **kwargs)
-
-    def construct(self, x: Any) -> Any:
-        return super().construct(x.unsqueeze(2)).squeeze(2)
 
 
 class Dropout(Cell):
@@ -354,11 +347,11 @@ class Dropout(Cell):
 
 class _Pool2d(Cell):
     """Of each window of images one number. ``padding``: with ``pad_mode="pad"``, on both sides. Other settings
-    (``dilation``, ``ceil_mode``, ``count_include_pad``, ``divisor_override``) are torch's."""
+    (``dilation``, ``ceil_mode``, ``count_include_pad``, ``divisor_override``, ``return_indices``) are torch's."""
 
     operator: type[MaxPool] | type[AvgPool]
     attribute: str  # which holds the operator
-    padded: Any
+    function: Any
 
     def __init__(
         self,
@@ -372,29 +365,29 @@ class _Pool2d(Cell):
         super().__init__()
         if data_format != "NCHW":
             raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
-        self.is_plain = pad_mode.lower() != "pad" and not settings
+        self.is_plain = pad_mode.lower() != "pad" and not padding and not settings
         setattr(self, self.attribute, self.operator(kernel_size, stride, pad_mode) if self.is_plain else Inner())
         self.kernel_size, self.stride, self.pad_mode = kernel_size, stride, pad_mode
-        self.sizes = (kernel_size, stride, padding if pad_mode.lower() == "pad" else 0)
-        self.settings = settings
+        self.padding, self.settings = padding, settings
 
     def construct(self, x: Any) -> Any:
         operator = getattr(self, self.attribute)
         if self.is_plain:
             return operator(x)
-        return operator(lambda x: type(self).padded(x, *self.sizes, **self.settings), x)
+        sizes = self.kernel_size, self.stride, self.pad_mode, self.padding
+        return operator(lambda x: pool(type(self).function, x, *sizes, **self.settings), x)
 
 
 class MaxPool2d(_Pool2d):
     """The largest element of each window."""
 
-    operator, attribute, padded = MaxPool, "max_pool", staticmethod(F.max_pool2d)
+    operator, attribute, function = MaxPool, "max_pool", staticmethod(F.max_pool2d)
 
 
 class AvgPool2d(_Pool2d):
     """The mean of each window."""
 
-    operator, attribute, padded = AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
+    operator, attribute, function = AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
 
 
 class Flatten(Cell):

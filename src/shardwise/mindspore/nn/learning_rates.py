@@ -154,6 +154,8 @@ LISTS: dict[str, Callable[..., list[float]]] = {
     "warmup_lr": lambda learning_rate, total_step, step_per_epoch, warmup_epoch: _of_epochs(
         WarmUpLR(learning_rate, warmup_epoch), total_step, step_per_epoch, warmup_epoch),
 }  # fmt: skip
+for _name, _list in LISTS.items():
+    _list.__name__ = _list.__qualname__ = _name  # which errors about arguments say
 globals().update(LISTS)
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import Signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from shardwise.launch.ranks import rank
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, held, own_shard
-from shardwise.mindspore.named import bound_to
+from shardwise.mindspore.named import bound_to, signature_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
@@ -327,16 +328,19 @@ class WithSettings(Optimizer):
     """One whose arguments behind ``params`` are those of its class statement, in order, with their defaults (``...``:
     it must be given). Each is an attribute, but for the base's: ``learning_rate``, ``weight_decay``, ``loss_scale``."""
 
-    settings: ClassVar[dict[str, Any]] = {}
+    settings: ClassVar[dict[str, Any]] = {"params": ...}
+    __signature__: ClassVar[Signature | None] = None  # what inspect and help say; None: that of __init__
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__()
-        cls.settings = settings or cls.settings
+        cls.settings = {"params": ..., **settings} if settings else cls.settings
+        is_own = cls.__init__ is WithSettings.__init__
+        cls.__signature__ = signature_of(cls.settings) if is_own else None
 
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = bound_to(type(self).__name__, self.settings, args, kwargs)
         of_base = {name: given.pop(name) for name in ("learning_rate", "weight_decay", "loss_scale") if name in given}
-        super().__init__(parameters=params, **of_base)
+        super().__init__(parameters=given.pop("params"), **of_base)
         vars(self).update(given)
         self.check()
 

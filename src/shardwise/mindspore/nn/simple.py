@@ -59,9 +59,10 @@ def _padded(x: Any, padding: Any, mode: str, value: float | None = None, dims: i
 
 
 def _upsampled(x: Any, size: Any, factor: Any, align: bool, centers: bool) -> Any:
-    sizes = (
-        tuple(int(n * factor) for n in x.shape[2:]) if size is None else (size,) * 2 if isinstance(size, int) else size
-    )
+    if (size is None) == (factor is None):
+        what = f"ResizeBilinear(size={size}, scale_factor={factor})"
+        raise ValueError(problem(what, fix="one of the two"))
+    sizes = [int(n * factor) for n in x.shape[2:]] if size is None else (size,) * 2 if isinstance(size, int) else size
     return bilinear(x, sizes, align, centers)
 
 

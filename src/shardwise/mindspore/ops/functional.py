@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -92,10 +92,15 @@ def value_and_grad(
     if not positions and listed is None:
         raise ValueError(problem("value_and_grad differentiates by nothing", fix="give grad_position or weights"))
 
+    def labelled(ids: Iterable[Any], grads: tuple[Any, ...], is_one: bool) -> Any:
+        pairs = tuple(zip(ids, grads, strict=True)) if return_ids else grads
+        return pairs[0] if is_one else pairs
+
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         inputs = [plain(own) if place in positions else own for place, own in enumerate(args)]
         if _TRANSFORMED.get() and listed is None:  # by torch.func, whose tensors know no requires_grad_
-            return _transformed(fn, inputs, grad_position, positions, has_aux)
+            result, of_inputs = _transformed(partial(fn, **kwargs), inputs, positions, has_aux)
+            return result, labelled(positions, of_inputs, isinstance(grad_position, int))
         is_inner = _DIFFERENTIATED.get() or any(inputs[position].requires_grad for position in positions)
         for position in positions:
             if not (is_inner and inputs[position].requires_grad):
@@ -126,16 +131,9 @@ def value_and_grad(
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # it may be split by now
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
-        of_inputs: tuple[Any, ...]
-        of_weights: tuple[Any, ...]
-        of_inputs, of_weights = (
-            as_tensors[: len(positions)],
-            tuple(map(as_gradient, as_tensors[len(positions) :], listed or ())),
-        )
-        if return_ids:
-            of_inputs = tuple(zip(positions, of_inputs, strict=True))
-            of_weights = tuple((own.name, grad) for own, grad in zip(listed or (), of_weights, strict=True))
-        first = of_inputs[0] if isinstance(grad_position, int) else of_inputs
+        own, others = as_tensors[: len(positions)], as_tensors[len(positions) :]
+        first = labelled(positions, own, isinstance(grad_position, int)) if positions else ()
+        of_weights = labelled((own.name for own in listed or ()), tuple(map(as_gradient, others, listed or ())), False)
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
         return (result if is_inner else engine.detached(result)), both
 
@@ -165,8 +163,7 @@ def get_grad(gradients: Any, identifier: Any) -> Any:
     pairs, pending = [], [gradients]
     while pending:
         own = pending.pop()
-        is_pair = isinstance(own, tuple) and len(own) == 2 and isinstance(own[0], (int, str))
-        if is_pair:
+        if isinstance(own, tuple) and len(own) == 2 and isinstance(own[0], (int, str)):
             pairs.append(own)
         elif isinstance(own, tuple):
             pending += own
@@ -261,8 +258,8 @@ def _plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _transformed(
-    fn: Callable[..., Any], inputs: list[Any], grad_position: Any, positions: tuple[int, ...], has_aux: bool
-) -> tuple[Any, Any]:
+    fn: Callable[..., Any], inputs: list[Any], positions: tuple[int, ...], has_aux: bool
+) -> tuple[Any, tuple[Any, ...]]:
     """What a function returns, and its gradients, by torch.func, which differentiates it again."""
 
     def total(*wanted: Any) -> tuple[Any, Any]:
@@ -273,7 +270,7 @@ def _transformed(
 
     own = (inputs[position] for position in positions)
     grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*own)
-    return result, grads[0] if isinstance(grad_position, int) else grads
+    return result, grads
 
 
 def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+from shardwise.mindspore.ops.resizing import MODES, pool, same_padding
 
 Sizes = int | Sequence[int]
-MODES = ("valid", "same", "pad")
 
 
 def pair(name: str, value: Sizes, low: int = 1) -> tuple[int, int]:
@@ -39,12 +38,6 @@ def _four(pad: Sizes) -> tuple[int, int, int, int]:
     if len(sizes) != 4:
         raise ValueError(problem(f"pad is {pad!r}", fix="a whole number, or four: (top, bottom, left, right)"))
     return sizes[0], sizes[1], sizes[2], sizes[3]
-
-
-def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """The padding before and behind with which ``ceil(size / stride)`` windows fit; the odd one is behind."""
-    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
-    return total // 2, total - total // 2
 
 
 class _Windowed(Primitive):
@@ -213,24 +206,14 @@ class MaxPool(_Pool):
     """The largest element of each window."""
 
     def compute(self, x: Any) -> Any:
-        top, bottom, left, right = self.padding(x.shape)
-        if top or bottom or left or right:
-            x = F.pad(x, (left, right, top, bottom), value=float("-inf"))
-        return F.max_pool2d(x, self.kernel_size, self.stride)
+        return pool(F.max_pool2d, x, self.kernel_size, self.stride, self.pad_mode)
 
 
 class AvgPool(_Pool):
     """The mean of each window, over what is inside the image."""
 
     def compute(self, x: Any) -> Any:
-        padding = self.padding(x.shape)
-        if not any(padding):
-            return F.avg_pool2d(x, self.kernel_size, self.stride)
-        top, bottom, left, right = padding
-        sides = (left, right, top, bottom)
-        inside = F.pad(torch.ones((1, 1, *x.shape[-2:]), dtype=x.dtype, device=x.device), sides)
-        shares = F.avg_pool2d(inside, self.kernel_size, self.stride)
-        return F.avg_pool2d(F.pad(x, sides), self.kernel_size, self.stride) / shares
+        return pool(F.avg_pool2d, x, self.kernel_size, self.stride, self.pad_mode)
 
 
 class Conv2DBackpropInput(Conv2DTranspose):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,29 +11,55 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
-from shardwise.mindspore.ops.images import same_padding
 from shardwise.mindspore.tensor import as_torch
 
+MODES = ("valid", "same", "pad")
 AVERAGES: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}  # over how many dims
 DIMS = {**AVERAGES, F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
+
+
+def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
+    """The padding before and behind with which ``ceil(size / stride)`` windows fit; the odd one is behind."""
+    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+    return total // 2, total - total // 2
 
 
 def _each(size: Any, dims: int) -> tuple[int, ...]:
     return (size,) * dims if isinstance(size, int) else tuple(size)[-dims:]
 
 
-def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: Any, **settings: Any) -> Any:
-    """Torch's pooling of (N, C, ...) or (C, ...) with a ``pad_mode``: in mode "same" as many windows as strides, and
-    means over what is inside."""
+def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: Any = 0, **settings: Any) -> Any:
+    """Torch's pooling of (N, C, ...) or (C, ...) with a ``pad_mode``: "valid", "pad" by ``padding``, or "same": as many
+    windows as strides, and means over what is inside. Raises ValueError for ``padding`` in other modes than "pad"."""
     mode, dims = mode.lower(), DIMS[function]
-    if mode != "same":
-        return function(x, kernel, stride, padding if mode == "pad" else 0, **settings)
-    sizes = zip(x.shape[-dims:], _each(kernel, dims), _each(stride, dims), strict=True)
-    sides = [n for pair in reversed([same_padding(*size) for size in sizes]) for n in pair]
+    if mode not in MODES:
+        raise ValueError(problem(f"pad_mode is {mode!r}", fix=f"one of {', '.join(MODES)}"))
+    if mode != "pad" and any(_each(padding, dims)):
+        raise ValueError(problem(f"padding is {padding!r} with pad_mode {mode!r}", fix='pad_mode="pad"'))
+    kernel, stride, sizes = _each(kernel, dims), _each(stride, dims), tuple(x.shape[-dims:])
+    gaps = _each(settings.get("dilation", 1), dims)
+    windows = zip(sizes, ((k - 1) * gap + 1 for k, gap in zip(kernel, gaps, strict=True)), stride, strict=True)
+    pairs = [same_padding(*window) for window in windows] if mode == "same" else []
+    if not any(map(any, pairs)):
+        return function(x, kernel, stride, padding, **settings)
+    sides = [n for pair in reversed(pairs) for n in pair]
     if function in AVERAGES:
-        shares = function(F.pad(torch.ones_like(x), sides), kernel, stride)
-        return function(F.pad(x, sides), kernel, stride) / shares
-    return function(F.pad(x, sides, value=float("-inf")), kernel, stride, **settings)
+        means = function(F.pad(x, sides), kernel, stride, **settings)
+        if settings.get("divisor_override"):
+            return means
+        inside = torch.ones((*(1,) * (x.dim() - dims), *sizes), dtype=x.dtype, device=x.device)
+        return means / function(F.pad(inside, sides), kernel, stride)
+    found = function(F.pad(x, sides, value=float("-inf")), kernel, stride, **settings)
+    return (found[0], _unpadded(found[1], pairs, sizes)) if settings.get("return_indices") else found
+
+
+def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Any:
+    """Places of padded dims, counted through, as places of the dims themselves."""
+    padded = [size + sum(pair) for size, pair in zip(sizes, pairs, strict=True)]
+    places = torch.zeros_like(indices)
+    for dim, (size, (before, _)) in enumerate(zip(sizes, pairs, strict=True)):
+        places = places * size + indices // prod(padded[dim + 1 :]) % padded[dim] - before
+    return places
 
 
 def mirrored(x: Any, paddings: Any, mode: str) -> Any:
@@ -83,5 +110,6 @@ def nearest(x: Any, size: Sequence[int], align_corners: bool) -> Any:
         return F.interpolate(x, sizes)
     for dim, wanted in zip((2, 3), sizes, strict=True):
         scale = (x.shape[dim] - 1) / max(wanted - 1, 1)
-        x = x.index_select(dim, torch.arange(wanted, dtype=torch.float64).mul(scale).add(0.5).long())
+        places = torch.arange(wanted, dtype=torch.float64, device=x.device)
+        x = x.index_select(dim, places.mul(scale).add(0.5).long())
     return x

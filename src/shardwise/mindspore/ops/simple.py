@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.mindspore import overflow
+from shardwise.mindspore.amp import init_status
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
@@ -191,7 +192,7 @@ SIMPLE: dict[str, Function] = {
     "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
     # -- the overflow status of Ascend devices
     "FloatStatus": lambda x: (~torch.isfinite(x)).any().float().reshape(1),
-    "NPUAllocFloatStatus": overflow.alloc,
+    "NPUAllocFloatStatus": init_status,
     **dict.fromkeys(("NPUClearFloatStatus", "NPUClearFloatStatusV2"), overflow.clear),
     **dict.fromkeys(("NPUGetFloatStatus", "NPUGetFloatStatusV2"), overflow.read),
     # -- new tensors

@@ -12,16 +12,13 @@ from torch import nn
 
 from shardwise.errors import problem
 from shardwise.mindspore import context
-from shardwise.mindspore.amp import DynamicLossScaleManager, auto_mixed_precision
+from shardwise.mindspore.amp import DynamicLossScaleManager, at_level
 from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import it from here
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
 from shardwise.mindspore.train.callback import CallbackParams, RunContext, callbacks_of, told
 from shardwise.mindspore.train.metrics import metrics_of
 from shardwise.mindspore.train.rows import size_of, steps_of
-
-# Settings of the reference that change nothing here.
-SETTINGS = {"boost_level", "keep_batchnorm_fp32", "loss_scale_manager"}
 
 
 class Model:
@@ -30,9 +27,9 @@ class Model:
     ``metrics``: names or Metric objects, for ``eval``. ``loss_scale_manager``: scales the loss before backward;
     with ``drop_overflow_update`` gradients are divided by the scale, and checked, here, else only by the optimizer's
     ``loss_scale``, as in the reference. Without ``loss_fn`` the network returns its loss; without an optimizer, too, it
-    may be a training cell. ``amp_level``:
-    ``amp.auto_mixed_precision``; O2 scales losses dynamically by default. ``eval_indexes``: where loss, output and
-    label are in what ``eval_network`` returns.
+    may be a training cell. ``amp_level``: ``amp.auto_mixed_precision``; O2 scales losses dynamically by default;
+    ``settings`` beside it: ``amp.at_level``. ``eval_indexes``: where loss, output and label are in what
+    ``eval_network`` returns.
     """
 
     def __init__(
@@ -56,11 +53,9 @@ class Model:
             raise TypeError(problem(f"{_told(optimizer)} is no optimizer", fix=order))
         if isinstance(loss_fn, Optimizer):
             raise TypeError(problem("Model was given two optimizers", fix=order))
-        for name in set(settings) - SETTINGS:
-            raise ValueError(f"Model takes no {name!r}")
-        if amp_level == "O2" and loss_scale_manager is None and "loss_scale_manager" not in settings:
+        if amp_level == "O2" and loss_scale_manager is None:
             loss_scale_manager = DynamicLossScaleManager()
-        network = auto_mixed_precision(network, amp_level)
+        network = at_level("Model", network, amp_level, settings)
         self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
         self._metrics, self._eval_indexes = metrics_of(metrics), eval_indexes
         self._loss_network = network if loss_fn is None else WithLossCell(network, loss_fn)
