@@ -14,7 +14,7 @@ import shardwise as sw
 from hf.runs import VOCABULARY, Sentences, llama, padded
 
 RunRanks = Callable[..., list[Any]]
-TP = {
+TP: dict[str, Any] = {
     "mesh": sw.Mesh(tp=2),
     "search": "sharding_propagation",
     "strategies": {f"*.{name}": "n@tp" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")},
@@ -129,7 +129,8 @@ def on_ranks() -> dict[str, Any]:
     parts = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **TP, layouts={"bias": f"[{VOCABULARY}@tp]"}))
     with pytest.raises(sw.ShardwiseError, match="the plan splits the buffer bias"):
         generation.generator(parts, batch_size=2, max_length=24, chunk=8)
-    changed = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **TP))
+    by_tokens = {**TP, "strategies": {**TP["strategies"], "lm_head": "m@tp"}}  # of which one cannot be split
+    changed = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **by_tokens))
     changing = generation.generator(changed, batch_size=2, max_length=24, chunk=8)
     changed.get_buffer("bias")[5::7] = 3.0
     return {

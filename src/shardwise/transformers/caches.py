@@ -9,6 +9,7 @@ All are ordinary modules: they are planned, split and run as any other.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,9 +22,7 @@ from shardwise.api import plan as make_plan
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import Parallel
 
-# Factors of products and tables, as their rules name them: of which the program that takes one token has 1, and of
-# which it has as many as there are samples.
-_TOKENS, _SAMPLES = {"b1"}, {"b", "b0", "m"}
+_FACTOR = re.compile(r"[a-z]+[0-9.]*")
 
 # What models and their outputs call a cache. transformers 5.24 renamed it; for models, the older name warns there.
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -207,6 +206,14 @@ def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
 
+def _rows_of(rule: str) -> tuple[list[str], list[str]]:
+    """The factors of a product's or table's rows, ``b m k, n k -> b m n``: those of samples, and those of tokens, of
+    which the program that takes one token has 1."""
+    dims = re.findall(r"\([^)]*\)|\S+", rule.partition("->")[2].strip().partition("  ")[0])
+    rows = _FACTOR.findall(" ".join(dims[:-1]))
+    return rows[:1], rows[1:]
+
+
 def planned(
     module: Caches, inputs: Mapping[str, torch.Tensor], par: Parallel, caches: Mapping[str, str] | None = None
 ) -> Plan:
@@ -219,11 +226,12 @@ def planned(
     if isinstance(module, NextToken):  # the encoder does not run, nor what reads it
         run = make_plan(module, dict(inputs), mesh.num_devices, mesh=mesh, search="sharding_propagation")
         modules &= {entry.name.rpartition("/")[0].removeprefix("model.") for entry in run.operators}
-    single = _TOKENS | (_SAMPLES if module.sizes.rows == 1 else set())
     strategies = {}
     for entry in par.plan.operators:
         path = entry.name.rpartition("/")[0]
         if path in modules and entry.target.split(".")[1] in ("linear", "embedding", "addmm") and entry.strategy:
+            samples, tokens = _rows_of(entry.rule)
+            single = {*tokens, *(samples if module.sizes.rows == 1 else ())}
             kept = [split for split in entry.strategy.split() if split.partition("@")[0] not in single]
             if kept:
                 strategies[f"model.{path}"] = " ".join(kept)
