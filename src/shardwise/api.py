@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import inf
 from typing import Any, Literal
 
@@ -277,19 +278,17 @@ def plan(
             def pass_of(short: Graph, size: int) -> Graph:
                 return short if size == step else Passes.over(module, short, size, call.graph).graphs[size]
 
-            fronts: list[Fronts] = []  # made where they are wanted
-
-            def seconds_of(own: Setting) -> float:
-                if not fronts:
-                    whole = step_graph(graph if samples == step else call.graph(step))
-                    priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
-                    rungs = rungs_of(recompute, None if stage is None else gathered)
-                    fronts.append(Fronts(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs))
-                return fronts[0].seconds(own)
+            @cache
+            def fronts() -> Fronts:
+                whole = step_graph(graph if samples == step else call.graph(step))
+                priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
+                rungs = rungs_of(recompute, None if stage is None else gathered)
+                return Fronts(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs)
 
             floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
-            better = None if graph.loss is None else seconds_of
-            return Joined.of(*joint_search(settings, floor, cluster, plan_of_setting, tries=tries, seconds_of=better))
+            slower = (lambda own: fronts().least(own), lambda own: fronts().seconds(own))
+            estimates = () if graph.loss is None else slower
+            return Joined.of(*joint_search(settings, floor, cluster, plan_of_setting, tries=tries, estimates=estimates))
         return planned_with(stages, schedule, global_batch, micro_batch)
 
 

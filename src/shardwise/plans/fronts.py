@@ -12,7 +12,7 @@ plan is searched, built and simulated as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -40,7 +40,8 @@ from shardwise.search.variables import StorageVariable
 
 ROOM = 0.93  # of a device, for what adds up; the rest is held for moments
 # What is made again, and whether gathered parameters are.
-Rungs = tuple[tuple[How | None, Gathered], ...]
+Rung = tuple[How | None, Gathered]
+Rungs = tuple[Rung, ...]
 RUNGS: Rungs = (
     (None, "held"),
     (None, "once"),
@@ -52,51 +53,121 @@ RUNGS: Rungs = (
     ("full", "again"),
 )
 TRAFFICS = (HIDDEN, 0.5, 1.0 - HIDDEN)  # weights of traffic, the others being those of compute
-PRICES = (0.0, 0.03, 0.3, 3.0, 30.0)  # of all bytes of a device, in steps
+PRICES = (0.03, 0.3, 3.0, 30.0)  # of all bytes of a device, in steps
 STAYS, KEPT = 3, 4
 SLACK = 1.01  # of the seconds of the slowest place, where that divides the time more evenly
 
 
 @dataclass(frozen=True, eq=False)
-class Front:
-    """``points``: [points, 1 + blocks + 1, 5] of what is ahead of all blocks, of each, and of what is behind: seconds
-    of a pass by component, bytes that stay, and bytes kept per micro-batch."""
+class Spans:
+    """Of every point, what a place takes that has some of the blocks. ``seconds``: [points, first block, last block],
+    of a pass; ``held``: the same, [..., 2], of bytes that stay and of bytes that are kept."""
 
-    points: Floats
+    seconds: Floats
+    held: Floats
 
-    def divided(self, count: int) -> Front:
-        """All work in so many equal blocks."""
-        total = self.points.sum(axis=1, keepdims=True)
-        nothing = np.zeros_like(total)
-        return Front(np.concatenate([nothing, *(total / count for _ in range(count)), nothing], axis=1))
-
-    def with_ends_apart(self, ahead: bool, behind: bool) -> Front:
-        """The same, with what is ahead of all blocks, or behind them, as a block of its own."""
-        nothing = np.zeros_like(self.points[:, :1])
-        return Front(np.concatenate([*[nothing] * ahead, self.points, *[nothing] * behind], axis=1))
-
-    @cached_property
-    def _spans(self) -> tuple[Floats, Floats]:
-        """[points, first block, last block] seconds of a pass of a place that has them; and the same of bytes that stay
-        and of bytes that are kept, [..., 2]."""
-        summed = np.cumsum(self.points, axis=1)
+    @staticmethod
+    def of(points: Floats) -> Spans:
+        """``points``: [points, 1 + blocks + 1, 5], what is ahead of all blocks as of the first, and what is behind as
+        of the last."""
+        summed = np.cumsum(points, axis=1)
         starts = np.concatenate([np.zeros_like(summed[:, :1]), summed[:, 1:-2]], axis=1)
         ends = np.concatenate([summed[:, 1:-2], summed[:, -1:]], axis=1)
-        own = ends[:, None, :, :] - starts[:, :, None, :]
-        seconds = own[..., EXPOSED] + np.maximum(own[..., COMPUTE], own[..., TRAFFIC])
+        added = ends[:, None, :, :] - starts[:, :, None, :]
+        seconds = added[..., EXPOSED] + np.maximum(added[..., COMPUTE], added[..., TRAFFIC])
         count = starts.shape[1]
         has_some = np.triu(np.ones((count, count), dtype=np.bool_))
-        return np.where(has_some, seconds, inf), own[..., [STAYS, KEPT]]
+        return Spans(np.where(has_some, seconds, inf), added[..., [STAYS, KEPT]])
+
+    def fastest(self, limit: float, kept: float) -> Floats:
+        """[first block, last block] the least seconds of what fits where so many micro-batches are kept."""
+        fits = self.held[..., 0] + kept * self.held[..., 1] <= limit
+        fastest: Floats = np.where(fits, self.seconds, inf).min(axis=0)
+        return fastest
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A mesh of a place, and what is made again on it. ``points``: [points, 1 + blocks + 1, 5] of what is ahead of all
+    blocks, of each, and of what is behind: seconds of a pass by component, bytes that stay, and bytes kept per
+    micro-batch. ``free``: where bytes have no price; ``make``: those of all prices, which take longer."""
+
+    free: Floats
+    make: Callable[[], Floats]
+
+    @cached_property
+    def free_spans(self) -> Spans:
+        return Spans.of(self.free)
+
+    @cached_property
+    def spans(self) -> Spans:
+        return Spans.of(self.make())
+
+
+@dataclass(eq=False)
+class Front:
+    """What the places of some devices may come to with some samples. ``ways``: so far; ``others``: makes the rest of
+    them, which are no faster where there is room; ``priced``: those of which all points are known."""
+
+    ways: list[Way]
+    others: Callable[[], list[Way]] | None
+    priced: set[Way] = field(default_factory=set)
+
+    def least(self, places: int) -> float:
+        """Seconds of a pass on the slowest place, at least, whatever the memory."""
+        return self._cut(inf, (0.0,) * places)[0].slowest
 
     def cut(self, limit: float, in_flight: Sequence[float]) -> Cuts:
-        """The cut whose slowest place is as fast as can be; of those that come near the one that divides the time most
-        evenly. ``limit``: bytes of a device; ``in_flight``: of every place the micro-batches that it keeps at once."""
-        seconds, held = self._spans
-        known = {
-            kept: np.where(held[..., 0] + kept * held[..., 1] <= limit, seconds, inf).min(axis=0)
-            for kept in dict.fromkeys(in_flight)
+        """Where its places begin (``Cuts.of``). ``limit``: bytes of a device; ``in_flight``: of every place the
+        micro-batches that it keeps at once. Of ways that are not priced the fastest point is taken as if it fitted:
+        they are priced until the slowest place has none of these."""
+        while True:
+            sure, hope, taken = self._cut(limit, in_flight)
+            if hope.slowest >= sure.slowest:
+                return sure
+            if self.others is not None:
+                self.ways, self.others = [*self.ways, *self.others()], None
+            else:
+                self.priced.update(taken - self.priced or self.ways)
+
+    def settled(self) -> Front:
+        """The same, with all points of all ways."""
+        if self.others is not None:
+            self.ways, self.others = [*self.ways, *self.others()], None
+        self.priced.update(self.ways)
+        return self
+
+    def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[Cuts, Cuts, set[Way]]:
+        """The cuts of the points that are known, and of the same where all that is not priced fits; and the ways of the
+        latter."""
+        sure, hopes = {}, {}
+        for kept in dict.fromkeys(in_flight):
+            priced = [way.spans.fastest(limit, kept) for way in self.ways if way in self.priced]
+            others = [way.free_spans for way in self.ways if way not in self.priced]
+            sure[kept] = np.min([*priced, *(own.fastest(limit, kept) for own in others)], axis=0)
+            hopes[kept] = np.stack([*priced, *(own.fastest(inf, kept) for own in others)])
+        hope = Cuts.of([hopes[kept].min(axis=0) for kept in in_flight])
+        ends = [*hope.starts[1:], hopes[in_flight[0]].shape[1]]
+        ordered = sorted(self.ways, key=lambda way: way not in self.priced)
+        taken = {
+            ordered[int(hopes[kept][:, start, end - 1].argmin())]
+            for kept, start, end in zip(in_flight, hope.starts, ends, strict=False)
         }
-        spans = [known[kept] for kept in in_flight]
+        return Cuts.of([sure[kept] for kept in in_flight]), hope, taken
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """``slowest``: seconds of a pass on the slowest place (infinite: nothing fits); ``starts``: the first block of
+    every place."""
+
+    slowest: float
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(spans: Sequence[Floats]) -> Cuts:
+        """The cut whose slowest place is as fast as can be; of those that come near the one that divides the time most
+        evenly. ``spans``: of every place [first block, last block] its seconds."""
         slowest = np.array([0.0, *[inf] * len(spans[0])])
         for own in spans:
             slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], own).min(axis=0)])
@@ -115,15 +186,6 @@ class Front:
         return Cuts(float(slowest[-1]), tuple(reversed(starts)))
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """``slowest``: seconds of a pass on the slowest place (infinite: nothing fits); ``starts``: the first block of
-    every place."""
-
-    slowest: float
-    starts: tuple[int, ...]
-
-
 @dataclass
 class Fronts:
     """``whole``: the training graph of a step; ``passes``: the graph of a pass over so many of its samples, of a
@@ -137,7 +199,7 @@ class Fronts:
     settings: Settings
     segments: tuple[Segment, ...] = ()
     rungs: Rungs = RUNGS
-    known: dict[tuple[int, int], Front | None] = field(default_factory=dict)
+    known: dict[tuple[int, ...], Front | None] = field(default_factory=dict)
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -155,34 +217,29 @@ class Fronts:
         firsts = [*ahead[:1], *(block.ops[0] for block in self.blocks), *behind[:1]]
         self.starts = [op.name for op in firsts]  # before which a stage may begin
 
+    def least(self, setting: Setting) -> float:
+        """``seconds`` are no less, as far as nothing is faster than to make nothing again; found in less time."""
+        front = self._front(setting)
+        return inf if front is None else front.least(setting.stages) * _turns(setting)
+
     def seconds(self, setting: Setting) -> float:
         """About the seconds of a step; infinite where the model is no sum over such micro-batches, or nothing fits."""
-        cut = self.cut(setting, in_flight(setting))
-        if cut is None:
-            return inf
-        places = setting.places
-        per_place = setting.stages // places
-        return cut.slowest * (per_place * setting.passes + places - 1)
-
-    def cut(self, setting: Setting, flying: Sequence[float]) -> Cuts | None:
-        """Between which blocks the stages of a setting begin; None where the model is no sum over such micro-batches.
-        ``flying``: of every stage the micro-batches that it keeps at once."""
         front = self._front(setting)
-        if front is None:
-            return None
+        return inf if front is None else front.cut(self._limit(setting), in_flight(setting)).slowest * _turns(setting)
+
+    def _limit(self, setting: Setting) -> float:
+        """Bytes that a stage may take."""
         given = self.settings.memory_bytes
         limit = ROOM * (self.cluster.device.usable_bytes if given is None else given)
-        if not self.ends:  # no blocks to cut between: as if the work could be divided evenly
-            front = front.divided(setting.stages)
-        front = front.with_ends_apart(*map(bool, self.apart))
-        return front.cut(limit * setting.places / setting.stages, flying)
+        return limit * setting.places / setting.stages
 
     def parts(self, setting: Setting, flying: Sequence[float]) -> list[list[str]] | None:
         """The operators of every stage, each of which keeps so many micro-batches at once; None where there are too few
         blocks to cut between, and where nothing seems to fit."""
         if len(self.starts) < setting.stages:
             return None
-        cut = self.cut(setting, flying)
+        front = self._front(setting)
+        cut = None if front is None else front.settled().cut(self._limit(setting), flying)
         if cut is None or not cut.starts:
             return None
         begins = {self.starts[start]: number for number, start in enumerate(cut.starts) if number}
@@ -194,31 +251,37 @@ class Fronts:
         return parts
 
     def _front(self, setting: Setting) -> Front | None:
-        key = setting.places, setting.micro_batch
+        """None where the model is no sum over such micro-batches."""
+        key = setting.places, setting.micro_batch, *([] if self.ends else [setting.stages])
         if key not in self.known:
-            points = list(self._points(setting))
-            self.known[key] = Front(np.stack(points)) if points else None
+            graph = self._graph(setting.micro_batch)
+            self.known[key] = None if graph is None else self._front_of(graph, setting)
         return self.known[key]
 
-    def _points(self, setting: Setting) -> Iterator[Floats]:
-        graph = self._graph(setting.micro_batch)
-        if graph is None:
-            return
+    def _front_of(self, graph: Graph, setting: Setting) -> Front | None:
         part = self.cluster.with_devices(self.cluster.num_devices // setting.places)
-        settings = replace(self.settings, passes=setting.passes)
-        planner = Planner.of(graph, (), part, self.meshes(part), settings)
+        planner = Planner.of(graph, (), part, self.meshes(part), replace(self.settings, passes=setting.passes))
+        first = [rung for rung in self.rungs if rung[0] == self.rungs[0][0] and rung[1] != "again"] or self.rungs[:1]
+        others = [rung for rung in self.rungs if rung not in first]
+        ways = self._ways(planner, first, setting)
+        return Front(ways, lambda: self._ways(planner, others, setting)) if ways else None
+
+    def _ways(self, planner: Planner, rungs: Sequence[Rung], setting: Setting) -> list[Way]:
+        """Of every mesh, under some of the rungs."""
+        graph, settings = planner.graph, planner.settings
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
         segments = [replace(own, operators=own.operators & names) for own in self.segments]
-        for how, gathered in self.rungs:
+        found = []
+        for how, gathered in rungs:
             if how not in (None, "none") and not has_blocks:
                 continue
             if gathered == "held" and setting.passes == 1 and (how, "once") in self.rungs:  # the same
                 continue
             levers = Levers.of(graph, segments, how, gathered)
             own = replace(planner, settings=replace(settings, levers=levers))
-            for mesh in planner.meshes:
-                yield from self._answers(own.cost_graph(mesh))
+            found += [self._way(own.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
+        return [way for way in found if way is not None]
 
     def _graph(self, size: int) -> Graph | None:
         if size not in self.graphs:
@@ -228,35 +291,50 @@ class Fronts:
                 self.graphs[size] = None
         return self.graphs[size]
 
-    def _answers(self, cost: CostGraph) -> Iterator[Floats]:
-        """The points of a mesh."""
-        seen: set[tuple[int, ...]] = set()
-        scale = 0.0  # seconds of a step per byte of a device
-        for price in PRICES:
-            for traffic in TRAFFICS:
-                weights = Weights(1.0, 1.0 - traffic, traffic, price * scale)
-                try:
-                    assignment = minimise(cost.weighted(weights)).assignment
-                except TooWide:
-                    return
-                if tuple(assignment) not in seen:
-                    seen.add(tuple(assignment))
-                    yield self._added_up(cost, assignment)
-                if not scale:
-                    seconds = cost.components(assignment)
-                    scale = float(seconds[[EXPOSED, COMPUTE]].sum()) / self.cluster.device.usable_bytes
+    def _way(self, cost: CostGraph, stages: int) -> Way | None:
+        """None where a search takes too long."""
+        try:
+            free = [minimise(cost.weighted(Weights(1.0, 1.0 - own, own, 0.0))).assignment for own in TRAFFICS]
+        except TooWide:
+            return None
+        seconds = cost.components(free[0])  # of a step, for which all bytes of a device are to be had
+        scale = float(seconds[[EXPOSED, COMPUTE]].sum()) / self.cluster.device.usable_bytes
+        parts = self._parts_of(cost)
 
-    def _added_up(self, cost: CostGraph, assignment: list[int]) -> Floats:
-        """[parts, 5] of an assignment."""
+        def points(assignments: Iterable[Sequence[int]]) -> Floats:
+            different = dict.fromkeys(map(tuple, assignments))
+            return self._divided(np.stack([self._added_up(cost, parts, own) for own in different]), stages)
+
+        def all_points() -> Floats:
+            weights = (Weights(1.0, 1.0 - own, own, price * scale) for price in PRICES for own in TRAFFICS)
+            return points([*free, *(minimise(cost.weighted(own)).assignment for own in weights)])
+
+        return Way(points(free), all_points)
+
+    def _divided(self, points: Floats, stages: int) -> Floats:
+        """Points with what is ahead of all blocks, and behind them, as blocks of their own; without blocks, with all
+        work in as many equal ones as there are stages."""
+        nothing = np.zeros_like(points[:, :1])
+        if not self.ends:  # no blocks to cut between
+            total = points.sum(axis=1, keepdims=True)
+            points = np.concatenate([nothing, *(total / stages for _ in range(stages)), nothing], axis=1)
+        ahead, behind = map(bool, self.apart)
+        return np.concatenate([*[nothing] * ahead, points, *[nothing] * behind], axis=1)
+
+    def _parts_of(self, cost: CostGraph) -> list[str]:
+        """Of every factor the block that it belongs to, or what it is ahead of or behind."""
         paths = [block_of(variable.name) for variable in cost.variables]
         first = next((number for number, path in enumerate(paths) if path), len(paths))
+        return [paths[scope[-1]] or ("ahead" if scope[-1] < first else "behind") for scope, _ in cost.factors]
+
+    def _added_up(self, cost: CostGraph, parts: Sequence[str], assignment: Sequence[int]) -> Floats:
+        """[parts, 5] of an assignment."""
         found: dict[str, Floats] = {}
-        for scope, kind in cost.factors:
+        for (scope, kind), part in zip(cost.factors, parts, strict=True):
             at = tuple(assignment[v] for v in scope)
             own = np.array([0.0 if table is None else float(table[at]) for table in cost.kinds[kind]])
             held = [own[BYTES], 0.0] if _stays(cost, scope, own) else [0.0, own[BYTES]]
-            name = paths[scope[-1]] or ("ahead" if scope[-1] < first else "behind")
-            found[name] = found.get(name, np.zeros(5)) + np.array([*own[:BYTES], *held])
+            found[part] = found.get(part, np.zeros(5)) + np.array([*own[:BYTES], *held])
         nothing = np.zeros(5)
         blocks = [(found.get(one, nothing) + found.get(other, nothing)) / 2 for one, other in self.ends]
         return np.stack([found.get("ahead", nothing), *blocks, found.get("behind", nothing)])
@@ -276,6 +354,12 @@ def rungs_of(recompute: How | Literal["auto"] | None, gathered: Gathered | None)
         return ((recompute, gathered or "held"),)
     ways = dict.fromkeys(how for how, _ in RUNGS)
     return RUNGS if gathered is None else tuple((how, gathered) for how in ways)
+
+
+def _turns(setting: Setting) -> int:
+    """How many passes of a stage a step takes, waiting included."""
+    places = setting.places
+    return setting.stages // places * setting.passes + places - 1
 
 
 def in_flight(setting: Setting) -> tuple[float, ...]:

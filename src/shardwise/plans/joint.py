@@ -277,17 +277,17 @@ def joint_search(
     plan_of: Callable[[Setting, float], _Found],
     *,
     tries: int = TRIES,
-    seconds_of: Callable[[Setting], float] | None = None,
+    estimates: Sequence[Callable[[Setting], float]] = (),
 ) -> tuple[_Found, Joint]:
     """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: takes a
     setting and the seconds of the best step so far, and raises PlanError where there is no plan, or surely no better
-    one; ``tries``: how many are planned at most; ``seconds_of``: a better estimate of a step, that takes
-    longer (``plans.fronts``): a setting is planned when its is the least of all. Raises PlanError where no setting has
-    one."""
+    one; ``tries``: how many are planned at most; ``estimates``: of the seconds of a step, each better than the one
+    before, and slower to be had (``plans.fronts``): a setting is planned when its last is the least of all. Raises
+    PlanError where no setting has one."""
     best: tuple[float, Setting, _Found] | None = None
     failure: PlanError | None = None
     seen: list[Considered] = []
-    queue = _Queue(settings, floor, cluster, seconds_of if len(settings) > tries else None)
+    queue = _Queue(settings, floor, cluster, estimates if len(settings) > tries else ())
     while queue.heap:
         setting, estimate = queue.pop(refines=best is None or tries > 0)
         one = Considered(setting, floor.bound(setting), estimate=estimate)
@@ -318,37 +318,38 @@ def joint_search(
 
 class _Queue:
     """Settings, those of the shortest estimated step first. The estimate of each is rough until its turn comes; then it
-    is estimated by searches, where there is ``seconds_of`` and not too many were, and waits for its turn again.
-    ``heap``: of (whether it comes last, seconds, its number, the estimate by searches or None)."""
+    has the next of ``estimates``, where not too many were estimated so, and waits for its turn again. ``heap``: of
+    (whether it comes last, seconds, its number, how many of the estimates it has had)."""
 
     def __init__(
         self,
         settings: Sequence[Setting],
         floor: Floor,
         cluster: Cluster,
-        seconds_of: Callable[[Setting], float] | None,
+        estimates: Sequence[Callable[[Setting], float]],
     ) -> None:
         self.settings = sorted(settings, key=lambda own: (own.stages, own.passes))
-        self.seconds_of = seconds_of
+        self.estimates = estimates
         self.sizes: set[tuple[int, int]] = set()
         rough = [floor.estimate(own, cluster) for own in self.settings]
-        self.heap = [(False, seconds, number, -1.0) for number, seconds in enumerate(rough)]
+        self.heap = [(False, seconds, number, 0) for number, seconds in enumerate(rough)]
         heapify(self.heap)
 
     def pop(self, *, refines: bool) -> tuple[Setting, float]:
-        """The next one and its estimate by searches (0: it has none)."""
+        """The next one and the last of its estimates (0: it does not have that)."""
         while True:
-            is_last, rough, number, estimate = heappop(self.heap)
+            is_last, seconds, number, done = heappop(self.heap)
             setting = self.settings[number]
-            if is_last or estimate >= 0 or self.seconds_of is None or not refines:
-                return setting, max(estimate, 0.0)
+            if is_last or done == len(self.estimates) or not refines:
+                is_settled = done and (is_last or done == len(self.estimates))
+                return setting, seconds if is_settled else 0.0
             size = setting.places, setting.micro_batch
             if len(self.sizes | {size}) > REFINED:
-                heappush(self.heap, (True, rough, number, -1.0))
+                heappush(self.heap, (True, seconds, number, done))
                 continue
             self.sizes.add(size)
-            seconds = self.seconds_of(setting)
-            heappush(self.heap, (seconds == inf, seconds, number, seconds))
+            seconds = self.estimates[done](setting)
+            heappush(self.heap, (seconds == inf, seconds, number, done + 1))
 
 
 def figures(plan: Plan) -> tuple[float, float]:
