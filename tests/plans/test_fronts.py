@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from math import inf
 from typing import Any
@@ -16,8 +17,9 @@ import shardwise as sw
 from search.deep_model import VOCABULARY, Deep
 from shardwise import api
 from shardwise.graph.capture import capture
+from shardwise.layouts.routes import Floats
 from shardwise.plans import chosen, joint, timed
-from shardwise.plans.fronts import ROOM, RUNGS, SLACK, Front, Fronts
+from shardwise.plans.fronts import ROOM, RUNGS, SLACK, Front, Fronts, Spans, Way
 from shardwise.plans.joint import Joint, Setting
 from shardwise.search import fitting
 from shardwise.search.cost_graph import BYTES
@@ -27,6 +29,7 @@ from shardwise.search.planner import Planner
 from shardwise.search.settings import Settings
 
 LAYERS, WIDTH = 8, 16
+BLOCKS = 6
 
 
 def small_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,11 +77,16 @@ def test_a_joint_search_captures_once_for_every_size() -> None:
 def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
     monkeypatch.setattr(joint, "TRIES", 2)
-    with mock.patch.object(Fronts, "seconds", autospec=True, side_effect=Fronts.seconds) as estimates:
+    with (
+        mock.patch.object(Fronts, "least", autospec=True, side_effect=Fronts.least) as bounds,
+        mock.patch.object(Fronts, "seconds", autospec=True, side_effect=Fronts.seconds) as estimates,
+    ):
         found = sw.plan(model, batch, 4, stages="auto")
     said = found.explain("stages")
     assert isinstance(said, Joint)
-    assert estimates.call_count > 2
+    assert bounds.call_count >= estimates.call_count >= 2
+    estimated = [call.args[1] for call in estimates.call_args_list]
+    assert {one.setting for one in said.considered if one.step_seconds or one.refused} <= {*estimated}
     assert sum(bool(one.step_seconds or one.refused) for one in said.considered) == 2
     assert not said.is_complete
     assert sw.verify(model, batch, found).ok
@@ -136,33 +144,52 @@ def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) 
     assert fronts.seconds(Setting(1, "", 32, 1)) < inf
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_cut_is_the_best_of_all(seed: int) -> None:
+def drawn_front(seed: int) -> tuple[Front, Floats]:
+    """A front of four ways, two of which are made later, and the points of all. In each way what takes fewer bytes
+    takes more seconds; what is made later is slower."""
     rng = np.random.default_rng(seed)
-    points, blocks, places, limit = 3, 6, 3, 14.0
-    front = Front(rng.uniform(0.1, 2.0, (points, blocks + 2, 5)))
-    flying = (3.0, 2.0, 1.0)
+    ways, all_points = [], []
+    for number in range(4):
+        free = rng.uniform(0.1, 2.0, (1, BLOCKS + 2, 5))
+        free[..., :3] += 0.5 * number
+        cheaper = free * rng.uniform([1.0, 1.0, 1.0, 0.3, 0.3], [2.0, 2.0, 2.0, 1.0, 1.0], (2, BLOCKS + 2, 5))
+        all_points.append(np.concatenate([free, cheaper]))
+        ways.append(Way(Spans.of(free), partial(all_points[-1].copy)))
+    slower = np.concatenate(all_points[2:])
+    slower[..., :3] = np.maximum(slower[..., :3], np.concatenate(all_points[:2]).max(axis=0)[..., :3])
+    later = [Way(Spans.of(own[:1]), partial(own.copy)) for own in np.split(slower, 2)]
+    return Front(ways[:2], lambda: later), np.concatenate([*all_points[:2], slower])
+
+
+@pytest.mark.parametrize("limit", [6.0, 9.0, 100.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cut_is_the_best_of_all(seed: int, limit: float) -> None:
+    front, points = drawn_front(seed)
+    places, flying = 3, (3.0, 2.0, 1.0)
 
     def taken(first: int, last: int, kept: float) -> float:
         """The fastest point of a place with blocks from one to another, the outer places with what is outside."""
-        parts = slice(0 if first == 0 else first + 1, blocks + 2 if last == blocks else last + 1)
-        own = front.points[:, parts].sum(axis=1)
+        parts = slice(0 if first == 0 else first + 1, BLOCKS + 2 if last == BLOCKS else last + 1)
+        own = points[:, parts].sum(axis=1)
         held = own[:, 3] + kept * own[:, 4]
         seconds = own[:, 0] + np.maximum(own[:, 1], own[:, 2])
         return float(np.where(held <= limit, seconds, inf).min())
 
     best = inf
-    for second, third in combinations(range(1, blocks), 2):
-        ends = pairwise((0, second, third, blocks))
+    for second, third in combinations(range(1, BLOCKS), 2):
+        ends = pairwise((0, second, third, BLOCKS))
         best = min(best, max(taken(*own, kept) for own, kept in zip(ends, flying, strict=True)))
+    assert front.least(places) <= best * (1 + 1e-12)
     found = front.cut(limit, flying)
     assert found.slowest == pytest.approx(best)
+    assert (front.others is None) is (limit < 100.0), "where all fits, nothing else is looked at"
     if best < inf:
-        spans = pairwise((*found.starts, blocks))
+        spans = pairwise((*found.starts, BLOCKS))
         slowest = max(taken(*own, kept) for own, kept in zip(spans, flying, strict=True))
         assert best <= slowest * (1 + 1e-12) <= SLACK * best * (1 + 1e-9)
         assert found.starts[0] == 0
         assert len(found.starts) == places
+    assert front.settled().cut(limit, flying).slowest == pytest.approx(best)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])

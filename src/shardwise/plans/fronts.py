@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import inf
 from typing import Literal
 
@@ -68,8 +67,9 @@ class Spans:
 
     @staticmethod
     def of(points: Floats) -> Spans:
-        """``points``: [points, 1 + blocks + 1, 5], what is ahead of all blocks as of the first, and what is behind as
-        of the last."""
+        """``points``: [points, 1 + blocks + 1, 5] of what is ahead of all blocks, of each, and of what is behind:
+        seconds of a pass by component, bytes that stay, and bytes kept per micro-batch. What is ahead of all blocks is
+        of the place that has the first, what is behind of that of the last."""
         summed = np.cumsum(points, axis=1)
         starts = np.concatenate([np.zeros_like(summed[:, :1]), summed[:, 1:-2]], axis=1)
         ends = np.concatenate([summed[:, 1:-2], summed[:, -1:]], axis=1)
@@ -86,32 +86,27 @@ class Spans:
         return fastest
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Way:
-    """A mesh of a place, and what is made again on it. ``points``: [points, 1 + blocks + 1, 5] of what is ahead of all
-    blocks, of each, and of what is behind: seconds of a pass by component, bytes that stay, and bytes kept per
-    micro-batch. ``free``: where bytes have no price; ``make``: those of all prices, which take longer."""
+    """A mesh of a place, and what is made again on it. ``spans``: of the points that are known, at first those where
+    bytes have no price; ``others``: makes those of all prices, which takes longer (None: they are known)."""
 
-    free: Floats
-    make: Callable[[], Floats]
+    spans: Spans
+    others: Callable[[], Floats] | None
 
-    @cached_property
-    def free_spans(self) -> Spans:
-        return Spans.of(self.free)
-
-    @cached_property
-    def spans(self) -> Spans:
-        return Spans.of(self.make())
+    def price(self) -> None:
+        """Make all points known."""
+        if self.others is not None:
+            self.spans, self.others = Spans.of(self.others()), None
 
 
 @dataclass(eq=False)
 class Front:
     """What the places of some devices may come to with some samples. ``ways``: so far; ``others``: makes the rest of
-    them, which are no faster where there is room; ``priced``: those of which all points are known."""
+    them, which are no faster where there is room (None: they are there)."""
 
     ways: list[Way]
     others: Callable[[], list[Way]] | None
-    priced: set[Way] = field(default_factory=set)
 
     def least(self, places: int) -> float:
         """Seconds of a pass on the slowest place, at least, whatever the memory."""
@@ -119,22 +114,24 @@ class Front:
 
     def cut(self, limit: float, in_flight: Sequence[float]) -> Cuts:
         """Where its places begin (``Cuts.of``). ``limit``: bytes of a device; ``in_flight``: of every place the
-        micro-batches that it keeps at once. Of ways that are not priced the fastest point is taken as if it fitted:
-        they are priced until the slowest place has none of these."""
+        micro-batches that it keeps at once. Of ways whose points are not all known the fastest is taken as if it
+        fitted: they are priced until the slowest place has none of these."""
         while True:
             sure, hope, taken = self._cut(limit, in_flight)
             if hope.slowest >= sure.slowest:
                 return sure
             if self.others is not None:
                 self.ways, self.others = [*self.ways, *self.others()], None
-            else:
-                self.priced.update(taken - self.priced or self.ways)
+                continue
+            for way in {way for way in taken if way.others is not None} or self.ways:
+                way.price()
 
     def settled(self) -> Front:
         """The same, with all points of all ways."""
         if self.others is not None:
             self.ways, self.others = [*self.ways, *self.others()], None
-        self.priced.update(self.ways)
+        for way in self.ways:
+            way.price()
         return self
 
     def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[Cuts, Cuts, set[Way]]:
@@ -142,15 +139,13 @@ class Front:
         latter."""
         sure, hopes = {}, {}
         for kept in dict.fromkeys(in_flight):
-            priced = [way.spans.fastest(limit, kept) for way in self.ways if way in self.priced]
-            others = [way.free_spans for way in self.ways if way not in self.priced]
-            sure[kept] = np.min([*priced, *(own.fastest(limit, kept) for own in others)], axis=0)
-            hopes[kept] = np.stack([*priced, *(own.fastest(inf, kept) for own in others)])
+            sure[kept] = np.min([way.spans.fastest(limit, kept) for way in self.ways], axis=0)
+            limits = [limit if way.others is None else inf for way in self.ways]
+            hopes[kept] = np.stack([way.spans.fastest(own, kept) for way, own in zip(self.ways, limits, strict=True)])
         hope = Cuts.of([hopes[kept].min(axis=0) for kept in in_flight])
         ends = [*hope.starts[1:], hopes[in_flight[0]].shape[1]]
-        ordered = sorted(self.ways, key=lambda way: way not in self.priced)
         taken = {
-            ordered[int(hopes[kept][:, start, end - 1].argmin())]
+            self.ways[int(hopes[kept][:, start, end - 1].argmin())]
             for kept, start, end in zip(in_flight, hope.starts, ends, strict=False)
         }
         return Cuts.of([sure[kept] for kept in in_flight]), hope, taken
@@ -309,7 +304,7 @@ class Fronts:
             weights = (Weights(1.0, 1.0 - own, own, price * scale) for price in PRICES for own in TRAFFICS)
             return points([*free, *(minimise(cost.weighted(own)).assignment for own in weights)])
 
-        return Way(points(free), all_points)
+        return Way(Spans.of(points(free)), all_points)
 
     def _divided(self, points: Floats, stages: int) -> Floats:
         """Points with what is ahead of all blocks, and behind them, as blocks of their own; without blocks, with all

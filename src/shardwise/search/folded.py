@@ -1,19 +1,19 @@
 """A step of a program of many equal blocks, from programs of few of them.
 
 Where blocks that follow each other are equal, and a plan treats them alike, every further one adds the same seconds and
-the same bytes. So a program with two of each such run is simulated, and for every run one with a third; what the third
-adds counts as often as there are blocks beyond two. Of the peak it is the bytes while each operator runs that are
-carried on, as the peak of a short model may be somewhere else; in a block by what most of its operators show, since
-messages that several blocks share may be on their way a little earlier or later. What is between the outermost blocks
-holds no more than these do, as what they hold changes evenly from one to the next.
+the same bytes. So a program with two of each such run is simulated, and for every run one with a third, unless it is
+known of another program what such a block adds; that counts as often as there are blocks beyond two. Of the peak it is
+the bytes while each operator runs that are carried on, as the peak of a short model may be somewhere else; by what most
+operators before the run, in it and behind it show, since messages that several blocks share may be on their way a
+little earlier or later. What is between the outermost blocks holds no more than these do, as what they hold changes
+evenly from one to the next.
 
 The estimate orders candidates; the one that is taken is built and simulated as a whole.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median_high
@@ -22,7 +22,6 @@ from shardwise.costs.ledger import Peak
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
-from shardwise.graph.segments import block_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.spmd import Choice
 from shardwise.search.levers import Levers
@@ -34,13 +33,44 @@ WORTH = 1.0  # of the model's operators, at most so many in all the programs tha
 Simulate = Callable[[Graph, Levers], SimulatedStep]
 
 
+@dataclass(frozen=True)
+class Further:
+    """What one more block of a run adds to a step. ``held``: bytes by phase and *region*: the blocks before the run,
+    its first, its last, those behind it, and every operator outside of blocks."""
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    forward: float
+    kept_bytes: int
+    held: Mapping[tuple[str, str], int]
+
+    @staticmethod
+    def of(two: SimulatedStep, three: SimulatedStep, regions: Mapping[str, str]) -> Further:
+        """From steps with two and with three of its blocks. ``regions``: of the operators of blocks, with two."""
+        added: dict[tuple[str, str], list[int]] = {}
+        for (phase, op), held in two.held.items():
+            added.setdefault((phase, regions.get(op, op)), []).append(three.held.get((phase, op), held) - held)
+        return Further(
+            three.seconds - two.seconds,
+            three.compute - two.compute,
+            three.communication - two.communication,
+            three.exposed - two.exposed,
+            three.forward - two.forward,
+            three.kept_bytes - two.kept_bytes,
+            {where: median_high(each) for where, each in added.items()},
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """The steps of one model's plans. ``known``: what decides a short program -> its steps, with two blocks of every
-    run, and with a third of each."""
+    """The steps of one model's plans. ``known``: what decides a short program with two blocks of every run -> its step;
+    ``further``: what decides a block -> what another one like it adds."""
 
     graph: Graph
-    known: dict[Hashable, tuple[SimulatedStep, ...]] = field(default_factory=dict)
+    known: dict[Hashable, SimulatedStep | None] = field(default_factory=dict)
+    further: dict[Hashable, Further] = field(default_factory=dict)
     numbers: dict[Hashable, int] = field(default_factory=dict)
 
     @cached_property
@@ -61,14 +91,38 @@ class Folded:
         if not long or short * (1 + len(long)) + sum(sizes.values()) > WORTH * len(self.graph.ops):
             return None
         kept = tuple(keys[run[0]] if run in long else tuple(map(keys.__getitem__, run)) for run in runs)
-        key = mesh, levers.gathered, levers.offloads, self._outside(choice, levers), kept
+        on = mesh, levers.gathered, levers.offloads
+        key = *on, self._outside(choice, levers), kept
+        graph = self.folding.without(removed)
         if key not in self.known:
-            graphs = [self.folding.without(removed - {run[1]} if run else removed) for run in (None, *long)]
-            if any(graph is None for graph in graphs):
-                return None
-            self.known[key] = tuple(simulate(own, _among(levers, own)) for own in graphs if own is not None)
-        base, *thirds = self.known[key]
-        return _extended(base, [(len(run) - 2, third) for run, third in zip(long, thirds, strict=True)])
+            self.known[key] = None if graph is None else simulate(graph, _among(levers, graph))
+        two = self.known[key]
+        if graph is None or two is None:
+            return None
+        more = []
+        for run in long:
+            block, regions = (*on, keys[run[0]]), self._regions(run)
+            if block not in self.further:
+                longer = self.folding.without(removed - {run[1]})
+                if longer is None:
+                    return None
+                self.further[block] = Further.of(two, simulate(longer, _among(levers, longer)), regions)
+            more.append((len(run) - 2, self.further[block], regions))
+        return _extended(two, more)
+
+    def _regions(self, run: range) -> dict[str, str]:
+        """Where the operators of blocks are, seen from a run of them."""
+        return {
+            op.name: "before"
+            if number < run[0]
+            else "first"
+            if number == run[0]
+            else "behind"
+            if number > run[-1]
+            else "last"
+            for number, block in enumerate(self.folding.blocks)
+            for op in block.ops
+        }
 
     def _keys(self, choice: Choice, levers: Levers) -> list[int]:
         """For every block a number for what a choice makes of it."""
@@ -108,29 +162,23 @@ def _among(levers: Levers, graph: Graph) -> Levers:
     return replace(levers, segments=tuple(segment for segment in own if segment.operators))
 
 
-def _extended(base: SimulatedStep, more: list[tuple[int, SimulatedStep]]) -> SimulatedStep:
-    """A step with so many more of what further steps have beyond the first."""
-
-    def total(of: Callable[[SimulatedStep], float]) -> float:
-        return of(base) + sum(count * (of(third) - of(base)) for count, third in more)
-
-    held = Counter(base.held)
-    for count, third in more:
-        added: dict[tuple[str, str], list[int]] = {}
-        for (phase, op), own in base.held.items():
-            added.setdefault((phase, block_of(op) or op), []).append(third.held.get((phase, op), own) - own)
-        for phase, op in held:
-            held[phase, op] += count * median_high(added[phase, block_of(op) or op])
+def _extended(two: SimulatedStep, more: Sequence[tuple[int, Further, Mapping[str, str]]]) -> SimulatedStep:
+    """A step with so many further blocks of each run."""
+    held = {
+        (phase, op): num_bytes
+        + sum(count * own.held.get((phase, regions.get(op, op)), 0) for count, own, regions in more)
+        for (phase, op), num_bytes in two.held.items()
+    }
     phase, op = max(held, key=held.__getitem__)
     return SimulatedStep(
-        total(lambda step: step.seconds),
-        total(lambda step: step.compute),
-        total(lambda step: step.communication),
-        total(lambda step: step.exposed),
+        two.seconds + sum(count * own.seconds for count, own, _ in more),
+        two.compute + sum(count * own.compute for count, own, _ in more),
+        two.communication + sum(count * own.communication for count, own, _ in more),
+        two.exposed + sum(count * own.exposed for count, own, _ in more),
         Peak(held[phase, op], phase, op, {}),
-        total(lambda step: step.forward),
+        two.forward + sum(count * own.forward for count, own, _ in more),
         held=held,
-        kept_bytes=int(total(lambda step: step.kept_bytes)),
+        kept_bytes=two.kept_bytes + sum(count * own.kept_bytes for count, own, _ in more),
     )
 
 
