@@ -176,9 +176,11 @@ def _with_spreads(cluster: Cluster, measured: Measurements) -> Cluster:
     errors: dict[bool, list[float]] = {False: [], True: []}
     for residual in residuals(cluster, measured):
         errors[" over " in residual.series].append(residual.relative_error)
-    own, sent = (quantile(found, 0.9) if found else 0.0 for found in (errors[False], errors[True]))
-    levels = tuple(replace(level, spread=round(sent, 3)) for level in cluster.levels)
-    return replace(cluster, device=replace(cluster.device, spread=round(own, 3)), levels=levels)
+    operator_spread, link_spread = (
+        quantile(relative_errors, 0.9) if relative_errors else 0.0 for relative_errors in (errors[False], errors[True])
+    )
+    levels = tuple(replace(level, spread=round(link_spread, 3)) for level in cluster.levels)
+    return replace(cluster, device=replace(cluster.device, spread=round(operator_spread, 3)), levels=levels)
 
 
 def fit_device(measured: Measurements, like: Device | None = None) -> Device:
@@ -241,7 +243,9 @@ def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
             done, peak = work.num_bytes, device.memory_bandwidth
             busy -= work.written / device.bytes_per_second()
         shares.setdefault(work.kind, []).append(min(1.0, done / peak / max(busy, kernel.seconds / 10)))
-    return replace(device, kernels=Figures({**device.kernels, **{kind: median(own) for kind, own in shares.items()}}))
+    return replace(
+        device, kernels=Figures({**device.kernels, **{kind: median(of_kind) for kind, of_kind in shares.items()}})
+    )
 
 
 def _only_on(units: Sequence[int], level: int) -> bool:

@@ -99,8 +99,8 @@ class _Fusion:
 
 def _forms(node: fx.Node) -> Sequence[Form]:
     value = node.meta.get("val")
-    found = value if isinstance(value, (tuple, list)) else (value,)
-    return [Form.of(one) for one in found if isinstance(one, Tensor)]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [Form.of(tensor) for tensor in values if isinstance(tensor, Tensor)]
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -24,9 +24,9 @@ class LiveBytes(DispatchMode):
     def ignoring(self, function: Callable[[], Any]) -> Any:
         """What the function makes is not counted."""
         self._counting = False
-        made = function()
+        result = function()
         self._counting = True
-        return made
+        return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))

@@ -78,8 +78,8 @@ def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, boo
 def _of_cpus(num_devices: int) -> tuple[Cluster, list[str]]:
     whole = probe.memory_bytes()
     cluster = family("local").with_devices(num_devices)
-    own = float(max(1, whole // num_devices))
-    device = replace(cluster.device, memory_bytes=own)
+    device_bytes = float(max(1, whole // num_devices))
+    device = replace(cluster.device, memory_bytes=device_bytes)
     source = f"{format_quantity(whole, 'B')} that processes may take on this machine, in {num_devices} equal parts"
     sources = tuple({**dict(cluster.sources), "device.memory": source}.items())
     return replace(cluster, device=device, sources=sources), [

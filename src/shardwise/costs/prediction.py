@@ -78,10 +78,13 @@ class Prediction:
 
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
         """Of so many seconds of a pass, for all passes of a step."""
-        own = min(self.compute, seconds)
-        sent = 1 + max((level.spread for level in cluster.levels), default=0.0)
-        operators = 1 + cluster.device.spread
-        low, high = own / operators + (seconds - own) / sent, own * operators + (seconds - own) * sent
+        computing = min(self.compute, seconds)
+        link_factor = 1 + max((level.spread for level in cluster.levels), default=0.0)
+        operator_factor = 1 + cluster.device.spread
+        low, high = (
+            computing / operator_factor + (seconds - computing) / link_factor,
+            computing * operator_factor + (seconds - computing) * link_factor,
+        )
         return Interval(self.passes * seconds, self.passes * low, self.passes * high)
 
     def memory_interval(self, cluster: Cluster) -> Interval:

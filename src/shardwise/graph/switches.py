@@ -25,13 +25,13 @@ class Known(Generic[Found]):
         """What is known of a call, under the switches as they are."""
         return self._found.get((signature, switches())) if is_pytorchs(target) else None
 
-    def keep(self, target: Any, signature: object, found: Found) -> None:
+    def keep(self, target: Any, signature: object, result: Found) -> None:
         """Keep what was found of a call, if its operator is PyTorch's."""
         if not is_pytorchs(target):
             return
         if len(self._found) == _MOST:
             self._found.clear()
-        self._found[signature, switches()] = found
+        self._found[signature, switches()] = result
 
 
 def is_pytorchs(target: Any) -> bool:

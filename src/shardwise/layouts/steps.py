@@ -42,8 +42,8 @@ class Space:
 
 class Step(NamedTuple):
     """One collective or local operation. ``sent_forward``, ``sent_backward``: elements that the busiest rank sends,
-    times the devices along all units (so that they are whole numbers). ``held``: elements of the largest local tensor
-    afterwards. ``units`` is empty where sharding units change places (``moved_units`` tells)."""
+    times the devices along all units (so that they are whole numbers). ``largest_local``: elements of the largest local
+    tensor afterwards. ``units`` is empty where sharding units change places (``moved_units`` tells)."""
 
     after: State
     forward: Primitive
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     units: tuple[int, ...]
     sent_forward: float
     sent_backward: float
-    held: int
+    largest_local: int
 
     @property
     def num_messages(self) -> int:
@@ -243,8 +243,12 @@ class Steps:
             _numbers_of_rows(grid, *(tuple((self.atoms[p], side[p]) for p in span) for side, span in sides))
             for sides in (((before, old), (after, new)) for old, new in changed)
         )
-        for one, other, common in more:
-            held_before, wanted, both = map(mul, held_before, one), map(mul, wanted, other), map(mul, both, common)
+        for held_more, wanted_more, both_more in more:
+            held_before, wanted, both = (
+                map(mul, held_before, held_more),
+                map(mul, wanted, wanted_more),
+                map(mul, both, both_more),
+            )
         kept = tuple(both)
         return max(map(sub, held_before, kept)) * rest, max(map(sub, wanted, kept)) * rest
 
