@@ -61,18 +61,18 @@ class Example:
         def splitting(graph: Graph) -> TimeSplit:
             if self.known is None:
                 return split_in_time(graph)
-            own = batch_size(graph), staged
-            if own not in self.known.splits:
-                self.known.splits[own] = split_in_time(graph)
-            return self.known.splits[own]
+            split_key = batch_size(graph), staged
+            if split_key not in self.known.splits:
+                self.known.splits[split_key] = split_in_time(graph)
+            return self.known.splits[split_key]
 
         if staged:
-            found = Passes.over(self.module, whole, micro_batch, self.graph, splitting)
+            passes = Passes.over(self.module, whole, micro_batch, self.graph, splitting)
         else:
-            found = Passes.of(whole, micro_batch, self.graph, splitting)
+            passes = Passes.of(whole, micro_batch, self.graph, splitting)
         if self.known is not None:
-            self.known.passes[key] = found
-        return found
+            self.known.passes[key] = passes
+        return passes
 
     def _captured(self, samples: int | None) -> Graph:
         arguments = self.arguments if samples is None else with_samples(self.arguments, samples)

@@ -82,30 +82,30 @@ class Front:
         summed = np.cumsum(self.points, axis=1)
         starts = np.concatenate([np.zeros_like(summed[:, :1]), summed[:, 1:-2]], axis=1)
         ends = np.concatenate([summed[:, 1:-2], summed[:, -1:]], axis=1)
-        own = ends[:, None, :, :] - starts[:, :, None, :]
-        seconds = own[..., EXPOSED] + np.maximum(own[..., COMPUTE], own[..., TRAFFIC])
+        figures = ends[:, None, :, :] - starts[:, :, None, :]
+        seconds = figures[..., EXPOSED] + np.maximum(figures[..., COMPUTE], figures[..., TRAFFIC])
         count = starts.shape[1]
         has_some = np.triu(np.ones((count, count), dtype=np.bool_))
-        return np.where(has_some, seconds, inf), own[..., [STAYS, KEPT]]
+        return np.where(has_some, seconds, inf), figures[..., [STAYS, KEPT]]
 
     def cut(self, limit: float, in_flight: Sequence[float]) -> Cuts:
         """The cut whose slowest place is as fast as can be; of those that come near the one that divides the time most
         evenly. ``limit``: bytes of a device; ``in_flight``: of every place the micro-batches that it keeps at once."""
-        seconds, held = self._spans
+        seconds, num_bytes = self._spans
         known = {
-            kept: np.where(held[..., 0] + kept * held[..., 1] <= limit, seconds, inf).min(axis=0)
+            kept: np.where(num_bytes[..., 0] + kept * num_bytes[..., 1] <= limit, seconds, inf).min(axis=0)
             for kept in dict.fromkeys(in_flight)
         }
         spans = [known[kept] for kept in in_flight]
         slowest = np.array([0.0, *[inf] * len(spans[0])])
-        for own in spans:
-            slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], own).min(axis=0)])
+        for seconds_of_place in spans:
+            slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], seconds_of_place).min(axis=0)])
         most = SLACK * slowest[-1]
         if most == inf:
             return Cuts(inf, ())
         total, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
-        for own in spans:
-            squares = total[:-1, None] + np.where(own <= most, own, inf) ** 2
+        for seconds_of_place in spans:
+            squares = total[:-1, None] + np.where(seconds_of_place <= most, seconds_of_place, inf) ** 2
             chosen.append(squares.argmin(axis=0))
             total = np.concatenate([[inf], squares.min(axis=0)])
         at, starts = len(spans[0]), []
@@ -170,8 +170,8 @@ class Fronts:
         front = self._front(setting)
         if front is None:
             return None
-        given = self.settings.memory_bytes
-        limit = ROOM * (self.cluster.device.usable_bytes if given is None else given)
+        memory_bytes = self.settings.memory_bytes
+        limit = ROOM * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         if not self.ends:  # no blocks to cut between: as if the work could be divided evenly
             front = front.divided(setting.stages)
         front = front.with_ends_apart(*map(bool, self.apart))
@@ -209,16 +209,16 @@ class Fronts:
         planner = Planner.of(graph, (), part, self.meshes(part), settings)
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
-        segments = [replace(own, operators=own.operators & names) for own in self.segments]
+        segments = [replace(segment, operators=segment.operators & names) for segment in self.segments]
         for how, gathered in self.rungs:
             if how not in (None, "none") and not has_blocks:
                 continue
             if gathered == "held" and setting.passes == 1 and (how, "once") in self.rungs:  # the same
                 continue
             levers = Levers.of(graph, segments, how, gathered)
-            own = replace(planner, settings=replace(settings, levers=levers))
+            with_levers = replace(planner, settings=replace(settings, levers=levers))
             for mesh in planner.meshes:
-                yield from self._answers(own.cost_graph(mesh))
+                yield from self._answers(with_levers.cost_graph(mesh))
 
     def _graph(self, size: int) -> Graph | None:
         if size not in self.graphs:
@@ -250,16 +250,19 @@ class Fronts:
         """[parts, 5] of an assignment."""
         paths = [block_of(variable.name) for variable in cost.variables]
         first = next((number for number, path in enumerate(paths) if path), len(paths))
-        found: dict[str, Floats] = {}
+        sums: dict[str, Floats] = {}
         for scope, kind in cost.factors:
             at = tuple(assignment[v] for v in scope)
-            own = np.array([0.0 if table is None else float(table[at]) for table in cost.kinds[kind]])
-            held = [own[BYTES], 0.0] if _stays(cost, scope, own) else [0.0, own[BYTES]]
+            figures = np.array([0.0 if table is None else float(table[at]) for table in cost.kinds[kind]])
+            stored = [figures[BYTES], 0.0] if _stays(cost, scope, figures) else [0.0, figures[BYTES]]
             name = paths[scope[-1]] or ("ahead" if scope[-1] < first else "behind")
-            found[name] = found.get(name, np.zeros(5)) + np.array([*own[:BYTES], *held])
+            sums[name] = sums.get(name, np.zeros(5)) + np.array([*figures[:BYTES], *stored])
         nothing = np.zeros(5)
-        blocks = [(found.get(one, nothing) + found.get(other, nothing)) / 2 for one, other in self.ends]
-        return np.stack([found.get("ahead", nothing), *blocks, found.get("behind", nothing)])
+        blocks = [
+            (sums.get(first_block, nothing) + sums.get(last_block, nothing)) / 2
+            for first_block, last_block in self.ends
+        ]
+        return np.stack([sums.get("ahead", nothing), *blocks, sums.get("behind", nothing)])
 
 
 def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:

@@ -48,13 +48,13 @@ def offloaded(program: Program) -> Program:
     if not waiting:
         return program
     forms = dict(program.forms)
-    for own in waiting:
-        forms[own.value + ON_HOST] = forms[own.value + BACK] = program.forms[own.value]
+    for entry in waiting:
+        forms[entry.value + ON_HOST] = forms[entry.value + BACK] = program.forms[entry.value]
     forward = _leaving(program, waiting)
     backward = _coming(program, waiting, forms)
-    gone = {name for own in waiting for name in (own.value, *_names(program.forward, own.views))}
+    gone = {name for entry in waiting for name in (entry.value, *_names(program.forward, entry.views))}
     saved = dict.fromkeys(name for name in program.saved if name not in gone)
-    saved.update(dict.fromkeys(own.value + ON_HOST for own in waiting))
+    saved.update(dict.fromkeys(entry.value + ON_HOST for entry in waiting))
     return replace(program, forward=forward, backward=backward, saved=tuple(saved), forms=forms)
 
 
@@ -74,23 +74,23 @@ def _waiting(program: Program) -> tuple[_Waiting, ...]:
     for name in program.saved:
         if name in maker and root[name] not in stay:
             read.setdefault(root[name], []).append(name)
-    found = []
+    waiting = []
     for memory, names in read.items():
-        made = forward[maker[memory]]
-        if not isinstance(made, Compute) or made.origin.op not in wanted or made.origin.part != "forward":
+        producer = forward[maker[memory]]
+        if not isinstance(producer, Compute) or producer.origin.op not in wanted or producer.origin.part != "forward":
             continue
         value = names[0] if len(names) == 1 else memory
         views = _views(forward, maker, names, value)
         if views is not None and _is_dense(program, value) and program.forms[value].num_bytes >= SMALLEST_BYTES:
-            found.append(_Waiting(value, views, made.origin))
-    return tuple(sorted(found, key=lambda own: maker[own.value]))
+            waiting.append(_Waiting(value, views, producer.origin))
+    return tuple(sorted(waiting, key=lambda entry: maker[entry.value]))
 
 
 def _views(
     forward: Sequence[Instruction], maker: Mapping[str, int], names: Sequence[str], value: str
 ) -> tuple[int, ...] | None:
     """Positions of what makes names from a value in whose memory they are, in order; None where that takes more."""
-    found: set[int] = set()
+    positions: set[int] = set()
     for name in names:
         while name != value:
             instruction = forward[maker[name]]
@@ -98,9 +98,9 @@ def _views(
             is_view = isinstance(instruction, Compute) and not instruction.writes
             if not is_view or shared is None or set(instruction.operands) != {shared}:
                 return None
-            found.add(maker[name])
+            positions.add(maker[name])
             name = shared
-    return tuple(sorted(found))
+    return tuple(sorted(positions))
 
 
 def _is_dense(program: Program, name: str) -> bool:
@@ -126,10 +126,14 @@ def _leaving(program: Program, waiting: Sequence[_Waiting]) -> tuple[Instruction
     last_of = {i.origin.op: at for at, i in enumerate(program.forward) if isinstance(i, Compute)}
     maker = {name: i for i, instruction in enumerate(program.forward) for name in instruction.results}
     leaves: dict[int, list[Copy]] = {}
-    for own in waiting:
-        form = program.forms[own.value]
-        at = max(maker[own.value], last_of.get(own.origin.op, 0))  # its kernels may write to what others of them made
-        leaves.setdefault(at, []).append(Copy(own.value, own.value + ON_HOST, "host", form, own.origin, apart=True))
+    for entry in waiting:
+        form = program.forms[entry.value]
+        at = max(
+            maker[entry.value], last_of.get(entry.origin.op, 0)
+        )  # its kernels may write to what others of them made
+        leaves.setdefault(at, []).append(
+            Copy(entry.value, entry.value + ON_HOST, "host", form, entry.origin, apart=True)
+        )
     listed: list[Instruction] = []
     away: list[Copy] = []
     for i, instruction in enumerate(program.forward):
@@ -152,27 +156,27 @@ def _landed(copy: Copy) -> Land:
 def _coming(program: Program, waiting: Sequence[_Waiting], forms: dict[str, Form]) -> tuple[Instruction, ...]:
     """Backward, in which a value starts to come when the one that is needed before it is waited for. ``forms`` gets
     those of the views that are made again."""
-    owner = {name: own for own in waiting for name in (own.value, *_names(program.forward, own.views))}
+    owner = {name: entry for entry in waiting for name in (entry.value, *_names(program.forward, entry.views))}
     first: dict[str, int] = {}
     for i, instruction in enumerate(program.backward):
         for name in instruction.operands:
             if name in owner:
                 first.setdefault(owner[name].value, i)
-    order = sorted((own for own in waiting if own.value in first), key=lambda own: first[own.value])
+    order = sorted((entry for entry in waiting if entry.value in first), key=lambda entry: first[entry.value])
     needed: dict[int, list[int]] = {}
-    for number, own in enumerate(order):
-        needed.setdefault(first[own.value], []).append(number)
+    for number, entry in enumerate(order):
+        needed.setdefault(first[entry.value], []).append(number)
     back: dict[str, str] = {}
     copies = [
         Copy(
-            own.value + ON_HOST,
-            own.value + BACK,
+            entry.value + ON_HOST,
+            entry.value + BACK,
             "device",
-            program.forms[own.value],
-            program.backward[first[own.value]].origin,
+            program.forms[entry.value],
+            program.backward[first[entry.value]].origin,
             apart=True,
         )
-        for own in order
+        for entry in order
     ]
     listed: list[Instruction] = []
     for i, instruction in enumerate(program.backward):

@@ -61,17 +61,17 @@ def converted_once(spmd: Spmd, wanted: Callable[[str, Conversion | None], bool])
     used.update(read.keys())
     into = {conversion.value: conversion for conversion in spmd.conversions}
     written = {value for _, value in spmd.mutations}
-    found: set[str] = set()
+    converted: set[str] = set()
     for source in spmd.graph.sources:
         name, conversion = source.value, into.get(source.value)
         is_parameter = source.kind == "parameter" and name not in written and used[name] <= 1
         again = conversion is not None and conversion.result in spmd.lifetimes.conversions
         if is_parameter and not again and wanted(name, conversion):
-            found.add(name)
+            converted.add(name)
     messages = [{c.value for c in conversions_of(step)} for step in spmd.steps if not isinstance(step, Step)]
-    while apart := {name for together in messages if not together <= found for name in together & found}:
-        found -= apart
-    return frozenset(found)
+    while apart := {name for together in messages if not together <= converted for name in together & converted}:
+        converted -= apart
+    return frozenset(converted)
 
 
 def repeated(program: Program) -> Repeated:
@@ -83,8 +83,8 @@ def repeated(program: Program) -> Repeated:
     made_ahead = [name for instruction in ahead for name in instruction.results]
     read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
     read |= {*program.delivered, *(value for _, value in program.mutations)}
-    given = tuple(name for name in made_ahead if name in read)
-    there = {*program.spmd.graph.source_of, *given, *(name for instruction in rest for name in instruction.results)}
+    handed = tuple(name for name in made_ahead if name in read)
+    there = {*program.spmd.graph.source_of, *handed, *(name for instruction in rest for name in instruction.results)}
     made_late = {name for instruction in backward.instructions for name in instruction.results}
     read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
     each = replace(
@@ -94,9 +94,9 @@ def repeated(program: Program) -> Repeated:
         saved=tuple(name for name in read_late if name in there and name not in made_late),
         gradients=backward.gradients,
         forms=forms,
-        given=given,
+        given=handed,
     )
-    first = replace(empty, forward=tuple(ahead), delivered=given, cotangents=(None,) * len(given))
+    first = replace(empty, forward=tuple(ahead), delivered=handed, cotangents=(None,) * len(handed))
     sums = tuple(backward.gradients[source] for source in behind.gradients)
     last = replace(
         empty,

@@ -222,15 +222,17 @@ def with_buckets(spmd: Spmd, buckets: Sequence[Bucket]) -> Spmd:
                 continue
             _check_bucket(bucket, conversion, available, parameters)
         steps.append(bucket or conversion)
-        available.update(one.result for one in conversions_of(steps[-1]))
+        available.update(entry.result for entry in conversions_of(steps[-1]))
     return replace(spmd, steps=tuple(steps))
 
 
 def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parameters: set[str]) -> None:
     """``first``: the member that is needed first; ``available``: the values that there are where it stands."""
-    kinds = {tuple((move.cell, move.axes) for move in one.moves) for one in bucket.conversions}
-    late = [one.origin for one in bucket.conversions if one.value not in available]
-    computed = [one.origin for one in bucket.conversions if bucket.of_parameters and one.value not in parameters]
+    kinds = {tuple((move.cell, move.axes) for move in member.moves) for member in bucket.conversions}
+    late = [member.origin for member in bucket.conversions if member.value not in available]
+    computed = [
+        member.origin for member in bucket.conversions if bucket.of_parameters and member.value not in parameters
+    ]
     why = ""
     if bucket.conversions[0] is not first:
         why = f"{first.origin} is needed before {bucket.conversions[0].origin}"

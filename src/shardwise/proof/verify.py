@@ -168,12 +168,14 @@ def verify(
     in_own = None
     if stored is not None and is_in_passes:
         spmds, prelude = _programs(plan, narrow, None, training=training)
-        own = _in_own(start, spmds[narrow.sizes[0]], stored, call, plan)
-        compared = Compared(RanksOfPasses(own, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes))
-        in_own = in_dtypes(own, compared, plan, steps)
+        start_in_own = _in_own(start, spmds[narrow.sizes[0]], stored, call, plan)
+        compared = Compared(
+            RanksOfPasses(start_in_own, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes)
+        )
+        in_own = in_dtypes(start_in_own, compared, plan, steps)
     elif stored is not None:
-        own = _in_own(start, program_of(plan, captured.graph, training=training), stored, call, plan)
-        in_own = in_dtypes(own, Compared(Ranks(own)), plan, steps)
+        start_in_own = _in_own(start, program_of(plan, captured.graph, training=training), stored, call, plan)
+        in_own = in_dtypes(start_in_own, Compared(Ranks(start_in_own)), plan, steps)
     rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
     return Report(
         differences=differences,
@@ -228,9 +230,9 @@ def _pipeline_report(
         own_bounds = {
             size: bound(plan, graph, prelude=narrow.prelude, training=training) for size, graph in narrow.graphs.items()
         }
-        own = _in_own(start, _of_stages(own_bounds[narrow.sizes[0]].spmds), stored, call, plan)
-        compared = Compared(Pipelined(own, plan, narrow, own_bounds), _alone(narrow), len(narrow.sizes))
-        in_own = in_dtypes(own, compared, plan, steps)
+        start_in_own = _in_own(start, _of_stages(own_bounds[narrow.sizes[0]].spmds), stored, call, plan)
+        compared = Compared(Pipelined(start_in_own, plan, narrow, own_bounds), _alone(narrow), len(narrow.sizes))
+        in_own = in_dtypes(start_in_own, compared, plan, steps)
     forward = tuple(c for record in ranks.forward_records for c in record)
     backward = tuple(c for record in ranks.backward_records for c in record)
     return Report(
@@ -292,8 +294,8 @@ def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: floa
     ranks.adopt(OneDevice(start))
     programs = list(map(without_overwrites, ranks.programs))
     values = run_forward(ranks.cluster, programs, ranks.bindings(0))
-    found = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
-    return found or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
+    fault = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
+    return fault or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:
@@ -322,9 +324,9 @@ def need_values(inputs: Any, what: str = "verify") -> None:
 
 def with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """A copy on the CPU with the module's (initial) values."""
-    held = [*module.parameters(), *module.buffers()]
-    if any(t.is_meta for t in held):
-        twin = copied(module, {id(t): _empty(t) for t in held})  # not to_empty, which unties shared weights
+    tensors_of_model = [*module.parameters(), *module.buffers()]
+    if any(t.is_meta for t in tensors_of_model):
+        twin = copied(module, {id(t): _empty(t) for t in tensors_of_model})  # not to_empty, which unties shared weights
         tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
         with torch.no_grad():
             for name, full in full_tensors(module, seed):
