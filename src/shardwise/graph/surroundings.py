@@ -154,15 +154,15 @@ class _Reader:
                 self.read(f"a default of {function.__qualname__}", value)
         for kind in code.classes:
             self._read_class(kind, self.names)
-        for value in code.bound:
-            name = type(value).__name__
-            if isinstance(value, functools.partial):
-                self.read(f"positional arguments of a {name}", value.args)
-                self.read(f"arguments of a {name}", value.keywords)
-            elif isinstance(value, nn.Module):  # maybe the model as it was before it was split
-                self._read_attributes(name, vars(value), self.names - OF_TORCH - {"training"})
+        for bound in code.bound:
+            name = type(bound).__name__
+            if isinstance(bound, functools.partial):
+                self.read(f"positional arguments of a {name}", bound.args)
+                self.read(f"arguments of a {name}", bound.keywords)
+            elif isinstance(bound, nn.Module):  # maybe the model as it was before it was split
+                self._read_attributes(name, vars(bound), self.names - OF_TORCH - {"training"})
             else:
-                self.read(f"the {name}", value)
+                self.read(f"the {name}", bound)
         if loss is not None:
             self.read("the loss", loss)
 

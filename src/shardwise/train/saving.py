@@ -55,9 +55,9 @@ class Job:
 
     def remove_files(self) -> None:
         """Give the space of this rank's files back: a rank has said that it failed, so nothing will come of them."""
-        for one in self.files if _is_own(self.folder, self.token) else ():
+        for staged in self.files if _is_own(self.folder, self.token) else ():
             with contextlib.suppress(OSError):
-                (self.folder / one.file.name).unlink()
+                (self.folder / staged.file.name).unlink()
 
 
 class Saving:
@@ -97,7 +97,7 @@ class Saving:
 def _save(job: Job) -> None:
     """Raises CheckpointError, on every rank, where one of them fails."""
     try:
-        written = {one.file.name: write(job.folder / one.file.name, one) for one in job.files}
+        written = {staged.file.name: write(job.folder / staged.file.name, staged) for staged in job.files}
         if job.abandoned.is_set():
             raise InterruptedError("the call was interrupted")
         note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
