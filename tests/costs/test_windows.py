@@ -69,7 +69,7 @@ def test_what_does_not_fit_into_its_window_is_exposed_by_search_and_program_alik
 
 def test_large_results_on_cpus_wait_for_their_pages() -> None:
     small, large = (
-        kernel_seconds(LOCAL.device, Work(num_bytes=3.0 * size, fresh_bytes=size)) for size in (2.0**25, 2.0**25 + 8)
+        kernel_seconds(LOCAL.device, Work(num_bytes=3.0 * size, made=size)) for size in (2.0**25, 2.0**25 + 8)
     )
     assert large - small == pytest.approx(2**25 / 2.5e9, rel=1e-3)
     assert NODE.device.fresh_seconds(2.0**30) == 0

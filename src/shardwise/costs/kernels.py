@@ -114,7 +114,7 @@ class Work:
     """What a kernel does. ``flops``: of a product; ``num_bytes``: read and written; ``scalars``: elements that go one
     by one; ``rows``: query rows of all heads of attention; ``dtype``: in which a product is computed (a name of
     ``Device.flops``); ``written``: bytes that are set to zero first; ``channels``: of the input of a convolution;
-    ``fresh_bytes``: of the largest result."""
+    ``made``: bytes of the largest result."""
 
     kind: str = ""
     flops: float = 0.0
@@ -124,7 +124,7 @@ class Work:
     dtype: str = "f32"
     written: float = 0.0
     channels: int = _LEAST_CHANNELS
-    fresh_bytes: float = 0.0
+    made: float = 0.0
 
     def scaled(self, size: float, flops: float, written: float) -> Work:
         """The same kernel on other sizes: by which factors bytes, FLOPs and what is zeroed change."""
@@ -135,7 +135,7 @@ class Work:
             scalars=self.scalars * size,
             rows=self.rows * size,
             written=self.written * written,
-            fresh_bytes=self.fresh_bytes * size,
+            made=self.made * size,
         )
 
 
@@ -170,7 +170,7 @@ def work_of(call: Called, operands: Sequence[Form], results: Sequence[Form]) -> 
     """The work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch only what
     it moves is known."""
     return replace(
-        _work_of(call, operands, results), fresh_bytes=max((float(form.num_bytes) for form in results), default=0.0)
+        _work_of(call, operands, results), made=max((float(form.num_bytes) for form in results), default=0.0)
     )
 
 
@@ -245,7 +245,7 @@ def kernel_seconds(device: Device, work: Work) -> float:
     moving = work.num_bytes / (device.memory_bandwidth * share if share and work.kind in MOVES else bandwidth)
     if work.scalars and device.scalar_rate:
         moving = max(moving, work.scalars / device.scalar_rate)
-    seconds = device.kernel_latency + work.written / bandwidth + device.fresh_seconds(work.fresh_bytes)
+    seconds = device.kernel_latency + work.written / bandwidth + device.fresh_seconds(work.made)
     if not work.flops:
         return seconds + moving
     rate = device.peak_flops(work.dtype) * share if share else device.matmul_flops(work.dtype)
