@@ -50,7 +50,7 @@ def predicted(plan: Plan) -> tuple[float, float] | None:
 
 def totals(plan: Plan) -> list[dict[str, Any]]:
     """The collectives of a pass, alike ones together."""
-    totals = []
+    entries = []
     for direction in ("forward", "backward"):
         count: Counter[tuple[str, str]] = Counter()
         size: Counter[tuple[str, str]] = Counter()
@@ -58,10 +58,10 @@ def totals(plan: Plan) -> list[dict[str, Any]]:
             count[entry.kind, entry.axes] += 1
             size[entry.kind, entry.axes] += entry.num_bytes
         for (kind, axes), number in count.items():
-            totals.append(
+            entries.append(
                 {"direction": direction, "kind": kind, "axes": axes, "count": number, "bytes": size[kind, axes]}
             )
-    return totals
+    return entries
 
 
 def entry_data(plan: Plan, name: str) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def capture(
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor)
     )
-    examples = tuple(input.example for input in inputs)
+    examples = tuple(entry.example for entry in inputs)
 
     code = reached(module, loss, [leaf for _, leaf in leaves if isinstance(leaf, FunctionType)])
 
@@ -341,10 +341,10 @@ def _functionalized(
             sources.append(Source(name, "constant", (name,)))
             values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
             canonical[name] = name
-    for name, example, stored in ((input.name, input.example, input.stored) for input in inputs):
+    for name, example, stored in ((entry.name, entry.example, entry.stored) for entry in inputs):
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
-    input_names = tuple(input.name for input in inputs)
+    input_names = tuple(entry.name for entry in inputs)
     functionalizer = Functionalizer(Emitter(values, sources), _PREFIX, precision.autocast, repeats)
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]

@@ -249,10 +249,10 @@ class _Unsorting:
 
     def _keys_of_ends(self, ends: Arg) -> Ref | None:
         """What was counted from 0 on, if the counts add up to ``ends``."""
-        total = self._made(ends)
+        total = self._producer_of(ends)
         if total is None or total.target is not aten.cumsum.default:
             return None
-        count = self._made(total.args[0])
+        count = self._producer_of(total.args[0])
         if count is None:
             return None
         call = arguments(count)
@@ -262,12 +262,12 @@ class _Unsorting:
         if count.target is aten.bincount.default:
             return _ref(call["self"]) if call["weights"] is None else None
         if count.target is aten.sum.dim_IntList and call["dim"] == (0,) and not call["keepdim"]:
-            flags = self._made(call["self"])
+            flags = self._producer_of(call["self"])
             is_flags = flags is not None and flags.target is aten.one_hot.default
             return _ref(flags.args[0]) if flags is not None and is_flags else None
         return None
 
-    def _made(self, arg: Arg) -> Op | None:
+    def _producer_of(self, arg: Arg) -> Op | None:
         """What makes a new value, but for casts."""
         op = self.producer.get(_ref(arg).name)
         while op is not None and self._is_exact(op):

@@ -73,7 +73,7 @@ def recording() -> Iterator[list[Exchange]]:
 
 
 # By the group of all ranks: how many groups of some ranks this process has made, also those that it has left.
-_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def is_connected() -> bool:
@@ -103,7 +103,7 @@ def make_group(ranks: Sequence[int]) -> RankGroup:
         return whole
     if len(members) == 1 or rank() not in members:
         return RankGroup(members)
-    groups_made = _made.setdefault(whole.handle, Counter())
+    groups_made = _groups_made.setdefault(whole.handle, Counter())
     groups_made[members] += 1
     name = f"shardwise/{'-'.join(map(str, members))}/{groups_made[members]}"
     # Members meet under a name. Torch's counts all groups of a rank, of which another member may have more or fewer.

@@ -360,5 +360,5 @@ def _storage(
         axes = [axis for atom in dim_atoms for axis in atom.axes]
         if axes and shape[dim] > 1:
             spread = spread_axes(atoms, dim, axes, plan.mesh)
-            where = spread | {axis: place for axis, place in where.items() if axis not in spread}
+            where = spread | {axis: where_kept for axis, where_kept in where.items() if axis not in spread}
     return where

@@ -356,10 +356,10 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
         check_order(schedule, num_places, _micro_batches(body))
     elif order:
         raise PlanError(f"order is for a solved schedule, and the plan has {schedule.name}")
-    fields = {"schedule": schedule.name, "order": tuple(order)}
+    plan_fields = {"schedule": schedule.name, "order": tuple(order)}
     data = body.get("pipeline")
     if data is None:
-        return fields
+        return plan_fields
     listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
     younger = {"weight": 0.0, "send": 0.0, "update": 0.0}  # than the version; so are bound and memory
     stages_seen = [{**younger, **entry} if isinstance(entry, dict) else entry for entry in listed]
@@ -369,7 +369,7 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     rest = {"bound_seconds": 0.0, "memory_bytes": 0.0, **data} if isinstance(data, dict) else data
     if isinstance(rest, dict):
         rest.pop("stages")
-    return {**fields, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=predictions)}
+    return {**plan_fields, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=predictions)}
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:

@@ -418,11 +418,11 @@ def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
     """(name, mark, rest) of every line: the first is a name, and of the others a line without ": " has none."""
-    named = [(lines[0], "", "")]
+    divided = [(lines[0], "", "")]
     for line in lines[1:]:
         name, mark, rest = line.partition(": ")
-        named.append((name, mark, rest) if mark else ("", "", line))
-    return named
+        divided.append((name, mark, rest) if mark else ("", "", line))
+    return divided
 
 
 def _ranged(names: Sequence[str]) -> str:

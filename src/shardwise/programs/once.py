@@ -188,10 +188,10 @@ class _Reductions:
                     sent[instruction.flight] = operands
                     written.append(replace(instruction, operands=operands))
                 else:
-                    forms, shares = self._made(instruction, operands)
+                    forms, shares = self._forms_and_shares(instruction, operands)
                     written.append(replace(instruction, operands=operands, forms=forms, shares=shares))
             elif isinstance(instruction, Arrive):
-                forms, shares = self._made(instruction, sent[instruction.flight])
+                forms, shares = self._forms_and_shares(instruction, sent[instruction.flight])
                 written.append(replace(instruction, forms=forms, shares=shares))
             else:
                 written.append(instruction)
@@ -206,7 +206,7 @@ class _Reductions:
         written.append(cast(total, result, self.forms[result], reduction.origin))
         return result
 
-    def _made(
+    def _forms_and_shares(
         self, instruction: Convert | Arrive, operands: Sequence[str]
     ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
         """The forms and shares of what is made of some operands."""

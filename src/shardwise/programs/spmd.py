@@ -300,7 +300,7 @@ class Builder:
         self.route, self.shared = route or fewest_bytes, shared or {}
         self.steps: list[Step | Conversion] = []
         self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
-        self._made: dict[tuple[str, Layout], str] = {}
+        self._results: dict[tuple[str, Layout], str] = {}
         self._count: dict[str, int] = {}
 
     def add(self, placed: PlacedOp) -> None:
@@ -333,17 +333,17 @@ class Builder:
         if source.canonical() == target:
             return name
         key = (origin, target)
-        if key not in self._made:
+        if key not in self._results:
             moves = self.route(info, source, target)
             self._count[origin] = self._count.get(origin, 0) + 1
             result = f"{origin}:{self._count[origin]}"
-            self._made[key] = result
+            self._results[key] = result
             self.layouts[result] = target
             itemsizes = info.dtype.itemsize, info.grad_itemsize
             self.steps.append(
                 Conversion(name, origin, result, source, target, moves, info.requires_grad, *itemsizes, op)
             )
-        return self._made[key]
+        return self._results[key]
 
 
 def fewest_bytes(value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
