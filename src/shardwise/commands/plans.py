@@ -234,9 +234,9 @@ def _diff(chosen: argparse.Namespace) -> int:
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     difference = first.diff(second)
     growth: dict[str, float] = {}
-    of_first, of_second = predicted(first), predicted(second)
-    if of_first is not None and of_second is not None:
-        for name, before, after in zip(("step", "memory"), of_first, of_second, strict=True):
+    first_figures, second_figures = predicted(first), predicted(second)
+    if first_figures is not None and second_figures is not None:
+        for name, before, after in zip(("step", "memory"), first_figures, second_figures, strict=True):
             growth[name] = after / before - 1 if before else 0.0
     data = {
         "growth": growth or None,

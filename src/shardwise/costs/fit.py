@@ -244,7 +244,8 @@ def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
             busy -= work.written / device.bytes_per_second()
         shares.setdefault(work.kind, []).append(min(1.0, done / peak / max(busy, kernel.seconds / 10)))
     return replace(
-        device, kernels=Figures({**device.kernels, **{kind: median(of_kind) for kind, of_kind in shares.items()}})
+        device,
+        kernels=Figures({**device.kernels, **{kind: median(kind_shares) for kind, kind_shares in shares.items()}}),
     )
 
 

@@ -39,21 +39,21 @@ class Messages:
 
     def converted(self, tensor: Tensor, conversion: Conversion, *, backward: bool, in_place: bool) -> Tensor:
         """A tensor (or cotangent) after the moves of a conversion. Nobody holds the result yet."""
-        holding: Storage | None = None
+        current: Storage | None = None
         moves = conversion.moves[::-1] if backward else conversion.moves
         for move in moves:
             entry = _primitive(move, backward)
-            after = self._one_move(tensor, move, backward, in_place and holding is None)
+            after = self._one_move(tensor, move, backward, in_place and current is None)
             if entry != "none":
                 in_place = False
-            if holding is not None and after.storage is not holding:
-                self.ledger.drop(holding)
-                holding = None
+            if current is not None and after.storage is not current:
+                self.ledger.drop(current)
+                current = None
             if after.storage is not tensor.storage:
-                holding = self.ledger.hold(after.storage)
+                current = self.ledger.hold(after.storage)
             tensor = after
-        if holding is not None:
-            holding.owners -= 1  # handed over: whoever asked holds it from here
+        if current is not None:
+            current.owners -= 1  # handed over: whoever asked holds it from here
         return tensor
 
     def _one_move(self, tensor: Tensor, move: Move, backward: bool, in_place: bool) -> Tensor:

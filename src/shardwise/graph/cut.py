@@ -233,12 +233,12 @@ class _Cutter:
 
     def _output_parts(self) -> dict[str, int]:
         """Output, or loss -> the part that delivers it."""
-        delivering: dict[str, int] = {}
+        part_of_output: dict[str, int] = {}
         for name in [*refs(self.graph.outputs), *([] if self.graph.loss is None else [self.graph.loss])]:
             producer = self.graph.producer.get(name)
             here = self.maker.get(name, min(self.users.get(name, ()), default=0))
-            delivering[name] = here if producer is None else self.part_of[producer.name]
-        return delivering
+            part_of_output[name] = here if producer is None else self.part_of[producer.name]
+        return part_of_output
 
     def _needed(self, number: int) -> set[str]:
         wanted = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]

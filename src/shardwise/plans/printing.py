@@ -182,9 +182,9 @@ def _states_on_host(plan: Plan) -> list[str]:
         sizes_of.setdefault(stage.placement.ranks, []).extend(
             stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize for entry in stage.parameters
         )
-    sizes = [size for of_place in sizes_of.values() for size in of_place]
+    sizes = [size for place_sizes in sizes_of.values() for size in place_sizes]
     waiting = [size for size in sizes if waits(size)]
-    most = max(sum(size for size in of_place if waits(size)) for of_place in sizes_of.values())
+    most = max(sum(size for size in place_sizes if waits(size)) for place_sizes in sizes_of.values())
     total, cluster = states_of(plan.optimizer) * most, _priced_cluster(plan)
     seconds = 0.0 if cluster is None else cluster.device.host_seconds(total)
     took = f", {format_seconds(seconds)} there and as long back" if seconds else ""

@@ -32,7 +32,7 @@ def split_backward(program: Program) -> tuple[Program, Program]:
     read = dict.fromkeys(name for instruction in second for name in instruction.operands)
     early = {source: name for source, name in program.gradients.items() if name in first_results}
     late = {source: name for source, name in program.gradients.items() if name not in first_results}
-    received = {*program.saved, *(name for name in program.cotangents if name)}
+    start_names = {*program.saved, *(name for name in program.cotangents if name)}
     handed = {name: name for name in read if name in first_results}
     of_first = {name for instruction in first for name in instruction.operands}
     return (
@@ -45,7 +45,7 @@ def split_backward(program: Program) -> tuple[Program, Program]:
         replace(
             whole,
             backward=second,
-            saved=tuple(name for name in read if name in first_results or name in received),
+            saved=tuple(name for name in read if name in first_results or name in start_names),
             cotangents=(None,) * len(program.cotangents),
             gradients=late,
         ),
@@ -57,8 +57,8 @@ def _needed_by_cotangents(program: Program) -> list[bool]:
     into memory that is read later."""
     sources = program.spmd.graph.source_of
     wanted = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
-    received = {*program.saved, *(name for name in program.cotangents if name)}
-    root = memories(program.backward, received)
+    start_names = {*program.saved, *(name for name in program.cotangents if name)}
+    root = memories(program.backward, start_names)
     chosen = [False] * len(program.backward)
     while True:
         flights, read = set[str](), {root.get(name, name) for name in wanted}  # memory that is read later

@@ -299,7 +299,7 @@ class _Writer:
         for factor in rule.factors:
             piece = (0, factor.size) if factor.name != split.factor else self._part(factor.size, start)
             pieces.setdefault(base_name(factor.name), []).append(Piece(factor.size, *piece))
-        return LocalContext(shapes[0], shapes[1], {name: tuple(of_factor) for name, of_factor in pieces.items()})
+        return LocalContext(shapes[0], shapes[1], {name: tuple(factor_parts) for name, factor_parts in pieces.items()})
 
     def _numbered(self, op: Op, split: Split) -> Op:
         """A random operator: its elements keep their numbers in the whole batch."""

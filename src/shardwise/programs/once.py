@@ -83,8 +83,12 @@ def repeated(program: Program) -> Repeated:
     made_ahead = [name for instruction in ahead for name in instruction.results]
     read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
     read |= {*program.delivered, *(value for _, value in program.mutations)}
-    handed = tuple(name for name in made_ahead if name in read)
-    there = {*program.spmd.graph.source_of, *handed, *(name for instruction in rest for name in instruction.results)}
+    ahead_names = tuple(name for name in made_ahead if name in read)
+    there = {
+        *program.spmd.graph.source_of,
+        *ahead_names,
+        *(name for instruction in rest for name in instruction.results),
+    }
     made_late = {name for instruction in backward.instructions for name in instruction.results}
     read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
     each = replace(
@@ -94,9 +98,9 @@ def repeated(program: Program) -> Repeated:
         saved=tuple(name for name in read_late if name in there and name not in made_late),
         gradients=backward.gradients,
         forms=forms,
-        given=handed,
+        given=ahead_names,
     )
-    first = replace(empty, forward=tuple(ahead), delivered=handed, cotangents=(None,) * len(handed))
+    first = replace(empty, forward=tuple(ahead), delivered=ahead_names, cotangents=(None,) * len(ahead_names))
     sums = tuple(backward.gradients[source] for source in behind.gradients)
     last = replace(
         empty,

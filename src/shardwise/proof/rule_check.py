@@ -265,11 +265,11 @@ def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple
         stored.setdefault(name, layout.without_windows.moved(whole))
     spmd = build_spmd(call.graph, rules, Choice({call.op.name: strategy}, stored), mesh)
     cluster = VirtualCluster(mesh)
-    shards_of = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
+    operand_shards = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
     kinds = Kinds()
     programs = [differentiate(localize(spmd, rank), kinds, loss_only=False) for rank in range(mesh.num_devices)]
     bindings = [
-        {f"x{i}": pieces[rank].clone() for i, pieces in enumerate(shards_of)} for rank in range(mesh.num_devices)
+        {f"x{i}": pieces[rank].clone() for i, pieces in enumerate(operand_shards)} for rank in range(mesh.num_devices)
     ]
     values = run_forward(cluster, programs, bindings)
     outputs = [out.name for out in spmd.outputs]

@@ -83,9 +83,10 @@ class Pipelined:
             self._hold(number)
         self.optimizers = {
             ranks: [
-                optimizer_of(start.optimizer, [t for t in shards.values() if t.requires_grad]) for shards in of_place
+                optimizer_of(start.optimizer, [t for t in shards.values() if t.requires_grad])
+                for shards in place_shards
             ]
-            for ranks, of_place in self.tensors.items()
+            for ranks, place_shards in self.tensors.items()
         }
         self.forward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
         self.backward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
@@ -157,13 +158,13 @@ class Pipelined:
                     for name, t in shards.items()
                     if t.grad is not None
                 }
-                for shards in of_place
+                for shards in place_shards
             ]
-            for ranks, of_place in self.tensors.items()
+            for ranks, place_shards in self.tensors.items()
         }
         for optimizer in self._optimizers():
             optimizer.step()
-        values_of: dict[int, Values] = {}
+        values_of_rank: dict[int, Values] = {}
         for ranks in self.places:
             for device, rank in enumerate(ranks):
                 have: Values = gradients[ranks][device]
@@ -172,14 +173,14 @@ class Pipelined:
                     have[kind, name] = tensor.detach().clone()
                 if ranks == self.plan.stages[-1].placement.ranks:
                     have["loss", self.loss] = run.losses[device]
-                values_of[rank] = have
-        return [values_of[rank] for rank in sorted(values_of)]
+                values_of_rank[rank] = have
+        return [values_of_rank[rank] for rank in sorted(values_of_rank)]
 
     def adopt(self, device: OneDevice) -> None:
         """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
         tensors = device.tensors
-        for ranks, of_place in self.tensors.items():
-            for number, (shards, optimizer) in enumerate(zip(of_place, self.optimizers[ranks], strict=True)):
+        for ranks, place_shards in self.tensors.items():
+            for number, (shards, optimizer) in enumerate(zip(place_shards, self.optimizers[ranks], strict=True)):
                 for name, tensor in shards.items():
                     part = partial(self._local, ranks, name, device=number)
                     with torch.no_grad():
@@ -212,8 +213,8 @@ class Pipelined:
 
     def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, Difference]) -> None:
         """Note how far every rank is from what one device has of its stages (``comparison``)."""
-        for ranks, of_place in self.tensors.items():
-            for device, (rank, shards) in enumerate(zip(ranks, of_place, strict=True)):
+        for ranks, place_shards in self.tensors.items():
+            for device, (rank, shards) in enumerate(zip(ranks, place_shards, strict=True)):
                 self._compare(ranks, device, rank, shards, expected, actual[rank], worst)
 
     def _compare(
@@ -245,8 +246,8 @@ class Pipelined:
     def _add_shared(self) -> None:
         """The gradients of parameters that several places have, added up."""
         places: dict[str, list[tuple[int, ...]]] = {}
-        for ranks, of_place in self.tensors.items():
-            for name in of_place[0]:
+        for ranks, place_shards in self.tensors.items():
+            for name in place_shards[0]:
                 places.setdefault(name, []).append(ranks)
         for name, where in places.items():
             for device in range(len(where[0])) if len(where) > 1 else ():
@@ -394,12 +395,12 @@ class _Run:
             for p, rank_values in zip(programs, values, strict=True)
         ]
         cluster.record.clear()
-        gradients_of = run_backward(cluster, programs, values, cotangents)
+        rank_gradients = run_backward(cluster, programs, values, cotangents)
         if micro_batch == 0:
             ranks.backward_records[stage] += tuple(cluster.record)
         returned: Held = []
         sums = self.sums.setdefault((stage, size), [{} for _ in values])
-        for total, values_of_device, gradients in zip(sums, values, gradients_of, strict=True):
+        for total, values_of_device, gradients in zip(sums, values, rank_gradients, strict=True):
             returned.append({})
             for name, gradient in gradients.items():
                 source = part.source_of.get(name)
@@ -411,11 +412,11 @@ class _Run:
                     total[name] = total[name] + gradient if name in total else gradient.clone()
         if not is_weight:
             layouts = spmd.layouts
-            for device, cotangents_of in enumerate(returned):
+            for device, device_cotangents in enumerate(returned):
                 for name in self._wanted_back(bound, stage):
-                    if name not in cotangents_of:
+                    if name not in device_cotangents:
                         shape = layouts[name].local_shape(spmd.mesh.coordinates(device))
-                        cotangents_of[name] = torch.zeros(shape, dtype=part.by_name[name].dtype)
+                        device_cotangents[name] = torch.zeros(shape, dtype=part.by_name[name].dtype)
             self.returned[stage, micro_batch] = returned
 
     def end(self) -> None:

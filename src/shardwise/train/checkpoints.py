@@ -83,7 +83,7 @@ class Shares:
         """Where the elements of every tensor are."""
         pieces: dict[str, Piece] = {}
         chunks: dict[str, list[Chunk]] = defaultdict(list)
-        for file in (file for of_rank in self.files for file in of_rank):
+        for file in (file for rank_files in self.files for file in rank_files):
             for piece, chunk in file.chunks():
                 pieces[piece.name] = piece
                 chunks[piece.name].append(chunk)

@@ -132,7 +132,9 @@ class Peers:
         shares = share_out(state)
         if self.apart:
             self.mirrored = [
-                Mirrored(file, rank, _NOBODY, False) for rank, of_rank in enumerate(shares.files) for file in of_rank
+                Mirrored(file, rank, _NOBODY, False)
+                for rank, rank_files in enumerate(shares.files)
+                for file in rank_files
             ]
         else:
             self.mirrored = mirrored(shares.files, shares.offers, self.machine_of)
@@ -145,8 +147,8 @@ class Peers:
             block_bytes=BLOCK_BYTES,
             files={
                 file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes))
-                for of_rank in every
-                for file in of_rank
+                for rank_files in every
+                for file in rank_files
             },
             tensors=replace(shares, files=every).stored,
             tied=shares.model_names(),
@@ -155,7 +157,7 @@ class Peers:
         self.outdated = False
         self.memory.mkdir(parents=True, exist_ok=True)
         known = from_all([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
-        self.number, self.slot, self.filled = 1 + max((n for of_rank in known for n in of_rank), default=-1), 0, 0
+        self.number, self.slot, self.filled = 1 + max((n for rank_files in known for n in rank_files), default=-1), 0, 0
         self.buffers, fault = {}, ""
         try:
             self.folder.mkdir(exist_ok=True)
@@ -195,7 +197,7 @@ class Peers:
         had under way, and met the others since. Raises OSError where no note can be written; what was started goes on.
         """
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
-        plain = {name: kept for of_rank in from_all(dict(state.plain)) for name, kept in of_rank.items()}
+        plain = {name: kept for rank_states in from_all(dict(state.plain)) for name, kept in rank_states.items()}
         note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": state.values, "plain": plain}
         text, here_now = json.dumps(note), []
         for mirror in self.mirrored:
@@ -361,11 +363,11 @@ def mirrored(
     ranks_of = [[rank for rank, machine in enumerate(machine_of) if machine == number] for number in machines]
     keeps = [0] * len(files)
     mirrors: list[Mirrored] = []
-    for writer, of_writer in enumerate(files):
+    for writer, writer_files in enumerate(files):
         at = machines.index(machine_of[writer])
         after = ranks_of[(at + 1) % len(machines)]
         successor = after[ranks_of[at].index(writer) % len(after)]
-        for file in of_writer:
+        for file in writer_files:
             groups: dict[tuple[int, bool], list[Piece]] = defaultdict(list)
             for _, piece in file.pieces:
                 others = [

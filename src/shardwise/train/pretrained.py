@@ -158,8 +158,10 @@ def _finish(folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tu
     for name in file_names:
         (folder / f"{name}.part").rename(folder / name)
     if len(files) > 1:
-        places = {piece.name: name for name, of_file in zip(file_names, files, strict=True) for _, piece in of_file}
-        total = sum(piece.num_bytes for of_file in files for _, piece in of_file)
+        places = {
+            piece.name: name for name, file_pieces in zip(file_names, files, strict=True) for _, piece in file_pieces
+        }
+        total = sum(piece.num_bytes for file_pieces in files for _, piece in file_pieces)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX.replace("model", stem, 1)).write_text(json.dumps(index, indent=2))
 

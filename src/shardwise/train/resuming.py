@@ -160,7 +160,9 @@ def _nobodys(load: _Load | None) -> tuple[list[str], list[str]]:
     """What the checkpoint has of the model and no rank wants; the parameters whose states no rank's optimizer has.
     Every rank calls this."""
     everywhere = [
-        of_rank for of_rank in from_all(None if load is None else (load.left, load.forgotten)) if of_rank is not None
+        rank_lists
+        for rank_lists in from_all(None if load is None else (load.left, load.forgotten))
+        if rank_lists is not None
     ]
     return (
         sorted(set.intersection(*(set(left) for left, _ in everywhere))) if everywhere else [],

@@ -84,9 +84,9 @@ def slowness(busy: list[list[float]], rank: int) -> tuple[float, float] | None:
     if len(busy[0]) == 1:
         return None
     others = [median(seconds[:rank] + seconds[rank + 1 :]) for seconds in busy]
-    of_rank = [seconds[rank] for seconds in busy]
-    late = sum(mine > _SLOWER * theirs for mine, theirs in zip(of_rank, others, strict=True))
-    average, usual = sum(of_rank) / len(of_rank), sum(others) / len(others)
+    rank_seconds = [seconds[rank] for seconds in busy]
+    late = sum(mine > _SLOWER * theirs for mine, theirs in zip(rank_seconds, others, strict=True))
+    average, usual = sum(rank_seconds) / len(rank_seconds), sum(others) / len(others)
     is_slow = average > _SLOWER * usual and average - usual > _LEAST_SECONDS and late >= _SHARE * len(busy)
     return (average, usual) if is_slow else None
 

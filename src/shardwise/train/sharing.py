@@ -82,8 +82,8 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
     elements of one are nobody's."""
     holders: dict[tuple[str, Rows, Rows], list[int]] = defaultdict(list)
     kinds: dict[str, tuple[str, Rows]] = {}
-    for rank, of_rank in enumerate(offers):
-        for name, dtype, shape, boxes in of_rank:
+    for rank, rank_offers in enumerate(offers):
+        for name, dtype, shape, boxes in rank_offers:
             if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
                 raise ShardwiseError(f"{name} is {kinds[name]} on one rank and {(dtype, shape)} on rank {rank}")
             for offsets, sizes in boxes:
@@ -141,8 +141,8 @@ def _files(rank: int, num_ranks: int, pieces: Sequence[Piece]) -> list[PlannedFi
         count[piece.name] += 1
     name = f"shard-{rank:05}-of-{num_ranks:05}"
     return [
-        file_of(f"{name}{f'-{position}' if position else ''}.safetensors", of_file)
-        for position, of_file in enumerate(by_file)
+        file_of(f"{name}{f'-{position}' if position else ''}.safetensors", file_pieces)
+        for position, file_pieces in enumerate(by_file)
     ]
 
 

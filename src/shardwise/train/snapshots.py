@@ -48,7 +48,7 @@ class Writer:
         folder.mkdir(exist_ok=True)
         self.staged = [[Staged(file, self._map(file, slot)) for file in self.files] for slot in range(_NUM_SLOTS)]
         if self.rank == 0:
-            every = (entry for of_rank in files for entry in of_rank)
+            every = (entry for rank_files in files for entry in rank_files)
             data = {entry.name: DataFile(0, entry.num_bytes, no_checksums(entry.num_bytes)) for entry in every}
             place(folder / _TENSORS, replace(manifest, files=data).to_text())
 
