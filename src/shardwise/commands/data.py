@@ -67,9 +67,7 @@ def totals(plan: Plan) -> list[dict[str, Any]]:
 def entry_data(plan: Plan, name: str) -> dict[str, Any]:
     """What the file of a plan says of an operator or a tensor that it has."""
     for number, stage in enumerate(plan.stages):
-        uses = [
-            asdict(conversion) for conversion in stage.conversions or () if name in (conversion.value, conversion.op)
-        ]
+        uses = [asdict(entry) for entry in stage.conversions or () if name in (entry.value, entry.op)]
         for tensor in (*stage.parameters, *stage.buffers, *stage.inputs):
             if tensor.name == name:
                 return {**asdict(tensor), "stage": number, "conversions": uses}
@@ -79,28 +77,23 @@ def entry_data(plan: Plan, name: str) -> dict[str, Any]:
     raise AssertionError(f"{name} was found before")
 
 
-def explanation_data(explanation: Explanation | InStage | MicroBatches | Joint) -> dict[str, Any]:
+def explanation_data(answer: Explanation | InStage | MicroBatches | Joint) -> dict[str, Any]:
     """Of a choice (in a stage), of micro-batches, or of stages."""
     from shardwise.report.explain import Explanation
     from shardwise.report.planned import InStage, MicroBatches
 
-    if isinstance(explanation, InStage):
+    if isinstance(answer, InStage):
+        return {**explanation_data(answer.explanation), "stage": answer.stage, "alike": answer.alike or None}
+    if isinstance(answer, MicroBatches):
         return {
-            **explanation_data(explanation.explanation),
-            "stage": explanation.stage,
-            "alike": explanation.alike or None,
-        }
-    if isinstance(explanation, MicroBatches):
-        return {
-            "taken": explanation.taken,
+            "taken": answer.taken,
             "tried": [
-                {"micro_batch": trial.micro_batch, "passes": trial.passes, **_planned(trial)}
-                for trial in explanation.tried
+                {"micro_batch": trial.micro_batch, "passes": trial.passes, **_planned(trial)} for trial in answer.tried
             ],
         }
-    if not isinstance(explanation, Explanation):
+    if not isinstance(answer, Explanation):
         return {
-            "taken": asdict(explanation.taken),
+            "taken": asdict(answer.taken),
             "considered": [
                 {
                     **asdict(trial.setting),
@@ -108,15 +101,15 @@ def explanation_data(explanation: Explanation | InStage | MicroBatches | Joint) 
                     **_planned(trial),
                     "faster_seconds": trial.pruned or None,
                 }
-                for trial in explanation.considered
+                for trial in answer.considered
             ],
         }
     return {
-        "name": explanation.name,
-        "kind": explanation.kind,
-        "alone": explanation.alone,
-        "decided_by": explanation.decided_by or None,
-        "favour_seconds": explanation.favour,
+        "name": answer.name,
+        "kind": answer.kind,
+        "alone": answer.alone,
+        "decided_by": answer.decided_by or None,
+        "favour_seconds": answer.favour,
         "alternatives": [
             {
                 "choice": alternative.choice,
@@ -136,7 +129,7 @@ def explanation_data(explanation: Explanation | InStage | MicroBatches | Joint) 
                     for term in alternative.terms
                 ],
             }
-            for alternative in explanation.alternatives
+            for alternative in answer.alternatives
         ],
     }
 

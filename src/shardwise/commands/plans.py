@@ -232,7 +232,7 @@ def _diff(chosen: argparse.Namespace) -> int:
     if chosen.max_growth is not None and isnan(chosen.max_growth):
         raise ShardwiseError(problem("--max-growth is no number", fix="percent, such as --max-growth 5"))
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
-    difference = first.diff(second)
+    diff = first.diff(second)
     growth: dict[str, float] = {}
     first_figures, second_figures = predicted(first), predicted(second)
     if first_figures is not None and second_figures is not None:
@@ -240,15 +240,12 @@ def _diff(chosen: argparse.Namespace) -> int:
             growth[name] = after / before - 1 if before else 0.0
     data = {
         "growth": growth or None,
-        **{
-            title: [list(entry) for entry in getattr(difference, title)]
-            for title in ("settings", "layouts", "strategies")
-        },
-        "cuts": [list(entry) for entry in difference.cuts],
+        **{title: [list(entry) for entry in getattr(diff, title)] for title in ("settings", "layouts", "strategies")},
+        "cuts": [list(entry) for entry in diff.cuts],
         "communication": [totals(first), totals(second)],
     }
     lines = [f"predicted {name}: {share:+.2%}" for name, share in growth.items()]
-    show("\n".join([str(difference), *lines]), chosen, lambda: data)
+    show("\n".join([str(diff), *lines]), chosen, lambda: data)
     if chosen.max_growth is None:
         return 0
     if not growth:

@@ -101,15 +101,13 @@ def _precision(text: str) -> Any:
 
     from shardwise.graph.precision import Precision
 
-    dtypes = _pairs(text.split(","), "--precision")
-    wrong = [
-        f"{key}={value}" for key, value in dtypes.items() if value not in _DTYPES and value not in _DTYPES.values()
-    ]
-    if wrong or dtypes.keys() - {"compute", "parameter", "reduce"}:
+    pairs = _pairs(text.split(","), "--precision")
+    wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
+    if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
         raise ShardwiseError(
             problem(
                 f"--precision {text!r} is not understood",
                 fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",
             )
         )
-    return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in dtypes.items()})
+    return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in pairs.items()})

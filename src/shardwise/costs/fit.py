@@ -176,11 +176,9 @@ def _with_spreads(cluster: Cluster, measured: Measurements) -> Cluster:
     errors: dict[bool, list[float]] = {False: [], True: []}
     for residual in residuals(cluster, measured):
         errors[" over " in residual.series].append(residual.relative_error)
-    operator_spread, link_spread = (
-        quantile(relative_errors, 0.9) if relative_errors else 0.0 for relative_errors in (errors[False], errors[True])
-    )
-    levels = tuple(replace(level, spread=round(link_spread, 3)) for level in cluster.levels)
-    return replace(cluster, device=replace(cluster.device, spread=round(operator_spread, 3)), levels=levels)
+    operators, links = (quantile(series, 0.9) if series else 0.0 for series in (errors[False], errors[True]))
+    levels = tuple(replace(level, spread=round(links, 3)) for level in cluster.levels)
+    return replace(cluster, device=replace(cluster.device, spread=round(operators, 3)), levels=levels)
 
 
 def fit_device(measured: Measurements, like: Device | None = None) -> Device:
@@ -243,10 +241,8 @@ def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
             done, peak = work.num_bytes, device.memory_bandwidth
             busy -= work.written / device.bytes_per_second()
         shares.setdefault(work.kind, []).append(min(1.0, done / peak / max(busy, kernel.seconds / 10)))
-    return replace(
-        device,
-        kernels=Figures({**device.kernels, **{kind: median(kind_shares) for kind, kind_shares in shares.items()}}),
-    )
+    medians = {kind: median(reached) for kind, reached in shares.items()}
+    return replace(device, kernels=Figures({**device.kernels, **medians}))
 
 
 def _only_on(units: Sequence[int], level: int) -> bool:

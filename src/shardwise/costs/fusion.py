@@ -72,9 +72,7 @@ class _Fusion:
         if not isinstance(target, torch._ops.OpOverload):  # takes one of several results
             self.root[node] = self._origin(node.all_input_nodes[0])
             return True
-        aliased = any(
-            result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns
-        )
+        aliased = any(out.alias_info is not None and not out.alias_info.is_write for out in target._schema.returns)
         if aliased and node.all_input_nodes:
             self.root[node] = self._origin(node.all_input_nodes[0])
         return aliased

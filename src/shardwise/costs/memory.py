@@ -163,11 +163,7 @@ class _Walk:
 
     def _once(self, instructions: tuple[Instruction, ...], stays: Iterable[str]) -> None:
         """What a step does once, ahead of its passes or behind them. ``stays``: the names of what is kept."""
-        last = {
-            name: i
-            for i, instruction in enumerate(instructions)
-            for name in (*instruction.operands, *instruction.results)
-        }
+        last = {name: i for i, entry in enumerate(instructions) for name in (*entry.operands, *entry.results)}
         kept = {*stays, *self.graph.source_of}
         for index, instruction in enumerate(instructions):
             self._run(-1, instruction)

@@ -85,16 +85,13 @@ def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) 
     """The most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters, in
     their order; ``foreach``: whether that is the device's default."""
     name, variant = named(optimizer)
-    footprint, variant = HELD[name], variant or ("foreach" if foreach else "single")
+    need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     if variant == "foreach":
-        return footprint.foreach * sum(num_bytes)
+        return need.foreach * sum(num_bytes)
     if variant == "fused":
         return 0
     pairs = pairwise((0, *num_bytes))
-    return max(
-        (of_last * size + of_next * next_size for size, next_size in pairs for of_last, of_next in footprint.single),
-        default=0,
-    )
+    return max((last * size + this * next_size for size, next_size in pairs for last, this in need.single), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +117,11 @@ _PASSES_OF_KERNEL = 2.5
 def update_of(optimizer: str, *, foreach: bool) -> Update:
     """What an update does per element. ``foreach``: whether that is the device's default."""
     name, variant = named(optimizer)
-    footprint, variant = HELD[name], variant or ("foreach" if foreach else "single")
-    once = 3 + 2 * footprint.states  # parameter, gradient and states are read, parameter and states written
+    need, variant = HELD[name], variant or ("foreach" if foreach else "single")
+    once = 3 + 2 * need.states  # parameter, gradient and states are read, parameter and states written
     together = foreach and variant != "single"  # foreach, and fused as well, loop over the parameters on CPUs
     if variant == "fused":
-        return Update(once, _SCALARS_OF_STATE * footprint.states, kernels=0.0 if together else 1.0)
-    passes = footprint.passes or 3 * once
-    fresh = footprint.foreach if variant == "foreach" else max((of_next for _, of_next in footprint.single), default=0)
+        return Update(once, _SCALARS_OF_STATE * need.states, kernels=0.0 if together else 1.0)
+    passes = need.passes or 3 * once
+    fresh = need.foreach if variant == "foreach" else max((this for _, this in need.single), default=0)
     return Update(passes, 0.0, 0.0 if together else passes / _PASSES_OF_KERNEL, fresh)

@@ -78,13 +78,10 @@ class Prediction:
 
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
         """Of so many seconds of a pass, for all passes of a step."""
-        computing = min(self.compute, seconds)
-        link_factor = 1 + max((level.spread for level in cluster.levels), default=0.0)
-        operator_factor = 1 + cluster.device.spread
-        low, high = (
-            computing / operator_factor + (seconds - computing) / link_factor,
-            computing * operator_factor + (seconds - computing) * link_factor,
-        )
+        compute = min(self.compute, seconds)
+        links = 1 + max((level.spread for level in cluster.levels), default=0.0)
+        device = 1 + cluster.device.spread
+        low, high = compute / device + (seconds - compute) / links, compute * device + (seconds - compute) * links
         return Interval(self.passes * seconds, self.passes * low, self.passes * high)
 
     def memory_interval(self, cluster: Cluster) -> Interval:

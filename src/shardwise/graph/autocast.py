@@ -69,11 +69,10 @@ def check_ambient(planned: Autocast | None, where: str) -> None:
     active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     if not active or (planned is not None and Autocast.ambient() == planned):
         return
-    planned_for = "none" if planned is None else str(planned)
+    text = "none" if planned is None else str(planned)
     raise CaptureError(
         problem(
-            f'torch.autocast("{active[0]}") is active {where}, and it is not executed: the plan was made for '
-            f"{planned_for}",
+            f'torch.autocast("{active[0]}") is active {where}, and it is not executed: the plan was made for {text}',
             fix="call sw.plan under the same autocast, and the module; backward is outside, or par.step does both",
         )
     )

@@ -95,9 +95,7 @@ class Read:
 
 def _suspects(code: Reached) -> bool:
     """Whether the code names something that reads from outside."""
-    known = {
-        id(getattr(function, "__func__", function)) for function in _SUSPECTS
-    }  # ``secrets`` has methods of a generator
+    known = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in known or isinstance(v, kinds) for v in code.values)
 

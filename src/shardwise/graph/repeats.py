@@ -173,15 +173,11 @@ def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
     key: list[object] = []
     numbers: dict[Place, int] = {}
     for path, part in module.named_modules():
-        attributes = vars(part)
-        if (
-            "forward" in attributes
-            or _has_hooks(part)
-            or (path and any(name.startswith("_shardwise") for name in attributes))
-        ):
+        state = vars(part)
+        if "forward" in state or _has_hooks(part) or (path and any(name.startswith("_shardwise") for name in state)):
             raise _Unequal
         key.append((path, type(part)))
-        for name, value in attributes.items():
+        for name, value in state.items():
             if name in OF_TORCH:
                 continue
             if type(value) is int:

@@ -62,12 +62,12 @@ _Kind = Literal["rows", "order", "inverse", "blank"]
 @dataclass(frozen=True, slots=True)
 class _Sorted:
     """A value in the order of a sort. ``rows``: the values of sorted rows, ``value`` the same ones as they were, each
-    for ``rows_per_token`` neighbours; ``order``: where sorted rows stood, or of these which token they are of."""
+    for ``copies`` neighbours; ``order``: where sorted rows stood, or of these which token they are of."""
 
     kind: _Kind
     sort: str
     value: Ref | None = None
-    rows_per_token: int = 1
+    copies: int = 1
 
 
 class _Unknown(Exception):
@@ -157,14 +157,12 @@ class _Unsorting:
     def _rows(self, rows: _Sorted) -> Ref:
         """Rows as they were, one by one."""
         assert rows.value is not None, "an order has no rows"
-        if rows.rows_per_token == 1:
+        if rows.copies == 1:
             return rows.value
         tokens, *rest = self.emitter.value(rows.value).shape
         emit = self.emitter.emit
-        repeated = emit(
-            aten.expand.default, emit(aten.unsqueeze.default, rows.value, 1), (tokens, rows.rows_per_token, *rest)
-        )
-        result: Ref = emit(aten.reshape.default, repeated, (tokens * rows.rows_per_token, *rest))
+        repeated = emit(aten.expand.default, emit(aten.unsqueeze.default, rows.value, 1), (tokens, rows.copies, *rest))
+        result: Ref = emit(aten.reshape.default, repeated, (tokens * rows.copies, *rest))
         return result
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -216,11 +214,11 @@ class _Unsorting:
         if first is None or first.kind != "order" or len(op.operands) > 1:
             return None
         call, shape = arguments(op), self._shape(op.results[0])
-        if op.target in _SORTS and first.rows_per_token == 1 and shape == (self._count_of(sort),):
+        if op.target in _SORTS and first.copies == 1 and shape == (self._count_of(sort),):
             return _Sorted("inverse", sort) if len(op.results) == 1 and not call.get("descending") else None
-        if op.target in _QUOTIENTS and first.rows_per_token == 1 and isinstance(op.args[1], int) and op.args[1] > 0:
+        if op.target in _QUOTIENTS and first.copies == 1 and isinstance(op.args[1], int) and op.args[1] > 0:
             floors = call.get("rounding_mode", "floor") == "floor"
-            return replace(first, rows_per_token=op.args[1]) if floors else None
+            return replace(first, copies=op.args[1]) if floors else None
         if op.target in _LIKE:
             return _Sorted("blank", sort) if shape == (self._count_of(sort),) else None
         return first if self._keeps_rows(op, self._count_of(sort)) else None
@@ -303,8 +301,8 @@ class _Unsorting:
         if name in self.ordered or by.kind == "blank":
             return None
         if by.kind == "order":
-            rows = self._shape(name)[0] * by.rows_per_token
-            return _Sorted("rows", sort, self._new(name), by.rows_per_token) if rows == self._count_of(sort) else None
+            rows = self._shape(name)[0] * by.copies
+            return _Sorted("rows", sort, self._new(name), by.copies) if rows == self._count_of(sort) else None
         (taken,) = self._written(op)  # what belongs to the expert of a row
         return _Sorted("rows", sort, _ref(taken))
 
@@ -341,7 +339,7 @@ class _Unsorting:
         by, shape = self.ordered.get(at.name), self._shape(values.name)
         indexed = shape if op.target is aten.scatter.src else shape[:1]
         whole = self._shape(base) == shape and self._shape(at.name) == indexed
-        if by is None or by.kind != "order" or by.rows_per_token != 1 or not whole:
+        if by is None or by.kind != "order" or by.copies != 1 or not whole:
             return None
         if self._is_rows(values.name):
             return self._rows(self.ordered[values.name])
@@ -360,16 +358,14 @@ class _Unsorting:
         if by is None or by.kind != "order" or base in self.ordered or not self._is_rows(added.name):
             return None
         indexed = shape if op.target is aten.scatter_add.default else shape[:1]
-        tokens = shape[0] // by.rows_per_token
-        of_tokens = self._shape(base) == (tokens, *shape[1:]) and tokens * by.rows_per_token == shape[0]
+        tokens = shape[0] // by.copies
+        of_tokens = self._shape(base) == (tokens, *shape[1:]) and tokens * by.copies == shape[0]
         if not of_tokens or self._shape(at.name) != indexed:
             return None
         rows = self._rows(self.ordered[added.name])
         emit = self.emitter.emit
-        if by.rows_per_token > 1:
-            rows = emit(
-                aten.sum.dim_IntList, emit(aten.reshape.default, rows, (tokens, by.rows_per_token, *shape[1:])), (1,)
-            )
+        if by.copies > 1:
+            rows = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (tokens, by.copies, *shape[1:])), (1,))
         result: Ref = emit(aten.add.Tensor, self._new(base), rows)
         return result
 

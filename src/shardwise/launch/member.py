@@ -164,9 +164,7 @@ class Member:
         self.station = self._listen()
         if self.node == 0:
             now = time.monotonic()
-            self._lead(
-                set(range(self.identity.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds
-            )
+            self._lead(set(range(identity.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
         self.station.start()
 
     def _listen(self) -> Station:

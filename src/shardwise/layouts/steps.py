@@ -243,12 +243,8 @@ class Steps:
             _numbers_of_rows(grid, *(tuple((self.atoms[p], side[p]) for p in span) for side, span in sides))
             for sides in (((before, old), (after, new)) for old, new in changed)
         )
-        for held_more, wanted_more, both_more in more:
-            held_before, wanted, both = (
-                map(mul, held_before, held_more),
-                map(mul, wanted, wanted_more),
-                map(mul, both, both_more),
-            )
+        for have, want, common in more:
+            held_before, wanted, both = map(mul, held_before, have), map(mul, wanted, want), map(mul, both, common)
         kept = tuple(both)
         return max(map(sub, held_before, kept)) * rest, max(map(sub, wanted, kept)) * rest
 

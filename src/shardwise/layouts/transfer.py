@@ -62,11 +62,9 @@ def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
     axes = layout.mesh.sub_axes
     if tuple(layout.mesh.sizes.values()) != tuple(mesh.sizes.values()):
         return None if layout.positions or layout.states else Layout.whole(mesh, layout.shape)
-    name_of = dict(zip(axes, mesh.sub_axes, strict=True))
-    dims = tuple(
-        tuple(Atom(atom.size, tuple(name_of[axis] for axis in atom.axes)) for atom in dim) for dim in layout.dims
-    )
-    return Layout(mesh, dims, tuple((name_of[axis], state) for axis, state in layout.states), layout.windows)
+    new = dict(zip(axes, mesh.sub_axes, strict=True))
+    dims = tuple(tuple(Atom(atom.size, tuple(new[axis] for axis in atom.axes)) for atom in dim) for dim in layout.dims)
+    return Layout(mesh, dims, tuple((new[axis], state) for axis, state in layout.states), layout.windows)
 
 
 def transfer(

@@ -145,10 +145,9 @@ class Chooser:
             {value_of[name]: layout for name, layout in choice.delivered.items()},
             route,
         )
-        segments = (
-            replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in chosen.levers.segments
-        )
-        levers = replace(chosen.levers, segments=tuple(segments))
+        levers = chosen.levers
+        segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in levers.segments)
+        levers = replace(levers, segments=tuple(segments))
         searched = None
         if chosen.searched is not None:
             sources = chosen.searched.search.cost.domains.graph.source_of
@@ -165,10 +164,7 @@ def _living_as(first: Spmd, spmd: Spmd) -> Spmd:
     """A program that equals another but for names, with the other's lifetimes. What a step does once is left out: that
     is settled when the ends of stages meet."""
     op_of = {op.name: renamed.name for op, renamed in zip(first.graph.ops, spmd.graph.ops, strict=True)}
-    result_of = {
-        conversion.result: renamed.result
-        for conversion, renamed in zip(first.conversions, spmd.conversions, strict=True)
-    }
+    result_of = {c.result: renamed.result for c, renamed in zip(first.conversions, spmd.conversions, strict=True)}
     first_lifetimes = first.lifetimes
     lifetimes = Lifetimes(
         frozenset(op_of[name] for name in first_lifetimes.operators),

@@ -181,11 +181,7 @@ def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict
         return list(map(entry, data)) if isinstance(data, list) else data
 
     def stage(data: Any) -> Any:
-        return (
-            {k: table(content) if k in tables else content for k, content in data.items()}
-            if isinstance(data, dict)
-            else data
-        )
+        return {k: table(v) if k in tables else v for k, v in data.items()} if isinstance(data, dict) else data
 
     stages = body.get("stages")
     return {**body, "stages": list(map(stage, stages))} if isinstance(stages, list) else body

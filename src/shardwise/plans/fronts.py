@@ -258,10 +258,7 @@ class Fronts:
             name = paths[scope[-1]] or ("ahead" if scope[-1] < first else "behind")
             sums[name] = sums.get(name, np.zeros(5)) + np.array([*figures[:BYTES], *stored])
         nothing = np.zeros(5)
-        blocks = [
-            (sums.get(first_block, nothing) + sums.get(last_block, nothing)) / 2
-            for first_block, last_block in self.ends
-        ]
+        blocks = [(sums.get(head, nothing) + sums.get(tail, nothing)) / 2 for head, tail in self.ends]
         return np.stack([sums.get("ahead", nothing), *blocks, sums.get("behind", nothing)])
 
 

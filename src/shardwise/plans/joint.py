@@ -119,16 +119,14 @@ class Joint:
         return all(trial.step_seconds or trial.refused or trial.pruned for trial in self.considered)
 
     def __str__(self) -> str:
-        planned = sorted(
-            (trial for trial in self.considered if trial.step_seconds), key=lambda trial: trial.step_seconds
-        )
-        others = [trial for trial in self.considered if not trial.step_seconds]
+        planned = sorted((t for t in self.considered if t.step_seconds), key=lambda t: t.step_seconds)
+        others = [t for t in self.considered if not t.step_seconds]
         best = planned[0]
         lines = [f"{best.setting}, of {len(self.considered)} settings: {len(planned)} were planned"]
         if len(planned) > 1:
             slower = planned[1].step_seconds / best.step_seconds - 1
             lines[0] += f"; the next best is {100 * slower:.1f}% slower"
-        lines += [f"  {trial}" for trial in (*planned, *others)]
+        lines += [f"  {t}" for t in (*planned, *others)]
         rest = "" if self.is_complete else "; plans of what was left out may be faster than the best"
         return "\n".join([*lines, f"no step of these settings is below {format_seconds(self.bound)}{rest}"])
 

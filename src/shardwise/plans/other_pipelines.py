@@ -39,13 +39,9 @@ def ranked(pipeline: Found, k: int, joint: Joint | None = None) -> tuple[tuple[R
     others = [_ranked(plan, _size(plan)) for plan in pipeline.others]
     refused = 0
     if joint is not None:
-        planned = [trial for trial in joint.considered if trial.setting != joint.taken]
-        others += [
-            RankedPipeline(trial.step_seconds, trial.num_bytes, str(trial.setting))
-            for trial in planned
-            if trial.step_seconds
-        ]
-        refused += sum(bool(trial.refused) for trial in planned)
+        planned = [t for t in joint.considered if t.setting != joint.taken]
+        others += [RankedPipeline(t.step_seconds, t.num_bytes, str(t.setting)) for t in planned if t.step_seconds]
+        refused += sum(bool(t.refused) for t in planned)
     for distance in range(1, MOST_STEPS + 1):
         if distance > 1 and len(others) >= k - 1:
             break

@@ -76,24 +76,23 @@ def format_plan(plan: Plan) -> str:
 def _pipeline(plan: Plan) -> list[str]:
     """The schedule and its stages: what runs where, and what is predicted of each."""
     places = {stage.placement.ranks for stage in plan.stages}
-    predicted, said = plan.pipeline, ""
-    if predicted is not None:
-        said = f": a step takes {format_seconds(predicted.step_seconds)}, in {predicted.bubble:.1%} of it devices wait"
-        said += " (bubble)"
-        if predicted.bound_seconds:
-            said += f"; no order of these stages takes less than {format_seconds(predicted.bound_seconds)}"
+    cost, said = plan.pipeline, ""
+    if cost is not None:
+        said = f": a step takes {format_seconds(cost.step_seconds)}, in {cost.bubble:.1%} of it devices wait (bubble)"
+        if cost.bound_seconds:
+            said += f"; no order of these stages takes less than {format_seconds(cost.bound_seconds)}"
     lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{said}"]
     rows = []
     for number, stage in enumerate(plan.stages):
         paths = [entry.name.partition("/")[0] for entry in stage.operators]
         within = [path for path in paths if path] or ["the module itself"]
         row = [f"  stage {number}", f"ranks {format_ranks(stage.placement.ranks)}", f"{within[0]} to {within[-1]}"]
-        if predicted is not None:
-            of_stage = predicted.stages[number]
-            sent = f", sends {format_bytes(int(of_stage.sent_bytes))}" if of_stage.sent_bytes else ""
+        if cost is not None:
+            stage_cost = cost.stages[number]
+            sent = f", sends {format_bytes(int(stage_cost.sent_bytes))}" if stage_cost.sent_bytes else ""
             row.append(
-                f"forward {format_seconds(of_stage.forward)}, backward {format_seconds(of_stage.backward)}, peak "
-                f"{format_bytes(int(of_stage.peak_bytes))}{sent}, bubble {of_stage.bubble:.1%}"
+                f"forward {format_seconds(stage_cost.forward)}, backward {format_seconds(stage_cost.backward)}, peak "
+                f"{format_bytes(int(stage_cost.peak_bytes))}{sent}, bubble {stage_cost.bubble:.1%}"
             )
         rows.append(tuple(row))
     return lines + _columns(rows)
@@ -108,16 +107,11 @@ def format_figures(plan: Plan) -> str:
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     """(name, text) of these figures, in this order."""
-    prediction, pipeline = plan.predicted, plan.pipeline
+    cost, pipeline = plan.predicted, plan.pipeline
     if pipeline is not None:
-        seconds, num_bytes, passes, known = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
-    elif prediction is not None:
-        seconds, num_bytes, passes, known = (
-            prediction.planned_seconds,
-            prediction.memory_bytes,
-            prediction.passes,
-            prediction.optimality_gap,
-        )
+        seconds, size, passes, known = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
+    elif cost is not None:
+        seconds, size, passes, known = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
     else:
         return []
     figures = [("step", format_seconds(seconds))]
@@ -125,9 +119,9 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     count = prod(ids.shape) if ids is not None else plan.micro_batch
     if count and seconds:
         figures.append((f"{'tokens' if ids is not None else 'samples'}/s", f"{count * passes / seconds:,.0f}"))
-    if num_bytes:
+    if size:
         limit = _limit(plan)
-        figures.append(("memory", f"{format_bytes(num_bytes)}{f' of {limit}' if limit else ''} a device"))
+        figures.append(("memory", f"{format_bytes(size)}{f' of {limit}' if limit else ''} a device"))
     return [*figures, ("gap", "not known" if known is None else f"{known:.2%}")]
 
 
@@ -231,51 +225,45 @@ def _reserved(plan: Plan, cluster: Cluster | None) -> str:
     return f" + reserve {reserve} of {whole}" if cluster.device.reserve_bytes else ""
 
 
-def _predicted(plan: Plan, prediction: Prediction) -> list[str]:
+def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     """What the plan was chosen for: the additive price and its bound, then what the simulation says. Seconds and bytes
     that will be measured have intervals."""
     cluster = _priced_cluster(plan)
     reserved = _reserved(plan, cluster)
 
     def step(seconds: float) -> str:
-        return format_seconds(prediction.passes * seconds)
+        return format_seconds(cost.passes * seconds)
 
     def measured(seconds: float) -> str:
-        return step(seconds) if cluster is None else _interval(prediction.interval(seconds, cluster), format_seconds)
+        return step(seconds) if cluster is None else _interval(cost.interval(seconds, cluster), format_seconds)
 
-    passes = (
-        f" ({prediction.passes} passes of {format_seconds(prediction.pass_seconds)})" if prediction.passes > 1 else ""
-    )
+    passes = f" ({cost.passes} passes of {format_seconds(cost.pass_seconds)})" if cost.passes > 1 else ""
     lines = [
-        f"  priced step {measured(prediction.pass_seconds)}{passes}: compute {format_seconds(prediction.compute)}, "
-        f"exposed communication {format_seconds(prediction.exposed)}, parameter traffic "
-        f"{format_seconds(prediction.traffic)} (overlaps with compute)",
-        f"    parameters, gradients, optimizer states and saved values {format_bytes(prediction.num_bytes)}",
+        f"  priced step {measured(cost.pass_seconds)}{passes}: compute {format_seconds(cost.compute)}, "
+        f"exposed communication {format_seconds(cost.exposed)}, parameter traffic "
+        f"{format_seconds(cost.traffic)} (overlaps with compute)",
+        f"    parameters, gradients, optimizer states and saved values {format_bytes(cost.num_bytes)}",
     ]
-    if prediction.additive_price:
-        gap = "" if prediction.optimality_gap is None else f": optimality gap {prediction.optimality_gap:.2%}"
-        lines.append(f"    additive price {step(prediction.additive_price)}, which the search minimised{gap}")
-    if prediction.optimality_gap is not None:
-        proven = ", which the plan reaches: proven optimal" if not prediction.optimality_gap else ""
-        lines.append(
-            f"    bound {step(prediction.bound)}: no plan of 10^{prediction.log10_plans:.0f} has a lower price{proven}"
-        )
+    if cost.additive_price:
+        gap = "" if cost.optimality_gap is None else f": optimality gap {cost.optimality_gap:.2%}"
+        lines.append(f"    additive price {step(cost.additive_price)}, which the search minimised{gap}")
+    if cost.optimality_gap is not None:
+        proven = ", which the plan reaches: proven optimal" if not cost.optimality_gap else ""
+        lines.append(f"    bound {step(cost.bound)}: no plan of 10^{cost.log10_plans:.0f} has a lower price{proven}")
     memory = (
-        format_bytes(prediction.peak_bytes)
-        if cluster is None
-        else _interval(prediction.memory_interval(cluster), format_bytes)
+        format_bytes(cost.peak_bytes) if cluster is None else _interval(cost.memory_interval(cluster), format_bytes)
     )
-    peak = f"peak memory {memory}{reserved} in {prediction.peak_at}"
-    if prediction.simulated_seconds:
-        lines.append(f"    simulated step {measured(prediction.simulated_seconds)}, with overlap and buckets; {peak}")
-    elif prediction.peak_bytes:  # too many operators to simulate
+    peak = f"peak memory {memory}{reserved} in {cost.peak_at}"
+    if cost.simulated_seconds:
+        lines.append(f"    simulated step {measured(cost.simulated_seconds)}, with overlap and buckets; {peak}")
+    elif cost.peak_bytes:  # too many operators to simulate
         lines.append(f"    {peak}")
-    if prediction.passed_over is not None:
-        other = prediction.passed_over
+    if cost.passed_over is not None:
+        other = cost.passed_over
         why = "simulation" if other.fits else "memory limit"
         takes = f"takes {step(other.simulated_seconds)} simulated, peak {format_bytes(other.peak_bytes)}"
         lines.append(
-            f"    given away for the {why} {prediction.given_away:.2%}: the cheapest plan, of additive price "
+            f"    given away for the {why} {cost.given_away:.2%}: the cheapest plan, of additive price "
             f"{step(other.additive_price)}, {takes}{'' if other.fits else ', which does not fit'}"
         )
     return lines
@@ -290,16 +278,14 @@ def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[
     of what is delivered. ``buckets``: whether those are equal that travel in the same bucket only."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
-    for conversion in stage.conversions or ():
-        under.setdefault(owner_of(conversion.op, names), []).append(conversion)
+    for use in stage.conversions or ():
+        under.setdefault(owner_of(use.op, names), []).append(use)
     blocks = []
     for operator in stage.operators:
         strategy, module = operator.strategy or "whole", operator.name.rpartition("/")[0]
         rule = f"{operator.rule}  ({operator.backward})" if operator.backward else operator.rule
-        conversions = under.get(operator.name, ())
-        lines = [
-            _conversion(conversion if buckets else replace(conversion, bucket=0), module) for conversion in conversions
-        ]
+        uses = under.get(operator.name, ())
+        lines = [_conversion(use if buckets else replace(use, bucket=0), module) for use in uses]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
     merged: list[tuple[str, ...]] = [(name, *text.split("\n")) for name, text in _merged(blocks)]
     return merged, [_conversion(conversion) for conversion in under.get("", ())]

@@ -38,9 +38,7 @@ class Bound:
 def delivered_layouts(part: Graph, spmd: Spmd) -> dict[str, Layout]:
     """Output of a part -> the layout in which its program delivers it."""
     pairs = zip(part.outputs, spmd.outputs, strict=True)
-    return {
-        out.name: spmd.layouts[result.name] for out, result in pairs if isinstance(out, Ref) and isinstance(result, Ref)
-    }
+    return {out.name: spmd.layouts[end.name] for out, end in pairs if isinstance(out, Ref) and isinstance(end, Ref)}
 
 
 def step_graph(graph: Graph) -> Graph:
@@ -113,22 +111,22 @@ def bound(
     cut = cut_for_stages(graph, with_stages(graph, names, kept), prelude)
     plans = [plan.alone(number) for number in range(len(plan.stages))]
     bindings = [
-        bind(stage_plan, part, training=training, widened=original is not None)
-        for stage_plan, part in zip(plans, cut.parts, strict=True)
+        bind(alone, part, training=training, widened=original is not None)
+        for alone, part in zip(plans, cut.parts, strict=True)
     ]
     choices = meeting(cut, bindings, [stage.mesh for stage in plan.stages])
     originals: tuple[Graph | None, ...] = (None,) * len(plans)
     if original is not None:
         originals = cut_for_stages(original, with_stages(original, names, kept), prelude).parts
     spmds = tuple(
-        program_of_choice(stage_plan, part, factored, choice, training=training, original=original_part)
-        for stage_plan, part, (factored, _), choice, original_part in zip(
+        program_of_choice(alone, part, factored, choice, training=training, original=narrow)
+        for alone, part, (factored, _), choice, narrow in zip(
             plans, cut.parts, bindings, choices, originals, strict=True
         )
     )
-    for number, (stage_plan, part, spmd) in enumerate(zip(plans, cut.parts, spmds, strict=True)):
-        if stage_plan.only_stage.conversions is not None and is_planned_for(stage_plan, part, training):
-            _check_sends(stage_plan.only_stage, number, cut, spmd)
+    for number, (alone, part, spmd) in enumerate(zip(plans, cut.parts, spmds, strict=True)):
+        if alone.only_stage.conversions is not None and is_planned_for(alone, part, training):
+            _check_sends(alone.only_stage, number, cut, spmd)
     return Bound(cut, spmds)
 
 

@@ -171,10 +171,7 @@ def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = Fals
     cuts = range(0, len(ranks) + 1, ranks_per_machine)
     machines = tuple(tuple(ranks[start:stop]) for start, stop in pairwise(cuts))
     outcome = Survival(
-        {where: dict(tensors) for where, tensors in holdings.items()},
-        machines,
-        plan.optimizer,
-        send_rate=_send_rate(plan),
+        {where: dict(sizes) for where, sizes in holdings.items()}, machines, plan.optimizer, send_rate=_send_rate(plan)
     )
     return outcome.with_copies() if peer_copies else outcome
 

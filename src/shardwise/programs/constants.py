@@ -110,9 +110,7 @@ class _Analysis:
     @cached_property
     def _all(self) -> list[Step | Conversion]:
         return [
-            step
-            for entry in self.spmd.steps
-            for step in ((entry,) if isinstance(entry, Step) else conversions_of(entry))
+            part for step in self.spmd.steps for part in ((step,) if isinstance(step, Step) else conversions_of(step))
         ]
 
     def _is_constant(self, step: Step | Conversion) -> bool:

@@ -242,12 +242,8 @@ def _waits(instruction: Instruction) -> bool:
 
 def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
     """A message with parameters that backward gathers again leaves before the one ahead of it is waited for."""
-    arrivals = [
-        i
-        for i, instruction in enumerate(backward)
-        if isinstance(instruction, Arrive) and instruction.of_parameters and instruction.origin.again
-    ]
-    leaves = {instruction.flight: i for i, instruction in enumerate(backward) if isinstance(instruction, Depart)}
+    arrivals = [i for i, x in enumerate(backward) if isinstance(x, Arrive) and x.of_parameters and x.origin.again]
+    leaves = {x.flight: i for i, x in enumerate(backward) if isinstance(x, Depart)}
     moved: dict[int, int] = {}  # position of an arrival -> that of the departure which goes ahead of it
     for earlier, later in pairwise(arrivals):
         arrival = backward[later]
@@ -257,11 +253,11 @@ def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
             moved[earlier] = departure
     away = set(moved.values())
     ordered: list[Instruction] = []
-    for i, instruction in enumerate(backward):
+    for i, x in enumerate(backward):
         if i in moved:
             ordered.append(backward[moved[i]])
         if i not in away:
-            ordered.append(instruction)
+            ordered.append(x)
     return ordered
 
 
@@ -272,7 +268,5 @@ def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -
 
 
 def _saved(program: Program, backward: Sequence[Instruction]) -> tuple[str, ...]:
-    available = {name for instruction in program.forward for name in instruction.results} | {
-        *program.spmd.graph.source_of
-    }
-    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in available)
+    there = {name for instruction in program.forward for name in instruction.results} | {*program.spmd.graph.source_of}
+    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in there)

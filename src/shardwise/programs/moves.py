@@ -133,11 +133,7 @@ def _window_move(
 
     def rows_of(device: int, owner: int) -> list[tuple[int, int]]:
         """(row, length) of what the window of a device takes from the slice of another, in order."""
-        return [
-            (start, stop - start)
-            for segment_owner, start, stop in segments(cut.ranges[device], size, count)
-            if segment_owner == owner
-        ]
+        return [(start, stop - start) for at, start, stop in segments(cut.ranges[device], size, count) if at == owner]
 
     def take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
         parts = [tensor.narrow(dim, start, length) for start, length in runs]
@@ -196,9 +192,7 @@ def _window_move(
 
 def _opened(atoms: tuple[tuple[int, ...], ...], cut: Windows) -> tuple[int, ...]:
     """A local shape with the dim of the windows as its atoms."""
-    return tuple(
-        size for d, dim_atoms in enumerate(atoms) for size in (dim_atoms if d == cut.dim else (prod(dim_atoms),))
-    )
+    return tuple(size for d, sizes in enumerate(atoms) for size in (sizes if d == cut.dim else (prod(sizes),)))
 
 
 class Part:

@@ -48,13 +48,13 @@ def offloaded(program: Program) -> Program:
     if not waiting:
         return program
     forms = dict(program.forms)
-    for entry in waiting:
-        forms[entry.value + ON_HOST] = forms[entry.value + BACK] = program.forms[entry.value]
+    for item in waiting:
+        forms[item.value + ON_HOST] = forms[item.value + BACK] = program.forms[item.value]
     forward = _leaving(program, waiting)
     backward = _coming(program, waiting, forms)
-    gone = {name for entry in waiting for name in (entry.value, *_names(program.forward, entry.views))}
+    gone = {name for item in waiting for name in (item.value, *_names(program.forward, item.views))}
     saved = dict.fromkeys(name for name in program.saved if name not in gone)
-    saved.update(dict.fromkeys(entry.value + ON_HOST for entry in waiting))
+    saved.update(dict.fromkeys(item.value + ON_HOST for item in waiting))
     return replace(program, forward=forward, backward=backward, saved=tuple(saved), forms=forms)
 
 
@@ -83,7 +83,7 @@ def _waiting(program: Program) -> tuple[_Waiting, ...]:
         views = _views(forward, maker, names, value)
         if views is not None and _is_dense(program, value) and program.forms[value].num_bytes >= SMALLEST_BYTES:
             waiting.append(_Waiting(value, views, producer.origin))
-    return tuple(sorted(waiting, key=lambda entry: maker[entry.value]))
+    return tuple(sorted(waiting, key=lambda item: maker[item.value]))
 
 
 def _views(
@@ -126,14 +126,10 @@ def _leaving(program: Program, waiting: Sequence[_Waiting]) -> tuple[Instruction
     last_of = {i.origin.op: at for at, i in enumerate(program.forward) if isinstance(i, Compute)}
     maker = {name: i for i, instruction in enumerate(program.forward) for name in instruction.results}
     leaves: dict[int, list[Copy]] = {}
-    for entry in waiting:
-        form = program.forms[entry.value]
-        at = max(
-            maker[entry.value], last_of.get(entry.origin.op, 0)
-        )  # its kernels may write to what others of them made
-        leaves.setdefault(at, []).append(
-            Copy(entry.value, entry.value + ON_HOST, "host", form, entry.origin, apart=True)
-        )
+    for item in waiting:
+        form = program.forms[item.value]
+        at = max(maker[item.value], last_of.get(item.origin.op, 0))  # its kernels may write to what others made
+        leaves.setdefault(at, []).append(Copy(item.value, item.value + ON_HOST, "host", form, item.origin, apart=True))
     listed: list[Instruction] = []
     away: list[Copy] = []
     for i, instruction in enumerate(program.forward):
@@ -156,27 +152,27 @@ def _landed(copy: Copy) -> Land:
 def _coming(program: Program, waiting: Sequence[_Waiting], forms: dict[str, Form]) -> tuple[Instruction, ...]:
     """Backward, in which a value starts to come when the one that is needed before it is waited for. ``forms`` gets
     those of the views that are made again."""
-    owner = {name: entry for entry in waiting for name in (entry.value, *_names(program.forward, entry.views))}
+    owner = {name: item for item in waiting for name in (item.value, *_names(program.forward, item.views))}
     first: dict[str, int] = {}
     for i, instruction in enumerate(program.backward):
         for name in instruction.operands:
             if name in owner:
                 first.setdefault(owner[name].value, i)
-    order = sorted((entry for entry in waiting if entry.value in first), key=lambda entry: first[entry.value])
+    order = sorted((item for item in waiting if item.value in first), key=lambda item: first[item.value])
     needed: dict[int, list[int]] = {}
-    for number, entry in enumerate(order):
-        needed.setdefault(first[entry.value], []).append(number)
+    for number, item in enumerate(order):
+        needed.setdefault(first[item.value], []).append(number)
     back: dict[str, str] = {}
     copies = [
         Copy(
-            entry.value + ON_HOST,
-            entry.value + BACK,
+            item.value + ON_HOST,
+            item.value + BACK,
             "device",
-            program.forms[entry.value],
-            program.backward[first[entry.value]].origin,
+            program.forms[item.value],
+            program.backward[first[item.value]].origin,
             apart=True,
         )
-        for entry in order
+        for item in order
     ]
     listed: list[Instruction] = []
     for i, instruction in enumerate(program.backward):

@@ -84,11 +84,7 @@ def repeated(program: Program) -> Repeated:
     read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
     read |= {*program.delivered, *(value for _, value in program.mutations)}
     ahead_names = tuple(name for name in made_ahead if name in read)
-    there = {
-        *program.spmd.graph.source_of,
-        *ahead_names,
-        *(name for instruction in rest for name in instruction.results),
-    }
+    there = {*program.spmd.graph.source_of, *ahead_names, *(name for i in rest for name in i.results)}
     made_late = {name for instruction in backward.instructions for name in instruction.results}
     read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
     each = replace(

@@ -93,10 +93,8 @@ class Propagation:
             choices, places = self.choices[op.name], self._places[op.name]
             ordered: dict[str, AxisChoice] = {}
             for choice in dict.fromkeys(choices.values()):
-                axes = sorted(
-                    (a for a, axis_choice in choices.items() if axis_choice == choice), key=self.mesh.order.__getitem__
-                )
-                written = [a for a, axis_choice in self._fixed.get(op.name, ()) if axis_choice == choice]
+                axes = sorted((a for a, c in choices.items() if c == choice), key=self.mesh.order.__getitem__)
+                written = [a for a, c in self._fixed.get(op.name, ()) if c == choice]
                 operands = zip(op.operands, (places.operand(i, choice) for i in range(len(op.operands))), strict=True)
                 at = [(value, where) for value, where in operands if isinstance(where, Place)]
                 known = next((order[key] for key in at if sorted(order.get(key, ())) == sorted(axes)), None)

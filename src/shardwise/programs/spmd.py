@@ -228,11 +228,9 @@ def with_buckets(spmd: Spmd, buckets: Sequence[Bucket]) -> Spmd:
 
 def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parameters: set[str]) -> None:
     """``first``: the member that is needed first; ``available``: the values that there are where it stands."""
-    kinds = {tuple((move.cell, move.axes) for move in member.moves) for member in bucket.conversions}
-    late = [member.origin for member in bucket.conversions if member.value not in available]
-    computed = [
-        member.origin for member in bucket.conversions if bucket.of_parameters and member.value not in parameters
-    ]
+    kinds = {tuple((move.cell, move.axes) for move in c.moves) for c in bucket.conversions}
+    late = [c.origin for c in bucket.conversions if c.value not in available]
+    computed = [c.origin for c in bucket.conversions if bucket.of_parameters and c.value not in parameters]
     why = ""
     if bucket.conversions[0] is not first:
         why = f"{first.origin} is needed before {bucket.conversions[0].origin}"

@@ -317,10 +317,10 @@ class _Run:
             bindings.append({**binding, **{s.value: received[s.value] for s in part.sources if s.kind == "activation"}})
         cluster.record.clear()
         if (stage, size) not in self.ahead_values:
-            ahead_results = run_forward(cluster, [rank_parts.ahead for rank_parts in parts], bindings)
+            made_ahead = run_forward(cluster, [rank_parts.ahead for rank_parts in parts], bindings)
             self.ahead_values[stage, size] = [
                 {name: results[name] for name in program.given}
-                for program, results in zip(programs, ahead_results, strict=True)
+                for program, results in zip(programs, made_ahead, strict=True)
             ]
         bindings = [
             {**binding, **delivered}
@@ -383,16 +383,16 @@ class _Run:
         if not is_weight:
             of_output = dict(zip(spmd.cotangents, part.cotangents or (), strict=True))
             delivered = delivered_values(spmd, loss_only=True)
-            for device, (program, rank_values) in enumerate(zip(programs, values, strict=True)):
+            for device, (program, values_of) in enumerate(zip(programs, values, strict=True)):
                 for name, seed in zip(delivered, program.cotangents, strict=True):
                     if seed is not None:
                         back = self.returned[stage + 1, micro_batch][device] if name in of_output else {}
-                        rank_values[seed] = (
-                            back[of_output[name]] if back else torch.ones_like(rank_values[program.resolve(name)])
+                        values_of[seed] = (
+                            back[of_output[name]] if back else torch.ones_like(values_of[program.resolve(name)])
                         )
         cotangents = [
-            {name: rank_values[name] for name in p.cotangents if name}
-            for p, rank_values in zip(programs, values, strict=True)
+            {name: values_of[name] for name in p.cotangents if name}
+            for p, values_of in zip(programs, values, strict=True)
         ]
         cluster.record.clear()
         rank_gradients = run_backward(cluster, programs, values, cotangents)

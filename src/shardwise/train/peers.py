@@ -132,9 +132,7 @@ class Peers:
         shares = share_out(state)
         if self.apart:
             self.mirrored = [
-                Mirrored(file, rank, _NOBODY, False)
-                for rank, rank_files in enumerate(shares.files)
-                for file in rank_files
+                Mirrored(file, rank, _NOBODY, False) for rank, part in enumerate(shares.files) for file in part
             ]
         else:
             self.mirrored = mirrored(shares.files, shares.offers, self.machine_of)
@@ -146,9 +144,7 @@ class Peers:
             metrics={},
             block_bytes=BLOCK_BYTES,
             files={
-                file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes))
-                for rank_files in every
-                for file in rank_files
+                file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes)) for part in every for file in part
             },
             tensors=replace(shares, files=every).stored,
             tied=shares.model_names(),
@@ -157,7 +153,7 @@ class Peers:
         self.outdated = False
         self.memory.mkdir(parents=True, exist_ok=True)
         known = from_all([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
-        self.number, self.slot, self.filled = 1 + max((n for rank_files in known for n in rank_files), default=-1), 0, 0
+        self.number, self.slot, self.filled = 1 + max((n for part in known for n in part), default=-1), 0, 0
         self.buffers, fault = {}, ""
         try:
             self.folder.mkdir(exist_ok=True)
@@ -178,17 +174,15 @@ class Peers:
         """Wait for the copies of the step before: every rank does, ahead of meeting the others. Raises CollectiveError
         where one does not arrive, OSError where no note can be written."""
         landed, self.under_way = self.under_way, []
-        for transfer in landed:
+        for copy in landed:
             try:
-                transfer.work.wait()
+                copy.work.wait()
             except RuntimeError as error:
-                what = (
-                    f"the copy of a state on its way between this rank and rank {transfer.peer} did not arrive: {error}"
-                )
-                raise CollectiveError(what, (transfer.peer,)) from error
-        for transfer in landed:
-            if transfer.note is not None:
-                place(transfer.note, transfer.text)
+                what = f"the copy of a state on its way between this rank and rank {copy.peer} did not arrive: {error}"
+                raise CollectiveError(what, (copy.peer,)) from error
+        for copy in landed:
+            if copy.note is not None:
+                place(copy.note, copy.text)
         if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
             self._forget_numbers()
 

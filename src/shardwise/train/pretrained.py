@@ -158,10 +158,8 @@ def _finish(folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tu
     for name in file_names:
         (folder / f"{name}.part").rename(folder / name)
     if len(files) > 1:
-        places = {
-            piece.name: name for name, file_pieces in zip(file_names, files, strict=True) for _, piece in file_pieces
-        }
-        total = sum(piece.num_bytes for file_pieces in files for _, piece in file_pieces)
+        places = {piece.name: name for name, pieces in zip(file_names, files, strict=True) for _, piece in pieces}
+        total = sum(piece.num_bytes for pieces in files for _, piece in pieces)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX.replace("model", stem, 1)).write_text(json.dumps(index, indent=2))
 

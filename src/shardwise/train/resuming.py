@@ -160,9 +160,7 @@ def _nobodys(load: _Load | None) -> tuple[list[str], list[str]]:
     """What the checkpoint has of the model and no rank wants; the parameters whose states no rank's optimizer has.
     Every rank calls this."""
     everywhere = [
-        rank_lists
-        for rank_lists in from_all(None if load is None else (load.left, load.forgotten))
-        if rank_lists is not None
+        lists for lists in from_all(None if load is None else (load.left, load.forgotten)) if lists is not None
     ]
     return (
         sorted(set.intersection(*(set(left) for left, _ in everywhere))) if everywhere else [],
@@ -188,9 +186,7 @@ def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path
             elif path.is_dir():
                 complete, torn = checkpoints_in(path)
                 fits = [
-                    checkpoint
-                    for checkpoint, manifest in complete.items()
-                    if not_after is None or manifest.step <= not_after
+                    place for place, manifest in complete.items() if not_after is None or manifest.step <= not_after
                 ]
                 candidates, is_folder = list(reversed(fits)), True
                 for name, reason in torn:
@@ -201,7 +197,7 @@ def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path
             what = f"there is no checkpoint {str(path)!r}{why}"
             fault = CheckpointError(problem(what, fix="give the folder of one, or of several"))
     raise_first(CheckpointError, fault)
-    names, is_folder = from_all(([str(checkpoint) for checkpoint in candidates], is_folder))[0]
+    names, is_folder = from_all(([str(place) for place in candidates], is_folder))[0]
     return [Path(name) for name in names], is_folder
 
 

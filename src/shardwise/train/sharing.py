@@ -141,8 +141,8 @@ def _files(rank: int, num_ranks: int, pieces: Sequence[Piece]) -> list[PlannedFi
         count[piece.name] += 1
     name = f"shard-{rank:05}-of-{num_ranks:05}"
     return [
-        file_of(f"{name}{f'-{position}' if position else ''}.safetensors", file_pieces)
-        for position, file_pieces in enumerate(by_file)
+        file_of(f"{name}{f'-{position}' if position else ''}.safetensors", part)
+        for position, part in enumerate(by_file)
     ]
 
 
