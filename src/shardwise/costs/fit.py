@@ -176,9 +176,9 @@ def _with_spreads(cluster: Cluster, measured: Measurements) -> Cluster:
     errors: dict[bool, list[float]] = {False: [], True: []}
     for residual in residuals(cluster, measured):
         errors[" over " in residual.series].append(residual.relative_error)
-    operators, links = (quantile(series, 0.9) if series else 0.0 for series in (errors[False], errors[True]))
-    levels = tuple(replace(level, spread=round(links, 3)) for level in cluster.levels)
-    return replace(cluster, device=replace(cluster.device, spread=round(operators, 3)), levels=levels)
+    operator_error, link_error = (quantile(series, 0.9) if series else 0.0 for series in (errors[False], errors[True]))
+    levels = tuple(replace(level, spread=round(link_error, 3)) for level in cluster.levels)
+    return replace(cluster, device=replace(cluster.device, spread=round(operator_error, 3)), levels=levels)
 
 
 def fit_device(measured: Measurements, like: Device | None = None) -> Device:

@@ -79,9 +79,10 @@ class Prediction:
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
         """Of so many seconds of a pass, for all passes of a step."""
         compute = min(self.compute, seconds)
-        links = 1 + max((level.spread for level in cluster.levels), default=0.0)
-        device = 1 + cluster.device.spread
-        low, high = compute / device + (seconds - compute) / links, compute * device + (seconds - compute) * links
+        exposed = seconds - compute
+        link_error = 1 + max((level.spread for level in cluster.levels), default=0.0)
+        device_error = 1 + cluster.device.spread
+        low, high = compute / device_error + exposed / link_error, compute * device_error + exposed * link_error
         return Interval(self.passes * seconds, self.passes * low, self.passes * high)
 
     def memory_interval(self, cluster: Cluster) -> Interval:
