@@ -69,7 +69,7 @@ def random_layout(mesh: Mesh, whole_axes: bool, num_dims: int, size: int, rng: r
 
 
 def forget() -> None:
-    for cached in (redistribute._redistribute, redistribute._found, shortest_path.solve, shortest_path._steps):
+    for cached in (redistribute._redistribute, redistribute._search, shortest_path.solve, shortest_path._steps):
         cached.cache_clear()
 
 
@@ -112,7 +112,7 @@ def measured(mesh: Mesh, whole_axes: bool, num_pairs: int) -> tuple[str, ...]:
     forget()
     for own in (space, again):
         own += [timed(lambda s=s, t=t: redistribute.redistribute(s, t)) for s, t in pairs]
-    settled = sorted(redistribute._found(s, t, True, None)[1].num_settled for s, t in pairs)
+    settled = sorted(redistribute._search(s, t, True, None)[1].num_settled for s, t in pairs)
     return (
         f"{mesh}{' whole axes' if whole_axes else ''}",
         *map(spread, (cold, space, seconds)),

@@ -183,7 +183,7 @@ def plan(
             known: float = inf,
         ) -> Plan:
             if stages is not None or schedule is not None:
-                given = Requested(
+                requested = Requested(
                     stages,
                     schedule,
                     mesh,
@@ -196,9 +196,13 @@ def plan(
                     stage,
                 )
                 template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
-                own = Settings(search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage, known=known)
-                found = pipeline_of(call, captured, cluster, given, own, template, by_price=by_price, order=order_of)
-                return Staged.of(found)
+                settings = Settings(
+                    search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage, known=known
+                )
+                pipeline = pipeline_of(
+                    call, captured, cluster, requested, settings, template, by_price=by_price, order=order_of
+                )
+                return Staged.of(pipeline)
             samples = num_samples(call.arguments)
             batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
             wanted = Settings(
@@ -219,11 +223,11 @@ def plan(
             def plan_of(graph: Graph, passes: int) -> Plan:
                 settings = (mode, search, optimizer, module.training, bucket_bytes)
                 if not by_price:
-                    own_mesh = mesh or Mesh(dp=cluster.num_devices)
-                    factored, choice = decide(graph, annotations, own_mesh, mode)
-                    choice = keep(choice, layouts or {}, graph, factored, own_mesh)
+                    plan_mesh = mesh or Mesh(dp=cluster.num_devices)
+                    factored, choice = decide(graph, annotations, plan_mesh, mode)
+                    choice = keep(choice, layouts or {}, graph, factored, plan_mesh)
                     asked = replace(wanted, passes=passes)
-                    program = built(graph, factored.rules, choice, own_mesh, asked, Kinds())
+                    program = built(graph, factored.rules, choice, plan_mesh, asked, Kinds())
                     stages = (stage_of(graph, factored.rules, program.choice, program.spmd),)
                     return Plan(stages, *settings, precision=precision, micro_batches=passes)
                 planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
@@ -239,13 +243,13 @@ def plan(
                 if mesh is None:
                     (listed,) = by_roles((listed,), (Doing(graph, rules, choice.strategies),))
                 pricing = _pricing(cluster, memory_bytes, planned.search, listed.mesh)
-                found = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
-                return Planned.of(found, planned.search, planned.ranking.best.peak)
+                chosen = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
+                return Planned.of(chosen, planned.search, planned.ranking.best.peak)
 
             trials = Trials(call, graph, batches)
-            for own_graph, passes in trials:
+            for pass_graph, passes in trials:
                 try:
-                    trials.add(plan_of(own_graph, passes))
+                    trials.add(plan_of(pass_graph, passes))
                 except PlanError as error:
                     trials.refuse(error)
             best = trials.best()
@@ -265,12 +269,12 @@ def plan(
             batches = batches_of(samples, whole, micro_batch, cluster.num_devices, chooses=True)
             assert batches is not None, "the samples of a step are known"
             step = batches.step
-            own_devices = None if mesh is None else mesh.num_devices
-            settings = settings_of(graph, batches, cluster.num_devices, schedule, own_devices)
+            stage_devices = None if mesh is None else mesh.num_devices
+            settings = settings_of(graph, batches, cluster.num_devices, schedule, stage_devices)
 
-            def plan_of_setting(own: Setting, known: float) -> Plan:
-                num_stages = own.stages if own.stages > 1 else None
-                return planned_with(num_stages, own.schedule or None, step, own.micro_batch, known)
+            def plan_of_setting(setting: Setting, known: float) -> Plan:
+                num_stages = setting.stages if setting.stages > 1 else None
+                return planned_with(num_stages, setting.schedule or None, step, setting.micro_batch, known)
 
             def meshes_of(part: Cluster) -> tuple[Mesh, ...]:
                 return candidate_meshes(part, max_mesh_axes) if mesh is None else (mesh,)
@@ -286,7 +290,7 @@ def plan(
                 return Fronts(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs)
 
             floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
-            slower = (lambda own: fronts().least(own), lambda own: fronts().seconds(own))
+            slower = (lambda setting: fronts().least(setting), lambda setting: fronts().seconds(setting))
             estimates = () if graph.loss is None else slower
             return Joined.of(*joint_search(settings, floor, cluster, plan_of_setting, tries=tries, estimates=estimates))
         return planned_with(stages, schedule, global_batch, micro_batch)
@@ -319,7 +323,7 @@ def compare(
         start = time.perf_counter()
         try:
             with without_mends():
-                found = plan(
+                compared_plan = plan(
                     module,
                     example_inputs,
                     cluster,
@@ -335,9 +339,9 @@ def compare(
             rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
-        prices = Prices(Links(cluster, found.mesh), optimizer, found.micro_batches)
-        spmd = program_of(found, planned_graph(call, found), training=module.training)
-        rows.append(Compared(search, seconds, found, simulate(spmd, prices, kinds)))
+        prices = Prices(Links(cluster, compared_plan.mesh), optimizer, compared_plan.micro_batches)
+        spmd = program_of(compared_plan, planned_graph(call, compared_plan), training=module.training)
+        rows.append(Compared(search, seconds, compared_plan, simulate(spmd, prices, kinds)))
     return Comparison(tuple(rows))
 
 
@@ -396,8 +400,8 @@ def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search, calle
     """What a plan says of the prices that it was chosen by. ``called``: the mesh of the search as the plan calls it."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
     separate = tuple(
-        own
-        for (name, _), (own, _) in zip(mesh.axes, called.axes, strict=True)
+        called_name
+        for (name, _), (called_name, _) in zip(mesh.axes, called.axes, strict=True)
         if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups
     )
     return PricingEntry.of(cluster, memory_bytes, separate)

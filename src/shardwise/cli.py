@@ -69,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _versions() -> str:
     """For example ``shardwise 0.1.0 (torch 2.13.0, Python 3.11.7)``."""
-    found = []
+    versions = []
     for package in ("shardwise", "torch"):
         try:
-            found.append(version(package))
+            versions.append(version(package))
         except PackageNotFoundError:  # a checkout on PYTHONPATH
-            found.append("not installed")
-    return f"shardwise {found[0]} (torch {found[1]}, Python {sys.version.split()[0]})"
+            versions.append("not installed")
+    return f"shardwise {versions[0]} (torch {versions[1]}, Python {sys.version.split()[0]})"
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,10 +143,10 @@ def _check_alone(chosen: argparse.Namespace) -> None:
     """Raise LaunchError for options of a job of several ranks."""
     others = {"-n": chosen.num_ranks, "--nnodes": chosen.nnodes, "-m": chosen.module or None}
     others |= {"--hostfile": chosen.hostfile, "--rank-table": chosen.rank_table, "--elastic": chosen.elastic or None}
-    given = [option for option, value in others.items() if value is not None]
-    if given:
-        what = f"--alone runs one rank without others, and {given[0]} is about several"
-        raise LaunchError(problem(what, fix=f"leave out {given[0]}: shardwise run --alone RANK PLAN MODEL"))
+    options = [option for option, value in others.items() if value is not None]
+    if options:
+        what = f"--alone runs one rank without others, and {options[0]} is about several"
+        raise LaunchError(problem(what, fix=f"leave out {options[0]}: shardwise run --alone RANK PLAN MODEL"))
 
 
 def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
@@ -190,12 +190,12 @@ def _add_clusters_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _clusters(chosen: argparse.Namespace) -> int:
     if chosen.name is not None:
-        own = Cluster.load(chosen.name)
-        show(format_cluster(own).rstrip(), chosen, lambda: cluster_data(own))
+        cluster = Cluster.load(chosen.name)
+        show(format_cluster(cluster).rstrip(), chosen, lambda: cluster_data(cluster))
         return 0
-    found = [Cluster.load(family) for family in families()]
+    clusters = [Cluster.load(family) for family in families()]
     more = "h100-16x8 is 16 such nodes. shardwise clusters h100-16x8 shows all figures and where they come from."
-    show("\n".join([*map(str, found), more]), chosen, lambda: list(map(cluster_data, found)))
+    show("\n".join([*map(str, clusters), more]), chosen, lambda: list(map(cluster_data, clusters)))
     return 0
 
 

@@ -62,10 +62,10 @@ def read_hostfile(path: str, default_slots: int | None = None) -> tuple[Host, ..
 def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
     """(host, slots or None) of a line without its comment."""
     fix = "write one host per line: node1 slots=8 (or node1:8, or node1)"
-    found = _HOSTFILE_LINE.fullmatch(text) or _IPV6_LINE.fullmatch(text)
-    if found is None or _OPTION.sub("", found["options"]).strip():
+    match = _HOSTFILE_LINE.fullmatch(text) or _IPV6_LINE.fullmatch(text)
+    if match is None or _OPTION.sub("", match["options"]).strip():
         raise LaunchError(problem(f"{shown(text)} is not a line of a hostfile", source=where, fix=fix))
-    parts = found.groupdict()
+    parts = match.groupdict()
     name = parts["name"] or parts["bare"]
     counts = [parts["count"]] if parts.get("count") else []
     for key, value in _OPTION.findall(parts["options"]):
@@ -149,15 +149,15 @@ def _check_table(table: dict[str, Any], hosts: Sequence[Host]) -> None:
 
 
 def _entries(holder: Any, key: str, where: str) -> list[Any]:
-    found = holder.get(key) if isinstance(holder, dict) else None
-    if not isinstance(found, list) or not found:
+    entries = holder.get(key) if isinstance(holder, dict) else None
+    if not isinstance(entries, list) or not entries:
         raise _TableError(f"has no list {key} in {where}")
-    return found
+    return entries
 
 
 def _whole(holder: Any, key: str, where: str) -> int:
-    found = holder.get(key) if isinstance(holder, dict) else None
-    number = whole_number(found if isinstance(found, str) else str(found) if type(found) is int else "")
+    value = holder.get(key) if isinstance(holder, dict) else None
+    number = whole_number(value if isinstance(value, str) else str(value) if type(value) is int else "")
     if number is None:
         raise _TableError(f"has no number {key} in {where}")
     return number
@@ -167,13 +167,13 @@ def find_host(hosts: Sequence[Host], path: str) -> int:
     """Which of the hosts of a file this machine is: by name, else by address. LaunchError unless it is exactly one."""
     ours = socket.gethostname()
     names = {ours, ours.split(".", 1)[0], socket.getfqdn()}
-    found = [number for number, host in enumerate(hosts) if host.name in names or host.name.split(".", 1)[0] == ours]
-    found = found or [number for number, host in enumerate(hosts) if _is_here(host.name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        what = f"{len(found)} hosts of {path} are this machine ({ours}): {_some([hosts[i].name for i in found])}"
-        raise LaunchError(problem(what, fix=f"say which one this is, counted from 0: --node-rank {found[0]}"))
+    numbers = [number for number, host in enumerate(hosts) if host.name in names or host.name.split(".", 1)[0] == ours]
+    numbers = numbers or [number for number, host in enumerate(hosts) if _is_here(host.name)]
+    if len(numbers) == 1:
+        return numbers[0]
+    if numbers:
+        what = f"{len(numbers)} hosts of {path} are this machine ({ours}): {_some([hosts[i].name for i in numbers])}"
+        raise LaunchError(problem(what, fix=f"say which one this is, counted from 0: --node-rank {numbers[0]}"))
     what = f"this machine ({ours}) is not one of the hosts of {path}: {_some([host.name for host in hosts])}"
     raise LaunchError(problem(what, fix="add it, or say which host this is, counted from 0: --node-rank 0"))
 

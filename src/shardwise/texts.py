@@ -108,15 +108,15 @@ def check_texts(value: Any) -> None:
 def _texts(value: Any) -> Iterator[str]:
     left = [(value, 0)]
     while left:
-        one, depth = left.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, (dict, list, tuple)):
+        part, depth = left.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, (dict, list, tuple)):
             if depth == MAX_NESTING:
                 raise ShardwiseError(f"it is nested more than {MAX_NESTING} deep")
-            if isinstance(one, dict):
-                left += [(key, depth + 1) for key in one]
-            left += [(item, depth + 1) for item in (one.values() if isinstance(one, dict) else one)]
+            if isinstance(part, dict):
+                left += [(key, depth + 1) for key in part]
+            left += [(item, depth + 1) for item in (part.values() if isinstance(part, dict) else part)]
 
 
 def _check_brackets(text: str) -> None:

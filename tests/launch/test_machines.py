@@ -26,7 +26,7 @@ from shardwise.launch.channel import Channel
 from shardwise.launch.course import Course, Elastic
 from shardwise.launch.head import Head
 from shardwise.launch.launcher import free_port, launch
-from shardwise.launch.member import Begin, Member, Own, Station
+from shardwise.launch.member import Begin, Identity, Member, Station
 
 BODY = """
 from shardwise.runtime.generation import read_generation
@@ -309,8 +309,8 @@ def test_a_head_that_waits_gives_way_to_one_that_has_begun(number: int, gives_wa
 def answered(*messages: dict[str, Any], close: bool = False) -> tuple[Begin | int, Member]:
     """What a launcher does that hears all of this from a head at once, and nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        own = Own(1, 2, 2, listener.getsockname()[:2], "", [0], [])
-        member = Member(Elastic(wait_seconds=3.0), own, [], free_port)
+        identity = Identity(1, 2, 2, listener.getsockname()[:2], "", [0], [])
+        member = Member(Elastic(wait_seconds=3.0), identity, [], free_port)
         text = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
         def answer() -> None:
@@ -351,7 +351,7 @@ def test_the_end_of_a_job_is_heard_from_a_head_that_closes_behind_it() -> None:
 
 
 def test_interrupting_the_head_that_waits_for_machines_ends_the_job() -> None:
-    member = Member(Elastic(), Own(0, 3, 3, ("127.0.0.1", free_port()), "", [0], []), [], free_port)
+    member = Member(Elastic(), Identity(0, 3, 3, ("127.0.0.1", free_port()), "", [0], []), [], free_port)
     with contextlib.closing(Channel(socket.create_connection(("127.0.0.1", member.station.port)))) as other:
         other.send(**hello(1, 3))
         wait_until(lambda: other.messages(0.1))

@@ -38,7 +38,7 @@ def random_layout(mesh: Mesh, shape: tuple[tuple[int, ...], ...], rng: random.Ra
 
 
 def answer(source: Layout, target: Layout, price: planning.Price | None = None) -> tuple[planning._Task, Path]:
-    task, path, _ = planning._found(source, target, True, price)
+    task, path, _ = planning._search(source, target, True, price)
     assert task is not None
     assert path is not None
     return task, path

@@ -38,7 +38,7 @@ MESH = Mesh(a=2, b=2)
 CACHED = (
     redistribute._redistribute,
     redistribute._through_windows,
-    redistribute._found,
+    redistribute._search,
     shortest_path.solve,
     shortest_path._steps,
     lower._capture_lowering,

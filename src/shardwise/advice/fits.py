@@ -155,14 +155,14 @@ class Fits:
                 {
                     "mesh": dict(stage.mesh.axes),
                     "ranks": list(stage.placement.ranks),
-                    "forward_seconds": own.forward,
-                    "backward_seconds": own.backward,
-                    "bubble": own.bubble,
-                    "peak_bytes": held.num_bytes,
-                    "peak_at": held.where,
-                    "peak_parts": {k: v for k, v in held.parts.items() if v},
+                    "forward_seconds": times.forward,
+                    "backward_seconds": times.backward,
+                    "bubble": times.bubble,
+                    "peak_bytes": peak.num_bytes,
+                    "peak_at": peak.where,
+                    "peak_parts": {k: v for k, v in peak.parts.items() if v},
                 }
-                for stage, own, held in zip(plan.stages, pipeline.stages, step.stages, strict=True)
+                for stage, times, peak in zip(plan.stages, pipeline.stages, step.stages, strict=True)
             ],
             "options": [
                 {
@@ -196,12 +196,13 @@ def _parts(peak: Peak) -> str:
 def _stages(plan: Plan, peaks: Sequence[Peak]) -> list[str]:
     """A line per stage, equal neighbours in one: what a micro-batch takes there, and the peak with all in flight."""
     said = [
-        f"forward {format_seconds(own.forward)}, backward {format_seconds(own.backward)}, bubble {own.bubble:.1%}, "
-        f"peak {format_bytes(peak.num_bytes)} in {peak.phase}" + (f": {_parts(peak)}" if len(peaks) <= _FEW else "")
-        for own, peak in zip(() if plan.pipeline is None else plan.pipeline.stages, peaks, strict=True)
+        f"forward {format_seconds(times.forward)}, backward {format_seconds(times.backward)}, bubble "
+        f"{times.bubble:.1%}, peak {format_bytes(peak.num_bytes)} in {peak.phase}"
+        + (f": {_parts(peak)}" if len(peaks) <= _FEW else "")
+        for times, peak in zip(() if plan.pipeline is None else plan.pipeline.stages, peaks, strict=True)
     ]
     lines = []
-    for text, alike in groupby(enumerate(said), key=lambda one: one[1]):
+    for text, alike in groupby(enumerate(said), key=lambda numbered: numbered[1]):
         numbers = [number for number, _ in alike]
         which = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]}-{numbers[-1]}, each"
         lines.append(f"    {which}: {text}")
@@ -250,11 +251,13 @@ def fits(
         )
     step = None
     if asked.plan is None:
-        options, untried = tried(mends(question), seconds, lambda found: sum(o.fits for o in found) >= 2 * NUM_SHOWN)
+        options, untried = tried(
+            mends(question), seconds, lambda options: sum(o.fits for o in options) >= 2 * NUM_SHOWN
+        )
         best = sorted((option for option in options if option.fits), key=lambda option: option.price)
     else:
         step = _step(question, asked.plan)
-        options, untried = tried(changes(question, asked.plan), seconds, lambda found: False)
+        options, untried = tried(changes(question, asked.plan), seconds, lambda options: False)
         better = [option for option in options if option.fits and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(question, asked)
@@ -267,30 +270,30 @@ def fits(
 def _step(question: Question, plan: Plan) -> Step:
     """What a step of the plan takes and holds."""
     cluster = question.cluster
-    found = plan.found if isinstance(plan, Joined) else plan
-    if isinstance(found, Staged):
-        passes = found.passes()
-        peaks = tuple(stage_peak(plan, number, own.step) for number, own in enumerate(passes))
+    chosen = plan.found if isinstance(plan, Joined) else plan
+    if isinstance(chosen, Staged):
+        passes = chosen.passes()
+        peaks = tuple(stage_peak(plan, number, stage_pass.step) for number, stage_pass in enumerate(passes))
         seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
-        return Step(seconds, peak, peaks, *_arithmetic(found.found.graph, plan, cluster))
-    assert isinstance(found, Planned), "it was chosen by price"
-    assert found.predicted is not None, "it was chosen by price"
-    graph = found.finished_search.cost.domains.graph
-    return Step(found.predicted.step_interval(cluster), found.peak, (), *_arithmetic(graph, plan, cluster))
+        return Step(seconds, peak, peaks, *_arithmetic(chosen.found.graph, plan, cluster))
+    assert isinstance(chosen, Planned), "it was chosen by price"
+    assert chosen.predicted is not None, "it was chosen by price"
+    graph = chosen.finished_search.cost.domains.graph
+    return Step(chosen.predicted.step_interval(cluster), chosen.peak, (), *_arithmetic(graph, plan, cluster))
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
     """The FLOPs of a step, forward and backward, and what all devices could do a second. ``graph``: of a pass."""
     flops = peak = 0.0
     for op in graph.ops:
-        operands, results = (tuple(tuple(graph.by_name[n].shape) for n in own) for own in (op.operands, op.results))
+        operands, results = (tuple(tuple(graph.by_name[n].shape) for n in names) for names in (op.operands, op.results))
         needed = sum(
             graph.by_name[name].requires_grad and len(shape) > 1
             for name, shape in zip(op.operands, operands, strict=True)
         )
-        own = flops_of(op, operands, results)
-        flops += own * (1 + needed) * plan.micro_batches
-        if own:
+        op_flops = flops_of(op, operands, results)
+        flops += op_flops * (1 + needed) * plan.micro_batches
+        if op_flops:
             dtype = DTYPE_NAMES.get(graph.by_name[op.operands[0]].dtype, "f32")
             peak = max(peak, cluster.device.peak_flops(dtype) * cluster.num_devices)
     return flops, peak

@@ -26,9 +26,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
 
 
-def show(found: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
+def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
     """For a person, or with --json for a program."""
-    print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else found)
+    print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else text)
 
 
 def _plain(data: Any) -> Any:
@@ -44,13 +44,13 @@ def predicted(plan: Plan) -> tuple[float, float] | None:
     """Seconds of a step and bytes of a device; None: nothing is predicted."""
     if plan.pipeline is not None:
         return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
-    own = plan.predicted
-    return None if own is None else (own.planned_seconds, own.memory_bytes)
+    prediction = plan.predicted
+    return None if prediction is None else (prediction.planned_seconds, prediction.memory_bytes)
 
 
 def totals(plan: Plan) -> list[dict[str, Any]]:
     """The collectives of a pass, alike ones together."""
-    found = []
+    entries = []
     for direction in ("forward", "backward"):
         count: Counter[tuple[str, str]] = Counter()
         size: Counter[tuple[str, str]] = Counter()
@@ -58,16 +58,16 @@ def totals(plan: Plan) -> list[dict[str, Any]]:
             count[entry.kind, entry.axes] += 1
             size[entry.kind, entry.axes] += entry.num_bytes
         for (kind, axes), number in count.items():
-            found.append(
+            entries.append(
                 {"direction": direction, "kind": kind, "axes": axes, "count": number, "bytes": size[kind, axes]}
             )
-    return found
+    return entries
 
 
 def entry_data(plan: Plan, name: str) -> dict[str, Any]:
     """What the file of a plan says of an operator or a tensor that it has."""
     for number, stage in enumerate(plan.stages):
-        uses = [asdict(own) for own in stage.conversions or () if name in (own.value, own.op)]
+        uses = [asdict(entry) for entry in stage.conversions or () if name in (entry.value, entry.op)]
         for tensor in (*stage.parameters, *stage.buffers, *stage.inputs):
             if tensor.name == name:
                 return {**asdict(tensor), "stage": number, "conversions": uses}
@@ -77,44 +77,46 @@ def entry_data(plan: Plan, name: str) -> dict[str, Any]:
     raise AssertionError(f"{name} was found before")
 
 
-def explanation_data(found: Explanation | InStage | MicroBatches | Joint) -> dict[str, Any]:
+def explanation_data(answer: Explanation | InStage | MicroBatches | Joint) -> dict[str, Any]:
     """Of a choice (in a stage), of micro-batches, or of stages."""
     from shardwise.report.explain import Explanation
     from shardwise.report.planned import InStage, MicroBatches
 
-    if isinstance(found, InStage):
-        return {**explanation_data(found.explanation), "stage": found.stage, "alike": found.alike or None}
-    if isinstance(found, MicroBatches):
+    if isinstance(answer, InStage):
+        return {**explanation_data(answer.explanation), "stage": answer.stage, "alike": answer.alike or None}
+    if isinstance(answer, MicroBatches):
         return {
-            "taken": found.taken,
-            "tried": [{"micro_batch": one.micro_batch, "passes": one.passes, **_planned(one)} for one in found.tried],
+            "taken": answer.taken,
+            "tried": [
+                {"micro_batch": trial.micro_batch, "passes": trial.passes, **_planned(trial)} for trial in answer.tried
+            ],
         }
-    if not isinstance(found, Explanation):
+    if not isinstance(answer, Explanation):
         return {
-            "taken": asdict(found.taken),
+            "taken": asdict(answer.taken),
             "considered": [
                 {
-                    **asdict(one.setting),
-                    "bound_seconds": one.bound,
-                    **_planned(one),
-                    "faster_seconds": one.pruned or None,
+                    **asdict(trial.setting),
+                    "bound_seconds": trial.bound,
+                    **_planned(trial),
+                    "faster_seconds": trial.pruned or None,
                 }
-                for one in found.considered
+                for trial in answer.considered
             ],
         }
     return {
-        "name": found.name,
-        "kind": found.kind,
-        "alone": found.alone,
-        "decided_by": found.decided_by or None,
-        "favour_seconds": found.favour,
+        "name": answer.name,
+        "kind": answer.kind,
+        "alone": answer.alone,
+        "decided_by": answer.decided_by or None,
+        "favour_seconds": answer.favour,
         "alternatives": [
             {
-                "choice": own.choice,
-                "chosen": own.chosen,
-                "step_at_least_seconds": own.step_seconds,
-                "here_seconds": own.seconds,
-                "bytes": own.num_bytes,
+                "choice": alternative.choice,
+                "chosen": alternative.chosen,
+                "step_at_least_seconds": alternative.step_seconds,
+                "here_seconds": alternative.seconds,
+                "bytes": alternative.num_bytes,
                 "terms": [
                     {
                         "neighbour": term.neighbour or None,
@@ -124,20 +126,20 @@ def explanation_data(found: Explanation | InStage | MicroBatches | Joint) -> dic
                         "bytes": term.num_bytes,
                         "messages": [_renamed(asdict(message)) for message in term.messages],
                     }
-                    for term in own.terms
+                    for term in alternative.terms
                 ],
             }
-            for own in found.alternatives
+            for alternative in answer.alternatives
         ],
     }
 
 
-def _planned(one: Tried | Considered) -> dict[str, Any]:
+def _planned(trial: Tried | Considered) -> dict[str, Any]:
     """What became of a micro-batch, or of a setting."""
     return {
-        "step_seconds": one.step_seconds or None,
-        "bytes": one.num_bytes or None,
-        "refused": one.refused or None,
+        "step_seconds": trial.step_seconds or None,
+        "bytes": trial.num_bytes or None,
+        "refused": trial.refused or None,
     }
 
 
@@ -145,28 +147,29 @@ def _renamed(message: dict[str, Any]) -> dict[str, Any]:
     return {"bytes" if key == "num_bytes" else key: value for key, value in message.items()}
 
 
-def ranking_data(found: Ranking | PipelineRanking) -> dict[str, Any]:
+def ranking_data(ranking: Ranking | PipelineRanking) -> dict[str, Any]:
     """The best plans of a search, or the best pipelines."""
     from shardwise.report.pipelines import PipelineRanking
 
-    if isinstance(found, PipelineRanking):
+    if isinstance(ranking, PipelineRanking):
         named = ("step_seconds", "bubble", "num_bytes", "changed")
         pipelines = [
-            {name.replace("num_bytes", "bytes"): getattr(own, name) for name in named} for own in found.pipelines
+            {name.replace("num_bytes", "bytes"): getattr(pipeline, name) for name in named}
+            for pipeline in ranking.pipelines
         ]
-        return {"looked_at": found.looked_at, "refused": found.refused, "pipelines": pipelines}
+        return {"looked_at": ranking.looked_at, "refused": ranking.refused, "pipelines": pipelines}
     return {
-        "exact": found.exact,
+        "exact": ranking.exact,
         "plans": [
             {
-                "additive_price_seconds": own.prediction.passes * own.prediction.additive_price,
-                "compute_seconds": own.prediction.passes * own.prediction.compute,
-                "exposed_seconds": own.prediction.passes * own.prediction.exposed,
-                "traffic_seconds": own.prediction.passes * own.prediction.traffic,
-                "bytes": own.prediction.num_bytes,
-                "changes": [change._asdict() for change in own.changed],
+                "additive_price_seconds": plan.prediction.passes * plan.prediction.additive_price,
+                "compute_seconds": plan.prediction.passes * plan.prediction.compute,
+                "exposed_seconds": plan.prediction.passes * plan.prediction.exposed,
+                "traffic_seconds": plan.prediction.passes * plan.prediction.traffic,
+                "bytes": plan.prediction.num_bytes,
+                "changes": [change._asdict() for change in plan.changed],
             }
-            for own in found.plans
+            for plan in ranking.plans
         ],
     }
 

@@ -46,7 +46,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
 
 def elastic_settings(chosen: argparse.Namespace) -> Elastic | None:
     """None without ``--elastic``. Raises LaunchError for its options without it."""
-    given = {
+    settings = {
         "min_ranks": chosen.min_ranks,
         "spares": chosen.spares,
         "max_failures": chosen.max_failures,
@@ -54,12 +54,12 @@ def elastic_settings(chosen: argparse.Namespace) -> Elastic | None:
         "idle_seconds": chosen.idle_after,
         "wait_seconds": chosen.wait_for_machines,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if not chosen.elastic and given:
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if not chosen.elastic and settings:
         names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after and --wait-for-machines"
         what = f"{names} are of elastic jobs"
         raise LaunchError(problem(what, fix="add --elastic, or leave them out"))
-    return Elastic(**given, preload=chosen.preload) if chosen.elastic else None
+    return Elastic(**settings, preload=chosen.preload) if chosen.elastic else None
 
 
 __all__ = ["add_elastic_arguments", "elastic_settings"]

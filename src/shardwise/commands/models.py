@@ -47,12 +47,12 @@ class Model:
 
 def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
     """The arguments that name a model. ``values``: whether it must have some."""
-    made = "" if values else "; meta tensors will do"
+    meta_note = "" if values else "; meta tensors will do"
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"model.py:build or package.module:build; build() returns module, inputs[, loss]{made}. Or a transformers "
-        "config.json (or its folder)",
+        help=f"model.py:build or package.module:build; build() returns module, inputs[, loss]{meta_note}. Or a "
+        "transformers config.json (or its folder)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help=f"samples, for a configuration ({SAMPLES})")
     parser.add_argument("--sequence", type=int, metavar="N", help=f"tokens of each ({TOKENS})")
@@ -74,12 +74,12 @@ def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
         for name in sizes:
             what = f"--{name} is for a configuration, and {chosen.model} returns its own inputs"
             raise ShardwiseError(problem(what, fix="leave it out; --global-batch and --micro-batch divide a step"))
-        made = called(chosen.model)
-        if not isinstance(made, tuple) or len(made) not in (2, 3):
-            kind = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        built = called(chosen.model)
+        if not isinstance(built, tuple) or len(built) not in (2, 3):
+            kind = f"{len(built)} values" if isinstance(built, tuple) else f"a {type(built).__name__}"
             fix = "return module, example_inputs or module, example_inputs, loss"
             raise ShardwiseError(problem(f"{chosen.model} returned {kind}", fix=fix))
-        return Model(made[0], made[1], made[2] if len(made) == 3 else None)
+        return Model(built[0], built[1], built[2] if len(built) == 3 else None)
 
 
 def names_plan(path: Path) -> bool:

@@ -40,12 +40,12 @@ def _plan(chosen: argparse.Namespace) -> int:
         raise ShardwiseError(problem("--compare plans with every search", fix="leave out --search or --compare"))
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
-    found: Plan | None
+    planned: Plan | None
     if chosen.compare:
         with shown("planning with every search"):
             comparison = compare(model.module, model.inputs, cluster, loss=model.loss, **settings)
         best = comparison.best
-        found = None if best is None else best.plan
+        planned = None if best is None else best.plan
         rows = [
             {
                 "search": row.search,
@@ -60,13 +60,13 @@ def _plan(chosen: argparse.Namespace) -> int:
         if not {"search", "mode", "strategies"} & settings.keys():
             settings["search"] = "dynamic_programming"
         with shown(f"planning for {chosen.cluster}"):
-            found = plan(model.module, model.inputs, cluster, loss=model.loss, **settings)
-        show(found, chosen, lambda: json.loads(found.to_json()))
-    if found is None:
+            planned = plan(model.module, model.inputs, cluster, loss=model.loss, **settings)
+        show(planned, chosen, lambda: json.loads(planned.to_json()))
+    if planned is None:
         return 1
     if chosen.output:
         with writing(chosen.output):
-            found.save(chosen.output)
+            planned.save(chosen.output)
         if not chosen.json:
             print(f"\nwritten to {chosen.output}: sw.Plan.load({chosen.output!r})")
     return 0
@@ -89,7 +89,7 @@ def _fits(chosen: argparse.Namespace) -> int:
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
     with shown(f"planning for {chosen.cluster}, and what would change it"):
-        found = fits(
+        answer = fits(
             model.module,
             model.inputs,
             cluster,
@@ -98,8 +98,8 @@ def _fits(chosen: argparse.Namespace) -> int:
             price_per_hour=chosen.price,
             **settings,
         )
-    show(found, chosen, found.as_data)
-    return 0 if found.ok else 1
+    show(answer, chosen, answer.as_data)
+    return 0 if answer.ok else 1
 
 
 # -- explain, top, diff ------------------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ def _explain(chosen: argparse.Namespace) -> int:
         plan = Plan.load(chosen.model)
         show(format_entry(plan, chosen.name), chosen, lambda: entry_data(plan, chosen.name))
         return 0
-    found = _searched(chosen).explain(chosen.name)
-    show(found, chosen, lambda: explanation_data(found))
+    explanation = _searched(chosen).explain(chosen.name)
+    show(explanation, chosen, lambda: explanation_data(explanation))
     return 0
 
 
@@ -135,8 +135,8 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 def _top(chosen: argparse.Namespace) -> int:
     plan = _searched(chosen)
     with shown("ranking plans"):
-        found = plan.top(chosen.k)
-    show(found, chosen, lambda: ranking_data(found))
+        ranking = plan.top(chosen.k)
+    show(ranking, chosen, lambda: ranking_data(ranking))
     return 0
 
 
@@ -232,20 +232,20 @@ def _diff(chosen: argparse.Namespace) -> int:
     if chosen.max_growth is not None and isnan(chosen.max_growth):
         raise ShardwiseError(problem("--max-growth is no number", fix="percent, such as --max-growth 5"))
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
-    found = first.diff(second)
+    diff = first.diff(second)
     growth: dict[str, float] = {}
-    own, others = predicted(first), predicted(second)
-    if own is not None and others is not None:
-        for name, before, after in zip(("step", "memory"), own, others, strict=True):
+    first_figures, second_figures = predicted(first), predicted(second)
+    if first_figures is not None and second_figures is not None:
+        for name, before, after in zip(("step", "memory"), first_figures, second_figures, strict=True):
             growth[name] = after / before - 1 if before else 0.0
     data = {
         "growth": growth or None,
-        **{title: [list(entry) for entry in getattr(found, title)] for title in ("settings", "layouts", "strategies")},
-        "cuts": [list(entry) for entry in found.cuts],
+        **{title: [list(entry) for entry in getattr(diff, title)] for title in ("settings", "layouts", "strategies")},
+        "cuts": [list(entry) for entry in diff.cuts],
         "communication": [totals(first), totals(second)],
     }
     lines = [f"predicted {name}: {share:+.2%}" for name, share in growth.items()]
-    show("\n".join([str(found), *lines]), chosen, lambda: data)
+    show("\n".join([str(diff), *lines]), chosen, lambda: data)
     if chosen.max_growth is None:
         return 0
     if not growth:
@@ -269,10 +269,10 @@ def _verify(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
     from shardwise.proof.verify import verify
 
-    own = Plan.load(chosen.plan)
+    plan = Plan.load(chosen.plan)
     model = model_of(chosen, values=True)
-    with shown(f"running {own.num_ranks} ranks and one device"):
-        report = verify(model.module, model.inputs, own, loss=model.loss, steps=chosen.steps)
+    with shown(f"running {plan.num_ranks} ranks and one device"):
+        report = verify(model.module, model.inputs, plan, loss=model.loss, steps=chosen.steps)
     data = {
         "ok": report.ok,
         "max_error": report.max_error,
@@ -320,7 +320,7 @@ def _check(chosen: argparse.Namespace) -> int:
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
     cluster = None if chosen.cluster is None else Cluster.of(cluster_of(chosen.cluster))
     model = model_of(chosen, values=True)
-    found = check(
+    outcome = check(
         model.module,
         model.inputs,
         plan,
@@ -330,8 +330,8 @@ def _check(chosen: argparse.Namespace) -> int:
         cluster=cluster,
         beside=not chosen.no_price,
     )
-    show(found, chosen, found.as_data)
-    return {"equal": 0, "wrong": 1, "not run": 3}[found.verdict]
+    show(outcome, chosen, outcome.as_data)
+    return {"equal": 0, "wrong": 1, "not run": 3}[outcome.verdict]
 
 
 PLAN_COMMANDS: tuple[Command, ...] = (

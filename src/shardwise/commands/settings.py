@@ -48,7 +48,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     from shardwise.costs.units import parse_quantity
     from shardwise.layouts.mesh import Mesh
 
-    found: dict[str, Any] = {"max_mesh_axes": chosen.max_mesh_axes, "optimizer": chosen.optimizer}
+    settings: dict[str, Any] = {"max_mesh_axes": chosen.max_mesh_axes, "optimizer": chosen.optimizer}
     for name in (
         "mode",
         "search",
@@ -61,23 +61,23 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
         "zero",
     ):
         if getattr(chosen, name) is not None:
-            found[name] = getattr(chosen, name)
+            settings[name] = getattr(chosen, name)
     if chosen.stages is not None:
         number = whole_number(chosen.stages)
-        found["stages"] = chosen.stages if number is None else number
+        settings["stages"] = chosen.stages if number is None else number
     if chosen.mesh is not None:
-        found["mesh"] = Mesh.parse(chosen.mesh)
+        settings["mesh"] = Mesh.parse(chosen.mesh)
     if chosen.memory is not None:
         try:
-            found["memory_bytes"] = parse_quantity(chosen.memory, "B")
+            settings["memory_bytes"] = parse_quantity(chosen.memory, "B")
         except ValueError as error:
             raise ShardwiseError(problem(f"--memory: {error}", fix='such as --memory "60 GiB"')) from error
     if chosen.precision is not None:
-        found["precision"] = _precision(chosen.precision)
+        settings["precision"] = _precision(chosen.precision)
     for option, name in (("strategy", "strategies"), ("layout", "layouts")):
         if getattr(chosen, option):
-            found[name] = _pairs(getattr(chosen, option), f"--{option}")
-    return found
+            settings[name] = _pairs(getattr(chosen, option), f"--{option}")
+    return settings
 
 
 def cluster_of(text: str) -> Cluster | int:
@@ -87,13 +87,13 @@ def cluster_of(text: str) -> Cluster | int:
 
 
 def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
-    found = {}
+    pairs = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign:
             raise ShardwiseError(problem(f"{option} {text!r} has no =", fix=f"{option} NAME=TEXT"))
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs
 
 
 def _precision(text: str) -> Any:
@@ -101,13 +101,13 @@ def _precision(text: str) -> Any:
 
     from shardwise.graph.precision import Precision
 
-    given = _pairs(text.split(","), "--precision")
-    wrong = [f"{key}={value}" for key, value in given.items() if value not in _DTYPES and value not in _DTYPES.values()]
-    if wrong or given.keys() - {"compute", "parameter", "reduce"}:
+    pairs = _pairs(text.split(","), "--precision")
+    wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
+    if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
         raise ShardwiseError(
             problem(
                 f"--precision {text!r} is not understood",
                 fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",
             )
         )
-    return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in given.items()})
+    return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in pairs.items()})

@@ -333,8 +333,8 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
         changes["foreach"] = reader.flag(table, "foreach", where)
     flops = reader.named(table, "flops", "FLOP/s", where, DTYPES)
     efficiency = reader.named(table, "matmul_efficiency", "", where, DTYPES, most=1.0)
-    own = reader.named(table, "kernels", "", where, (*PRODUCTS, *MOVES), most=1.0)
-    kernels = own if model is None else Figures({**model.kernels, **own})
+    table_kernels = reader.named(table, "kernels", "", where, (*PRODUCTS, *MOVES), most=1.0)
+    kernels = table_kernels if model is None else Figures({**model.kernels, **table_kernels})
     if base is not None:
         changes |= {"flops": Figures({**base.flops, **flops})}
         changes |= {"matmul_efficiency": Figures({**base.matmul_efficiency, **efficiency})}
@@ -367,8 +367,8 @@ def _like(reader: _Reader, table: Mapping[str, Any], key: str, where: str) -> De
 def _with_memory(reader: _Reader, device: Device, where: str) -> Device:
     """The device, of which some memory must be left for plans."""
     if device.memory_bytes and device.usable_bytes <= 0:
-        own, whole = format_quantity(device.reserve_bytes, "B"), format_quantity(device.memory_bytes, "B")
-        reader.complain(f"{where}.reserve", f"{own} of a memory of {whole} leave nothing for a plan")
+        reserve, whole = format_quantity(device.reserve_bytes, "B"), format_quantity(device.memory_bytes, "B")
+        reader.complain(f"{where}.reserve", f"{reserve} of a memory of {whole} leave nothing for a plan")
     return device
 
 

@@ -123,10 +123,10 @@ class Links:
 
     def algorithms(self, kind: str, axes: tuple[str, ...]) -> tuple[Affine, ...]:
         """(seconds, seconds per byte) of each algorithm."""
-        found = self._known.get((kind, axes))
-        if found is None:
-            found = self._known[kind, axes] = affines(kind, self.cluster.levels, self.span(axes))
-        return found
+        algorithms = self._known.get((kind, axes))
+        if algorithms is None:
+            algorithms = self._known[kind, axes] = affines(kind, self.cluster.levels, self.span(axes))
+        return algorithms
 
     def span(self, axes: Iterable[str]) -> Span:
         """Where the members of the groups over some sub-axes (or whole axes) are; of the group that is spread most, if
@@ -154,11 +154,11 @@ class Links:
     @cached_property
     def _strides(self) -> dict[str, tuple[int, int]]:
         """Sub-axis -> (distance of neighbours along it, in ranks; size)."""
-        found, stride = {}, 1
+        strides, stride = {}, 1
         for axis in reversed(self.mesh.sub_axes):
-            found[axis] = stride, self.mesh.sizes[axis]
+            strides[axis] = stride, self.mesh.sizes[axis]
             stride *= self.mesh.sizes[axis]
-        return found
+        return strides
 
     @cached_property
     def _hash(self) -> int:

@@ -180,16 +180,16 @@ def _skipped(call: Call) -> int:
 
 def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[Work, ...]:
     """What kernels do, in order. ``forms``: of what they read; those of what they make are added."""
-    found = []
+    works = []
     for kernel in kernels:
         forms |= dict(zip(kernel.results, kernel.forms, strict=True))
         if not kernel.is_view:
             operands = [forms[name] for name in kernel.operands]
             written = [forms[name] for name in kernel.writes]
-            found.append(
+            works.append(
                 work_of(Called(kernel.target, kernel.args, kernel.kwargs), operands, [*kernel.forms, *written])
             )
-    return tuple(found)
+    return tuple(works)
 
 
 def assumed_backward(whole: Work, operands: Sequence[Form]) -> tuple[Work, ...]:

@@ -176,9 +176,9 @@ def _with_spreads(cluster: Cluster, measured: Measurements) -> Cluster:
     errors: dict[bool, list[float]] = {False: [], True: []}
     for residual in residuals(cluster, measured):
         errors[" over " in residual.series].append(residual.relative_error)
-    own, sent = (quantile(found, 0.9) if found else 0.0 for found in (errors[False], errors[True]))
-    levels = tuple(replace(level, spread=round(sent, 3)) for level in cluster.levels)
-    return replace(cluster, device=replace(cluster.device, spread=round(own, 3)), levels=levels)
+    operator_error, link_error = (quantile(series, 0.9) if series else 0.0 for series in (errors[False], errors[True]))
+    levels = tuple(replace(level, spread=round(link_error, 3)) for level in cluster.levels)
+    return replace(cluster, device=replace(cluster.device, spread=round(operator_error, 3)), levels=levels)
 
 
 def fit_device(measured: Measurements, like: Device | None = None) -> Device:
@@ -241,7 +241,8 @@ def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
             done, peak = work.num_bytes, device.memory_bandwidth
             busy -= work.written / device.bytes_per_second()
         shares.setdefault(work.kind, []).append(min(1.0, done / peak / max(busy, kernel.seconds / 10)))
-    return replace(device, kernels=Figures({**device.kernels, **{kind: median(own) for kind, own in shares.items()}}))
+    medians = {kind: median(reached) for kind, reached in shares.items()}
+    return replace(device, kernels=Figures({**device.kernels, **medians}))
 
 
 def _only_on(units: Sequence[int], level: int) -> bool:
@@ -306,7 +307,7 @@ def _latency(fixed: Mapping[tuple[str, int], tuple[int, float]]) -> float:
     """Seconds per step, from (steps, seconds) of every kind and group size: the median slope between group sizes of the
     same kind (Theil and Sen); between kinds, where all groups are of one size."""
     pairs = combinations(fixed.items(), 2)
-    alike = [(one, other) for ((kind, _), one), ((other_kind, _), other) in pairs if kind == other_kind]
+    alike = [(group, other_group) for ((kind, _), group), ((other_kind, _), other_group) in pairs if kind == other_kind]
     if not alike:
         alike = list(combinations(fixed.values(), 2))
     slopes = [(late - soon) / (many - few) for (few, soon), (many, late) in alike if many != few]

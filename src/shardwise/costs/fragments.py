@@ -75,13 +75,13 @@ class Fragments:
             applied = apply_strategy(item.rule, item.strategy, mesh).operands
             for name, layout in zip(item.op.operands, applied, strict=True):
                 used.setdefault(name, set()).add(layout.canonical())
-        found = {}
+        taken = {}
         for name, layout in zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True):
             inside = used.get(name, set())
             only = next(iter(inside)) if len(inside) == 1 else layout
             only = layout.without_windows if only.windows else only
-            found[name] = only if self.graph.by_name[name].requires_grad else gradient_free(only)
-        return found
+            taken[name] = only if self.graph.by_name[name].requires_grad else gradient_free(only)
+        return taken
 
     def _kept_operands(self, op: Op, step: Step, graph: Graph, counted: set[str]) -> float:
         """Bytes of the operands of ``op`` that one operator inside its lowering keeps. Those in ``counted`` are counted

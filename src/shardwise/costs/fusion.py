@@ -45,8 +45,8 @@ class _Fusion:
         joined = nx.Graph()
         readers: dict[tuple[fx.Node, int, bool], fx.Node] = {}
         for node in self.graph.nodes:
-            operands = list(dict.fromkeys(self._origin(one) for one in node.all_input_nodes))
-            self.depth[node] = max((self.depth[one] + (one in self.alone) for one in operands), default=0)
+            operands = list(dict.fromkeys(self._origin(operand) for operand in node.all_input_nodes))
+            self.depth[node] = max((self.depth[operand] + (operand in self.alone) for operand in operands), default=0)
             if node.op != "call_function" or not _forms(node) or self._is_view(node):
                 continue
             work = _work(node)
@@ -58,12 +58,12 @@ class _Fusion:
                 node
             )
             joined.add_node(node)
-            for one in operands:
-                if one in joined and one not in self.columns and self.depth[one] == self.depth[node]:
-                    joined.add_edge(one, node)
-                elif _num_bytes(one) >= _LEAST_BYTES:
-                    other = readers.setdefault((one, self.depth[node], node in self.columns), node)
-                    joined.add_edge(other, node)
+            for operand in operands:
+                if operand in joined and operand not in self.columns and self.depth[operand] == self.depth[node]:
+                    joined.add_edge(operand, node)
+                elif _num_bytes(operand) >= _LEAST_BYTES:
+                    reader = readers.setdefault((operand, self.depth[node], node in self.columns), node)
+                    joined.add_edge(reader, node)
         groups = [self._work_of(set(group)) for group in nx.connected_components(joined)]
         return (*self.alone.values(), *(work for work in groups if work.num_bytes))
 
@@ -72,7 +72,7 @@ class _Fusion:
         if not isinstance(target, torch._ops.OpOverload):  # takes one of several results
             self.root[node] = self._origin(node.all_input_nodes[0])
             return True
-        aliased = any(one.alias_info is not None and not one.alias_info.is_write for one in target._schema.returns)
+        aliased = any(out.alias_info is not None and not out.alias_info.is_write for out in target._schema.returns)
         if aliased and node.all_input_nodes:
             self.root[node] = self._origin(node.all_input_nodes[0])
         return aliased
@@ -82,7 +82,7 @@ class _Fusion:
 
     def _work_of(self, group: set[fx.Node]) -> Work:
         """One pass over what a group reads from outside and what others read of it."""
-        read = {self._origin(one) for node in group for one in node.all_input_nodes} - group
+        read = {self._origin(operand) for node in group for operand in node.all_input_nodes} - group
         written = [node for node in group if any(user not in group for user in self._users(node))]
         num_bytes = sum(map(_num_bytes, (*read, *written)))
         kind = "column_reduction" if group & self.columns else "fused_reduction" if group & self.rows else ""
@@ -99,8 +99,8 @@ class _Fusion:
 
 def _forms(node: fx.Node) -> Sequence[Form]:
     value = node.meta.get("val")
-    found = value if isinstance(value, (tuple, list)) else (value,)
-    return [Form.of(one) for one in found if isinstance(one, Tensor)]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [Form.of(tensor) for tensor in values if isinstance(tensor, Tensor)]
 
 
 def _num_bytes(node: fx.Node) -> int:
@@ -108,10 +108,10 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _work(node: fx.Node) -> Work:
-    def ref(one: fx.Node) -> Any:
-        return Ref(one.name)
+    def ref(operand: fx.Node) -> Any:
+        return Ref(operand.name)
 
     args = fx.map_arg(node.args, ref)
     kwargs = tuple((key, fx.map_arg(value, ref)) for key, value in node.kwargs.items())
-    operands = [form for one in node.all_input_nodes for form in _forms(one)]
+    operands = [form for operand in node.all_input_nodes for form in _forms(operand)]
     return work_of(Called(node.target, tuple(args), kwargs), operands, _forms(node))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,22 +18,13 @@ class LiveBytes(DispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._counting = True
-
-    def ignoring(self, function: Callable[[], Any]) -> Any:
-        """What the function makes is not counted."""
-        self._counting = False
-        made = function()
-        self._counting = True
-        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        if self._counting:
-            before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-            for tensor in tree_leaves(returned):
-                if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in before:
-                    self._note(tensor.untyped_storage())
+        before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in before:
+                self._note(tensor.untyped_storage())
         return returned
 
     def _note(self, storage: Any) -> None:

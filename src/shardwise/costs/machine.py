@@ -78,8 +78,8 @@ def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, boo
 def _of_cpus(num_devices: int) -> tuple[Cluster, list[str]]:
     whole = probe.memory_bytes()
     cluster = family("local").with_devices(num_devices)
-    own = float(max(1, whole // num_devices))
-    device = replace(cluster.device, memory_bytes=own)
+    device_bytes = float(max(1, whole // num_devices))
+    device = replace(cluster.device, memory_bytes=device_bytes)
     source = f"{format_quantity(whole, 'B')} that processes may take on this machine, in {num_devices} equal parts"
     sources = tuple({**dict(cluster.sources), "device.memory": source}.items())
     return replace(cluster, device=device, sources=sources), [
@@ -109,8 +109,8 @@ def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list
         assumed.insert(0, f"{gpu_name} with the figures of {name}{'' if is_named else ', which is like it at best'}")
     slowest_family = min((name for name, _ in names), key=lambda name: family(name).levels[0].bandwidth)
     rows = [known[gpu.uuid].index for gpu in used if gpu.uuid in known]
-    ways = _ways(probe.topology(), rows) if inside > 1 and len(rows) == inside else None
-    levels, link = _levels(slowest_family, devices[0], inside, ways)
+    links = _link_kinds(probe.topology(), rows) if inside > 1 and len(rows) == inside else None
+    levels, link = _levels(slowest_family, devices[0], inside, links)
     if inside > 1:
         assumed.append(link)
     num_nodes = num_devices // inside
@@ -151,7 +151,7 @@ def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, as
     return replace(like, name=gpu.name, memory_bytes=whole, reserve_bytes=reserve)
 
 
-def _ways(table: str, rows: Sequence[int]) -> list[list[str]] | None:
+def _link_kinds(table: str, rows: Sequence[int]) -> list[list[str]] | None:
     """How GPUs (by nvidia-smi's numbers) are joined two by two, as its table has it: NV18, PIX, SYS, ...; None where it
     says nothing."""
     lines = [_ESCAPES.sub("", line).split() for line in table.splitlines()]
@@ -161,43 +161,43 @@ def _ways(table: str, rows: Sequence[int]) -> list[list[str]] | None:
         if len(line) > 1 and re.fullmatch(r"GPU\d+", line[0]) and not line[1].startswith("GPU")  # not the header
     }
     try:
-        return [[cells[f"GPU{one}"][other] for other in rows] for one in rows]
+        return [[cells[f"GPU{row}"][column] for column in rows] for row in rows]
     except (KeyError, IndexError):
         return None
 
 
-def _levels(name: str, device: Device, size: int, ways: list[list[str]] | None) -> tuple[list[Level], str]:
+def _levels(name: str, device: Device, size: int, links: list[list[str]] | None) -> tuple[list[Level], str]:
     """What joins the GPUs of one machine, innermost first, and a sentence about it."""
     like = replace(family(name).levels[0], size=size)
-    if ways is None:
+    if links is None:
         return [like], f"links between them as in {name} (nvidia-smi does not tell)"
-    pairs = [ways[a][b] for a in range(size) for b in range(size) if a != b]
-    if not any(way.startswith("NV") for way in pairs) or name not in _NVLINKS:
+    pairs = [links[a][b] for a in range(size) for b in range(size) if a != b]
+    if not any(link.startswith("NV") for link in pairs) or name not in _NVLINKS:
         if name not in _NVLINKS or like.bandwidth <= device.host_bandwidth:
             return [like], f"links as in {name} ({min(pairs)})"
         return [_through_host(size, device)], f"PCIe through the host ({min(pairs)}), half of a copy's rate assumed"
-    island = next(size // parts for parts in range(1, size + 1) if size % parts == 0 and _joined(ways, size // parts))
+    island = next(size // parts for parts in range(1, size + 1) if size % parts == 0 and _joined(links, size // parts))
     if island == 1:
         return [_through_host(size, device)], "PCIe through the host: NVLinks join some pairs only"
-    inner = [ways[a][b] for a in range(size) for b in range(size) if a != b and a // island == b // island]
-    width = min(int(way[2:]) for way in inner)
+    inner = [links[a][b] for a in range(size) for b in range(size) if a != b and a // island == b // island]
+    width = min(int(link[2:]) for link in inner)
     is_switched = like.bandwidth > device.host_bandwidth
     if island == size and width >= _NVLINKS[name] and is_switched:
         return [like], f"NVLink (NV{width}), as in {name}"
-    each = like.bandwidth / _NVLINKS[name] if is_switched else _BRIDGED
+    link_rate = like.bandwidth / _NVLINKS[name] if is_switched else _BRIDGED
     bridge = replace(
-        like, name="bridge", size=island, bandwidth=width * each, in_switch=0.0, group_bandwidths=(), lines=()
+        like, name="bridge", size=island, bandwidth=width * link_rate, in_switch=0.0, group_bandwidths=(), lines=()
     )
     if island == size:
-        return [bridge], f"NVLink (NV{width}), {format_quantity(width * each, 'B/s')} of it assumed to be reached"
+        return [bridge], f"NVLink (NV{width}), {format_quantity(width * link_rate, 'B/s')} of it assumed to be reached"
     outer = _through_host(size // island, device)
     return [bridge, outer], f"NVLink (NV{width}) in groups of {island}, PCIe between them"
 
 
-def _joined(ways: list[list[str]], island: int) -> bool:
+def _joined(links: list[list[str]], island: int) -> bool:
     """Whether neighbours in groups of this size are all joined by NVLink."""
-    places = range(len(ways))
-    return all(ways[a][b].startswith("NV") for a in places for b in places if a != b and a // island == b // island)
+    places = range(len(links))
+    return all(links[a][b].startswith("NV") for a in places for b in places if a != b and a // island == b // island)
 
 
 def _through_host(size: int, device: Device) -> Level:

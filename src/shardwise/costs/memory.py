@@ -102,8 +102,8 @@ class _Walk:
         self.casts = {computed_name(name) for name in self.parameters} | ({*self.program.given} - self.fixed)
         self.saved = set(self.program.saved)
         parts = [self.program] if self.parts is None else [self.program, self.parts.behind]
-        made = [pair for part in parts for pair in part.gradients.items()]
-        self.gradients = {name for source, name in made if source in self.parameters}
+        gradients = [pair for part in parts for pair in part.gradients.items()]
+        self.gradients = {name for source, name in gradients if source in self.parameters}
         self.dying = self._last_reads()
 
     def _last_reads(self) -> dict[int, list[str]]:
@@ -163,7 +163,7 @@ class _Walk:
 
     def _once(self, instructions: tuple[Instruction, ...], stays: Iterable[str]) -> None:
         """What a step does once, ahead of its passes or behind them. ``stays``: the names of what is kept."""
-        last = {name: i for i, one in enumerate(instructions) for name in (*one.operands, *one.results)}
+        last = {name: i for i, entry in enumerate(instructions) for name in (*entry.operands, *entry.results)}
         kept = {*stays, *self.graph.source_of}
         for index, instruction in enumerate(instructions):
             self._run(-1, instruction)
@@ -213,10 +213,10 @@ class _Walk:
         tensors = [self.tensors[name] for name in instruction.operands]
         if len(tensors) == 1:
             conversion = instruction.conversions[0]
-            made = self.messages.converted(
+            converted = self.messages.converted(
                 tensors[0], conversion, backward=instruction.backward, in_place=instruction.overwrites
             )
-            self._name(instruction.results[0], made)
+            self._name(instruction.results[0], converted)
             return
         stages = stages_of(instruction.conversions, backward=instruction.backward)
         results = self.messages.through(self.messages.hold(tensors), stages, backward=instruction.backward)
@@ -275,7 +275,7 @@ class _Walk:
             return
         groups = [[stored[name] for name in group] for group in state_groups([(n, stored[n]) for n in updated])]
         here = [states_of(optimizer) * sum(filter(waits, group)) for group in groups]  # states that came, two groups
-        for group, own, coming in zip(groups, here, [*here[1:], 0], strict=True):
-            states = self.ledger.hold(self.ledger.new(own + coming, "optimizer states"))
+        for group, arrived, coming in zip(groups, here, [*here[1:], 0], strict=True):
+            states = self.ledger.hold(self.ledger.new(arrived + coming, "optimizer states"))
             self.ledger.note(temporary_bytes(optimizer, group, foreach=foreach))
             self.ledger.drop(states)

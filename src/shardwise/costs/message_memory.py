@@ -39,21 +39,21 @@ class Messages:
 
     def converted(self, tensor: Tensor, conversion: Conversion, *, backward: bool, in_place: bool) -> Tensor:
         """A tensor (or cotangent) after the moves of a conversion. Nobody holds the result yet."""
-        held: Storage | None = None
+        current: Storage | None = None
         moves = conversion.moves[::-1] if backward else conversion.moves
         for move in moves:
             entry = _primitive(move, backward)
-            after = self._one_move(tensor, move, backward, in_place and held is None)
+            after = self._one_move(tensor, move, backward, in_place and current is None)
             if entry != "none":
                 in_place = False
-            if held is not None and after.storage is not held:
-                self.ledger.drop(held)
-                held = None
+            if current is not None and after.storage is not current:
+                self.ledger.drop(current)
+                current = None
             if after.storage is not tensor.storage:
-                held = self.ledger.hold(after.storage)
+                current = self.ledger.hold(after.storage)
             tensor = after
-        if held is not None:
-            held.owners -= 1  # handed over: whoever asked holds it from here
+        if current is not None:
+            current.owners -= 1  # handed over: whoever asked holds it from here
         return tensor
 
     def _one_move(self, tensor: Tensor, move: Move, backward: bool, in_place: bool) -> Tensor:
@@ -72,8 +72,8 @@ class Messages:
         if primitive == "all_reduce" and in_place and tensor.form.is_contiguous:
             return tensor
         flight = self.launch([tensor], [move], backward)
-        (made,) = self.land(flight, [tensor], [move], backward)
-        return made
+        (received,) = self.land(flight, [tensor], [move], backward)
+        return received
 
     def launch(
         self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool, *, in_place: bool = False
@@ -82,38 +82,38 @@ class Messages:
         move = moves[0]
         primitive = _primitive(move, backward)
         itemsize = tensors[0].form.dtype.itemsize
-        own = sum(prod(t.form.shape) for t in tensors) * itemsize
+        sent_bytes = sum(prod(t.form.shape) for t in tensors) * itemsize
         size = self.mesh.size_of(move.axes)
         sides = [((m.target, m.source) if backward else (m.source, m.target)) for m in moves]
         single = len(tensors) == 1
         if primitive == "all_reduce":
             own_memory = in_place and single and tensors[0].form.is_contiguous
-            buffer = tensors[0].storage if own_memory else self.ledger.new(own, "communication")
+            buffer = tensors[0].storage if own_memory else self.ledger.new(sent_bytes, "communication")
             return Flight(self.ledger.hold(buffer), None)
         if primitive == "all_gather":
             sent = None
             if not single or not tensors[0].form.is_contiguous:
-                sent = self.ledger.hold(self.ledger.new(own, "communication"))
+                sent = self.ledger.hold(self.ledger.new(sent_bytes, "communication"))
             largest = sum(before.max_local_numel for before, _ in sides) * itemsize
             return Flight(self.ledger.hold(self.ledger.new(size * largest, "communication")), sent)
         if primitive == "reduce_scatter":
             sent = None
             in_order = single and _is_leading(*sides[0][::-1], move.axes, self.coordinates)
             if not in_order or not tensors[0].form.is_contiguous:
-                sent = self.ledger.hold(self.ledger.new(own, "communication"))
+                sent = self.ledger.hold(self.ledger.new(sent_bytes, "communication"))
             rows = size if self.adds_rows and size > 2 else 1
             received = sum(prod(self.shape(after)) for _, after in sides) * itemsize * rows
             return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
         received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
-        sent = self.ledger.hold(self.ledger.new(own, "communication"))
-        self.ledger.note(own + received)  # the parts one by one live until the message leaves
+        sent = self.ledger.hold(self.ledger.new(sent_bytes, "communication"))
+        self.ledger.note(sent_bytes + received)  # the parts one by one live until the message leaves
         return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
 
     def land(self, flight: Flight, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> list[Tensor]:
         """The tensors that a message brought, which nobody holds yet."""
         if flight.sent is not None:
             self.ledger.drop(flight.sent)
-        found: list[Tensor] = []
+        landed: list[Tensor] = []
         fresh: list[Storage] = []
         size = self.mesh.size_of(moves[0].axes)
         if self.adds_rows and size > 2 and _primitive(moves[0], backward) == "reduce_scatter":
@@ -130,17 +130,17 @@ class Messages:
                 and _is_leading(before, after, move.axes, self.coordinates)
             )
             if alias:
-                found.append(Tensor(form, flight.buffer))
+                landed.append(Tensor(form, flight.buffer))
             else:
                 fresh.append(self.ledger.hold(self.ledger.new(form.num_bytes)))
-                found.append(Tensor(form, fresh[-1]))
+                landed.append(Tensor(form, fresh[-1]))
         if fresh:
             self.ledger.drop(flight.buffer)
         else:
             flight.buffer.owners -= 1
         for storage in fresh:
             storage.owners -= 1
-        return found
+        return landed
 
     def hold(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         for tensor in tensors:
@@ -151,13 +151,13 @@ class Messages:
         """Tensors that are held, after some stages of a bucket; the results are held instead."""
         for moves in stages:
             if _primitive(moves[0], backward) in COLLECTIVES:
-                made = self.land(self.launch(tensors, moves, backward), tensors, moves, backward)
+                results = self.land(self.launch(tensors, moves, backward), tensors, moves, backward)
             else:
-                made = [self._one_move(t, move, backward, False) for t, move in zip(tensors, moves, strict=True)]
-            self.hold(made)
+                results = [self._one_move(t, move, backward, False) for t, move in zip(tensors, moves, strict=True)]
+            self.hold(results)
             for tensor in tensors:
                 self.ledger.drop(tensor.storage)
-            tensors = made
+            tensors = results
         return tensors
 
 
@@ -194,7 +194,7 @@ def _is_leading(sharded: Layout, whole: Layout, axes: Sequence[str], coordinates
 def _is_narrow(after: Layout, axes: Sequence[str]) -> bool:
     """Whether a slice is a window on the tensor: no atom inside a dim is cut."""
     return all(
-        not {*atom.axes} & {*axes} or prod(own.size for own in dim[:i]) == 1
+        not {*atom.axes} & {*axes} or prod(outer.size for outer in dim[:i]) == 1
         for dim in after.dims
         for i, atom in enumerate(dim)
     )

@@ -85,25 +85,25 @@ def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) 
     """The most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters, in
     their order; ``foreach``: whether that is the device's default."""
     name, variant = named(optimizer)
-    held, variant = HELD[name], variant or ("foreach" if foreach else "single")
+    need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     if variant == "foreach":
-        return held.foreach * sum(num_bytes)
+        return need.foreach * sum(num_bytes)
     if variant == "fused":
         return 0
     pairs = pairwise((0, *num_bytes))
-    return max((last * size + own * next_size for size, next_size in pairs for last, own in held.single), default=0)
+    return max((last * size + this * next_size for size, next_size in pairs for last, this in need.single), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """``passes``: reads and writes of every element; ``scalars``: elements per element that go one by one, where one
-    kernel does it all; ``kernels``: started for every parameter by itself; ``made``: temporaries of its size.
+    kernel does it all; ``kernels``: started for every parameter by itself; ``fresh``: temporaries of its size.
     """
 
     passes: int
     scalars: float
     kernels: float = 0.0
-    made: int = 0
+    fresh: int = 0
 
 
 # Elements per state that the fused kernel takes one by one: fitted to AdamW in bf16 on an H100, 268 million elements in
@@ -117,11 +117,11 @@ _PASSES_OF_KERNEL = 2.5
 def update_of(optimizer: str, *, foreach: bool) -> Update:
     """What an update does per element. ``foreach``: whether that is the device's default."""
     name, variant = named(optimizer)
-    held, variant = HELD[name], variant or ("foreach" if foreach else "single")
-    once = 3 + 2 * held.states  # parameter, gradient and states are read, parameter and states written
+    need, variant = HELD[name], variant or ("foreach" if foreach else "single")
+    once = 3 + 2 * need.states  # parameter, gradient and states are read, parameter and states written
     together = foreach and variant != "single"  # foreach, and fused as well, loop over the parameters on CPUs
     if variant == "fused":
-        return Update(once, _SCALARS_OF_STATE * held.states, kernels=0.0 if together else 1.0)
-    passes = held.passes or 3 * once
-    made = held.foreach if variant == "foreach" else max((own for _, own in held.single), default=0)
-    return Update(passes, 0.0, 0.0 if together else passes / _PASSES_OF_KERNEL, made)
+        return Update(once, _SCALARS_OF_STATE * need.states, kernels=0.0 if together else 1.0)
+    passes = need.passes or 3 * once
+    fresh = need.foreach if variant == "foreach" else max((this for _, this in need.single), default=0)
+    return Update(passes, 0.0, 0.0 if together else passes / _PASSES_OF_KERNEL, fresh)

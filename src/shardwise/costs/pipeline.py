@@ -158,12 +158,12 @@ def _ready(
             return 0.0
         done = ends.get((stage - 1, "forward", micro_batch))
         return None if done is None else done + _between(stage - 1, stages, place_of)
-    own = ends.get((stage, "forward", micro_batch))
-    if own is None or stage == len(stages) - 1:
-        return own
+    own_forward = ends.get((stage, "forward", micro_batch))
+    if own_forward is None or stage == len(stages) - 1:
+        return own_forward
     kinds: tuple[Kind, ...] = ("backward", "input")
-    found = [ends[stage + 1, kind, micro_batch] for kind in kinds if (stage + 1, kind, micro_batch) in ends]
-    return max(own, found[0] + _between(stage, stages, place_of)) if found else None
+    later_ends = [ends[stage + 1, kind, micro_batch] for kind in kinds if (stage + 1, kind, micro_batch) in ends]
+    return max(own_forward, later_ends[0] + _between(stage, stages, place_of)) if later_ends else None
 
 
 def _between(stage: int, stages: Sequence[StageSeconds], place_of: dict[int, int]) -> float:

@@ -78,10 +78,11 @@ class Prediction:
 
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
         """Of so many seconds of a pass, for all passes of a step."""
-        own = min(self.compute, seconds)
-        sent = 1 + max((level.spread for level in cluster.levels), default=0.0)
-        operators = 1 + cluster.device.spread
-        low, high = own / operators + (seconds - own) / sent, own * operators + (seconds - own) * sent
+        compute = min(self.compute, seconds)
+        exposed = seconds - compute
+        link_error = 1 + max((level.spread for level in cluster.levels), default=0.0)
+        device_error = 1 + cluster.device.spread
+        low, high = compute / device_error + exposed / link_error, compute * device_error + exposed * link_error
         return Interval(self.passes * seconds, self.passes * low, self.passes * high)
 
     def memory_interval(self, cluster: Cluster) -> Interval:

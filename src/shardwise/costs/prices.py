@@ -56,8 +56,8 @@ class Prices:
     def state_bytes(self, value: Value, updated: bool) -> int:
         """Bytes per element of a parameter that a device keeps from step to step: itself, and its gradient and states
         if the optimizer updates it."""
-        own = value.kept_dtype.itemsize
-        return own * (2 + self.states_on_device) if updated else own
+        itemsize = value.kept_dtype.itemsize
+        return itemsize * (2 + self.states_on_device) if updated else itemsize
 
     @property
     def states_on_device(self) -> int:
@@ -112,10 +112,10 @@ class Prices:
 
     def update_kernels(self, value: Value, numel: float) -> float:
         """Of that, the update alone. What it takes to start kernels counts where each parameter has its own."""
-        own, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
-        work = Work("update", num_bytes=size * own.passes, scalars=numel * own.scalars)
-        seconds = self.kernel(work) + (own.kernels - 1) * self.device.kernel_latency
-        return (seconds + own.made * self.device.fresh_seconds(size)) / self.passes
+        update, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
+        work = Work("update", num_bytes=size * update.passes, scalars=numel * update.scalars)
+        seconds = self.kernel(work) + (update.kernels - 1) * self.device.kernel_latency
+        return (seconds + update.fresh * self.device.fresh_seconds(size)) / self.passes
 
     def states_moved(self, num_bytes: float) -> float:
         """A pass's share of the seconds in which the states of a parameter of ``num_bytes`` come to the device, while

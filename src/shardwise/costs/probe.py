@@ -44,11 +44,11 @@ def gpus() -> tuple[Gpu, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    found = []
+    seen = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         uuid = str(getattr(facts, "uuid", ""))
-        found.append(
+        seen.append(
             Gpu(
                 facts.name,
                 facts.total_memory,
@@ -58,7 +58,7 @@ def gpus() -> tuple[Gpu, ...]:
                 torch.cuda.get_per_process_memory_fraction(index),
             )
         )
-    return tuple(found)
+    return tuple(seen)
 
 
 def room(index: int) -> tuple[int, int]:
@@ -71,13 +71,13 @@ def room(index: int) -> tuple[int, int]:
 
 def smi_gpus() -> dict[str, SmiGpu]:
     """What nvidia-smi knows, by uuid; empty where there is none."""
-    found = {}
+    by_uuid = {}
     for line in _smi("--query-gpu=uuid,index,memory.total,memory.used", "--format=csv,noheader,nounits").splitlines():
         uuid, *numbers = (part.strip() for part in line.split(","))
         if len(numbers) == 3 and all(number.isdigit() for number in numbers):
             index, total, used = map(int, numbers)
-            found[uuid] = SmiGpu(index, total * _MIB, used * _MIB)
-    return found
+            by_uuid[uuid] = SmiGpu(index, total * _MIB, used * _MIB)
+    return by_uuid
 
 
 def topology() -> str:

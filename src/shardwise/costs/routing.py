@@ -40,11 +40,11 @@ class Router:
             value.requires_grad,
             value.grad_itemsize,
         )
-        found = self._routes.get((tensor, is_parameter))
-        if found is None:
+        routes = self._routes.get((tensor, is_parameter))
+        if routes is None:
             seconds = self.prices.parameter_collective if is_parameter else self.prices.collective
-            found = self._routes[tensor, is_parameter] = Routes(self.axes, tensor, seconds)
-        return found
+            routes = self._routes[tensor, is_parameter] = Routes(self.axes, tensor, seconds)
+        return routes
 
     def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The moves that turn ``source`` into ``target``."""
@@ -64,10 +64,10 @@ class Router:
 
 def _common(source: Layout, target: Layout) -> Atoms | None:
     """Atoms over which both layouts can be written, or None."""
-    found = []
-    for own, other in zip(source.canonical().atoms, target.canonical().atoms, strict=True):
-        common = common_atoms(own, other)
+    atoms = []
+    for source_atoms, target_atoms in zip(source.canonical().atoms, target.canonical().atoms, strict=True):
+        common = common_atoms(source_atoms, target_atoms)
         if common is None:
             return None
-        found.append(common)
-    return tuple(found)
+        atoms.append(common)
+    return tuple(atoms)

@@ -97,18 +97,18 @@ def _attention(target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Attention as its kernels keep it (operands, result and one number per row), which on meta tensors PyTorch does
     not choose by itself. Dropout and masks that are learned are left to the form that keeps the scores, as on CPU."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    mask = given.get("attn_mask")
-    if given.get("dropout_p") or given["query"].dim() != 4 or (mask is not None and mask.requires_grad):
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    mask = arguments.get("attn_mask")
+    if arguments.get("dropout_p") or arguments["query"].dim() != 4 or (mask is not None and mask.requires_grad):
         return target(*args, **kwargs)
     return aten._scaled_dot_product_flash_attention_for_cpu.default(
-        given["query"],
-        given["key"],
-        given["value"],
+        arguments["query"],
+        arguments["key"],
+        arguments["value"],
         0.0,
-        bool(given.get("is_causal")),
-        attn_mask=mask.to(given["query"].dtype) if mask is not None and mask.dtype == torch.bool else mask,
-        scale=given.get("scale"),
+        bool(arguments.get("is_causal")),
+        attn_mask=mask.to(arguments["query"].dtype) if mask is not None and mask.dtype == torch.bool else mask,
+        scale=arguments.get("scale"),
     )[0]
 
 

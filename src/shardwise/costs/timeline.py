@@ -172,18 +172,18 @@ class Timeline:
     def _share(self, parts: Repeated) -> None:
         """Walk what a step does once: a pass's share of the seconds."""
         for part, instructions in ((parts.ahead, parts.ahead.forward), (parts.behind, parts.behind.backward)):
-            own = Timeline(part, self.prices, part=ONCE)
-            own._walk(instructions)
+            once = Timeline(part, self.prices, part=ONCE)
+            once._walk(instructions)
             share = 1 / self.prices.passes
             self.events += [
                 replace(event, start=self.now + event.start * share, seconds=event.seconds * share)
-                for event in own.events
+                for event in once.events
             ]
-            self.now += own.now * share
-            self.host += own.now * share
-            self.compute += own.compute * share
-            self.starved += own.starved * share
-            self.communication += own.communication * share
+            self.now += once.now * share
+            self.host += once.now * share
+            self.compute += once.compute * share
+            self.starved += once.starved * share
+            self.communication += once.communication * share
 
     def run(self) -> None:
         """Walk the step."""
@@ -253,12 +253,12 @@ class Timeline:
                 self._work(key[0], price(*priced_call(step, self.spmd.graph)))
             return
         forms = self.program.forms
-        made = [*instruction.forms, *(forms[name] for name in instruction.writes)]
+        results = [*instruction.forms, *(forms[name] for name in instruction.writes)]
         operands = [forms[name] for name in instruction.operands]
         call = Called(instruction.target, instruction.args, instruction.kwargs)
         works: tuple[Work, ...]
         if isinstance(call.target, Record):
-            whole = work_of(Called(*call.target.call), operands, made)
+            whole = work_of(Called(*call.target.call), operands, results)
             self.recorded[instruction.results[-1]] = assumed_backward(whole, operands)
             works = (whole,)
         elif isinstance(call.target, Differentiate):
@@ -266,7 +266,7 @@ class Timeline:
         elif isinstance(call.target, Priced):
             works = call.target.works
         else:
-            works = (work_of(call, operands, made),)
+            works = (work_of(call, operands, results),)
         name = f"cast of {instruction.results[0]}" if instruction.origin.part == "cast" else instruction.origin.op
         for work in works:
             self._start()
@@ -300,8 +300,8 @@ class Timeline:
         for collective in collectives:
             seconds = collective_seconds([collective], self.prices)
             start = max(ready, self.free.get(collective.axes, 0.0))
-            own = Event(collective.kind, self.part, collective.axes, start, seconds, collective.num_bytes)
-            self.events.append(own)
+            event = Event(collective.kind, self.part, collective.axes, start, seconds, collective.num_bytes)
+            self.events.append(event)
             ready = start + seconds
             self.free[collective.axes] = ready
             self.communication += seconds

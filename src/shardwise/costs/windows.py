@@ -18,13 +18,13 @@ def windows_of(graph: Graph, prices: Prices) -> dict[str, float]:
     """Parameter -> seconds of the operators, forward and backward, before the first that uses it. On whole values: no
     plan has more to compute there, so that what does not fit is waited for in every plan."""
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
-    found: dict[str, float] = {}
+    windows: dict[str, float] = {}
     known: dict[Hashable, float] = {}  # what decides the price of an operator -> its seconds
     seconds = 0.0
     for op in graph.ops:
         for name in op.operands:
             if name in parameters:
-                found.setdefault(name, seconds)
+                windows.setdefault(name, seconds)
         operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
         tensors = tuple((value.shape, value.dtype, value.requires_grad) for value in (*operands, *results))
         key = _call(op), len(operands), tensors
@@ -32,7 +32,7 @@ def windows_of(graph: Graph, prices: Prices) -> dict[str, float]:
             shapes = [value.shape for value in operands], [value.shape for value in results]
             known[key] = prices.operator(op, operands, results, shapes)
         seconds += known[key]
-    return found
+    return windows
 
 
 def _call(op: Op) -> Hashable:

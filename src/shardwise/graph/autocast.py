@@ -69,10 +69,10 @@ def check_ambient(planned: Autocast | None, where: str) -> None:
     active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     if not active or (planned is not None and Autocast.ambient() == planned):
         return
-    made = "none" if planned is None else str(planned)
+    text = "none" if planned is None else str(planned)
     raise CaptureError(
         problem(
-            f'torch.autocast("{active[0]}") is active {where}, and it is not executed: the plan was made for {made}',
+            f'torch.autocast("{active[0]}") is active {where}, and it is not executed: the plan was made for {text}',
             fix="call sw.plan under the same autocast, and the module; backward is outside, or par.step does both",
         )
     )
@@ -114,8 +114,8 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
     low = {i for i, dtype in enumerate(wanted.dtypes) if dtype.is_floating_point and dtype != torch.float64}
     candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # of what is made of products, such as einsum
     for cast in candidates:
-        own = _kernels(None, target, call, cast)
-        if own is not None and own.computing == wanted.computing:
+        kernels = _kernels(None, target, call, cast)
+        if kernels is not None and kernels.computing == wanted.computing:
             return cast
     return None
 
@@ -166,8 +166,8 @@ class _Kernels(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace != "prim":
-            given = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self.calls.append((str(func), tuple(given)))
+            dtypes = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self.calls.append((str(func), tuple(dtypes)))
             if func is torch.ops.aten._to_copy.default:
                 self.casts.setdefault(id(args[0]), (kwargs or {}).get("dtype", args[0].dtype))
             elif not func.is_view:

@@ -66,17 +66,17 @@ class Body:
         return body
 
     def _check_closed(self, marks: tuple[Any, Any], leave: Node) -> None:
-        made, given, returned = set(self.nodes), set(self.operands), set(self.results)
-        inside = made | {leave}
+        nodes, operands, returned = set(self.nodes), set(self.operands), set(self.results)
+        inside = nodes | {leave}
         for node in self.nodes:
             for operand in node.all_input_nodes:
-                if operand not in made and operand not in given and not _is_subgraph(operand):
+                if operand not in nodes and operand not in operands and not _is_subgraph(operand):
                     raise NotRepeated(f"it uses {operand}, which it is not given")
             if node not in returned and any(
                 user not in inside and not is_assertion(user.target) for user in node.users
             ):
                 raise NotRepeated(f"{node} is used outside of it")
-        if not returned <= made:
+        if not returned <= nodes:
             raise NotRepeated("it returns what it did not make")
         for node in _with_subgraphs(self.nodes):
             if node.op == "call_function" and marks_of(node) != marks:
@@ -89,11 +89,13 @@ class Body:
         if [known.get(node) for node in self.results] != list(witness.results):
             raise NotRepeated("its witness returns others")
 
-    def _check_nodes(self, own: Iterable[Node], others: Iterable[Node], known: dict[Node, Node], witness: Body) -> None:
-        own, others = list(own), list(others)
-        if len(own) != len(others):
+    def _check_nodes(
+        self, nodes: Iterable[Node], others: Iterable[Node], known: dict[Node, Node], witness: Body
+    ) -> None:
+        nodes, others = list(nodes), list(others)
+        if len(nodes) != len(others):
             raise NotRepeated("its witness has another number of operators")
-        for node, other in zip(own, others, strict=True):
+        for node, other in zip(nodes, others, strict=True):
             if _is_subgraph(node) and _is_subgraph(other):
                 inner, theirs = _attribute(node), _attribute(other)
                 self._check_nodes(inner.graph.nodes, theirs.graph.nodes, known, witness)
@@ -148,9 +150,9 @@ class Inlining:
         inside, rest = self.body.relative(path)
         return f"{self.path}{rest}" if inside else rest
 
-    def storage(self, own: int) -> int:
+    def storage(self, body_storage: int) -> int:
         """A storage of the body, for the call."""
-        return self.memory.get(own, own + self.offset)
+        return self.memory.get(body_storage, body_storage + self.offset)
 
 
 @dataclass
@@ -183,10 +185,10 @@ class Bodies:
         if number not in self.repeated:
             self.repeated[number] = self.body(number)
         body = self.repeated[number]
-        own = (storage_of(operand.meta["val"]) for operand in body.operands)
+        body_storages = (storage_of(operand.meta["val"]) for operand in body.operands)
         self.count += 1
         return Inlining(
-            body, path, marks_of(node), dict(zip(own, map(storages, operands), strict=True)), self.count << 64
+            body, path, marks_of(node), dict(zip(body_storages, map(storages, operands), strict=True)), self.count << 64
         )
 
     def check(self) -> None:

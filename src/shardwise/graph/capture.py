@@ -127,12 +127,12 @@ def capture(
     check_leaves((leaf_name(path), leaf) for path, leaf in leaves)
     check_real(module, precision)
     own_args, own_kwargs, *_ = divide_targets(module, args, kwargs, loss)
-    given = tuple(
+    inputs = tuple(
         Given.of(path, leaf, precision if _is_among(path, len(own_args), own_kwargs) else MODELS_OWN)
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor)
     )
-    examples = tuple(one.example for one in given)
+    examples = tuple(entry.example for entry in inputs)
 
     code = reached(module, loss, [leaf for _, leaf in leaves if isinstance(leaf, FunctionType)])
 
@@ -153,13 +153,13 @@ def capture(
     traced = trace(called, regions)
     with no_autocast(), quiet():
         if traced.outcome.changed or traced.reads:
-            _check_state(called, given, traced)
+            _check_state(called, inputs, traced)
         try:
-            found = _to_graph(traced, module, given, precision)
+            converted = _to_graph(traced, module, inputs, precision)
         except NotRepeated:
             traced = trace(called, regions, repeats=False)
-            found = _to_graph(traced, module, given, precision)
-        graph, constants, scopes, memories, segments = found
+            converted = _to_graph(traced, module, inputs, precision)
+        graph, constants, scopes, memories, segments = converted
     announce_selective(segments)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
@@ -200,9 +200,9 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
     def run(_: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         return call(*tensors), None
 
-    given = tuple(Given(f"args[{i}]", example) for i, example in enumerate(examples))
+    inputs = tuple(Given(f"args[{i}]", example) for i, example in enumerate(examples))
     module = nn.Module()
-    graph, constants, *_ = _to_graph(trace(Called(module, examples, run), {}), module, given)
+    graph, constants, *_ = _to_graph(trace(Called(module, examples, run), {}), module, inputs)
     if constants:
         raise CaptureError(
             problem(
@@ -238,11 +238,11 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 
 
 def _to_graph(
-    traced: Traced, module: nn.Module, given: tuple[Given, ...], precision: Precision = MODELS_OWN
+    traced: Traced, module: nn.Module, inputs: tuple[Given, ...], precision: Precision = MODELS_OWN
 ) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[Memory | None, ...], tuple[Segment, ...]]:
     """The finished graph, its constants, the scope of every region ("" if it covers no operator), the memories of its
     outputs, and its segments."""
-    raw, constants, functionalizer, memories = _functional_graph(traced, module, given, precision)
+    raw, constants, functionalizer, memories = _functional_graph(traced, module, inputs, precision)
     # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
     _announce_dense(raw)
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
@@ -294,12 +294,12 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
 
 
 def _functional_graph(
-    traced: Traced, module: nn.Module, given: tuple[Given, ...], precision: Precision
+    traced: Traced, module: nn.Module, inputs: tuple[Given, ...], precision: Precision
 ) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[Memory | None, ...]]:
     """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
     outcome = traced.outcome
     functionalizer, nodes, constants, canonical = _functionalized(
-        traced.program, module, given, precision, traced.transformed, traced.repeats
+        traced.program, module, inputs, precision, traced.transformed, traced.repeats
     )
     results = iter(nodes)
     memories = tuple(None if leaf is not None else _memory(functionalizer, next(results)) for leaf in outcome.leaves)
@@ -324,7 +324,7 @@ def _memory(functionalizer: Functionalizer, node: Node) -> Memory:
 def _functionalized(
     program: ExportedProgram,
     module: nn.Module,
-    given: tuple[Given, ...],
+    inputs: tuple[Given, ...],
     precision: Precision,
     transformed: str = "",
     repeats: Repeats | None = None,
@@ -341,10 +341,10 @@ def _functionalized(
             sources.append(Source(name, "constant", (name,)))
             values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
             canonical[name] = name
-    for name, example, stored in ((one.name, one.example, one.stored) for one in given):
+    for name, example, stored in ((entry.name, entry.example, entry.stored) for entry in inputs):
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
-    input_names = tuple(one.name for one in given)
+    input_names = tuple(entry.name for entry in inputs)
     functionalizer = Functionalizer(Emitter(values, sources), _PREFIX, precision.autocast, repeats)
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
@@ -353,7 +353,7 @@ def _functionalized(
     return functionalizer, nodes, constants, canonical
 
 
-def _check_state(called: Called, given: tuple[Given, ...], traced: Traced) -> None:
+def _check_state(called: Called, inputs: tuple[Given, ...], traced: Traced) -> None:
     """Raises CaptureError if the Python state that a call changes, or what it reads, makes the next call compute
     something else, and warns of state that goes on changing, and of what was read: what is captured is the first
     call."""
@@ -367,7 +367,7 @@ def _check_state(called: Called, given: tuple[Given, ...], traced: Traced) -> No
             )
         )
     program, calls = trace_pair(called)
-    functionalizer, nodes, constants, _ = _functionalized(program, module, given, precision)
+    functionalizer, nodes, constants, _ = _functionalized(program, module, inputs, precision)
     outputs = tuple(map(functionalizer.ref_of, nodes))
     graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
     what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"

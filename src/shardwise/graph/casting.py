@@ -64,12 +64,12 @@ class Casting:
     def _cast(self, name: str, dtype: torch.dtype, cast: Callable[[str, torch.dtype], Ref], remembers: bool) -> Ref:
         if (name, dtype) in self._known:
             return self._known[name, dtype]
-        made, value = cast(name, dtype), self.emitter.values[name]
+        cast_ref, value = cast(name, dtype), self.emitter.values[name]
         assert self.autocast is not None
         trained = value.requires_grad and any(s.value == name and s.kind == "parameter" for s in self.emitter.sources)
         if trained and remembers and (value.dtype, dtype) == (torch.float32, self.autocast.dtype):
-            self._known[name, dtype] = made
-        return made
+            self._known[name, dtype] = cast_ref
+        return cast_ref
 
     def _example(self, op: Op, make: Callable[..., Any]) -> tuple[Any, Any]:
         """The arguments of an operator with examples for its tensors, in the order of ``refs``."""
@@ -89,7 +89,7 @@ class Casting:
         if self.autocast is None:
             return
         for ref, fake in zip(results, tensor_results(val), strict=True):
-            made = self.emitter.value(ref).dtype
-            if isinstance(fake, torch.Tensor) and fake.dtype != made:
-                what = f"{operator_name(op.target)} gives {fake.dtype} under {self.autocast}, {made} by its casts"
+            cast_dtype = self.emitter.value(ref).dtype
+            if isinstance(fake, torch.Tensor) and fake.dtype != cast_dtype:
+                what = f"{operator_name(op.target)} gives {fake.dtype} under {self.autocast}, {cast_dtype} by its casts"
                 raise CaptureError(problem(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX))

@@ -132,8 +132,8 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> Cut:
         what = f"{len(missing)} of {len(graph.ops)} operators are in no part: {shown}"
         raise PlanError(problem(what, fix="name every operator in one part"))
     cutter = _Cutter(graph, part_of, len(parts))
-    found = cutter.parts()
-    for number, part in enumerate(found):
+    graphs = cutter.parts()
+    for number, part in enumerate(graphs):
         if not part.ops:
             raise PlanError(
                 problem(
@@ -142,7 +142,7 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> Cut:
                     fix="cut at fewer or other operators",
                 )
             )
-    return Cut(found, cutter.crossings, tuple(cutter.output_part.items()))
+    return Cut(graphs, cutter.crossings, tuple(cutter.output_part.items()))
 
 
 def cut(graph: Graph, ops: Sequence[str]) -> Graph:
@@ -166,15 +166,15 @@ def _check_exist(graph: Graph, names: Iterable[str]) -> None:
 
 def _ancestors(graph: Graph, ops: Iterable[str]) -> set[str]:
     """The operators whose results some operators need, directly or through others."""
-    found: set[str] = set()
+    ancestors: set[str] = set()
     pending = list(ops)
     while pending:
         for name in graph.op_by_name[pending.pop()].operands:
             producer = graph.producer.get(name)
-            if producer is not None and producer.name not in found:
-                found.add(producer.name)
+            if producer is not None and producer.name not in ancestors:
+                ancestors.add(producer.name)
                 pending.append(producer.name)
-    return found
+    return ancestors
 
 
 def free_values(graph: Graph) -> frozenset[str]:
@@ -233,12 +233,12 @@ class _Cutter:
 
     def _output_parts(self) -> dict[str, int]:
         """Output, or loss -> the part that delivers it."""
-        found: dict[str, int] = {}
+        part_of_output: dict[str, int] = {}
         for name in [*refs(self.graph.outputs), *([] if self.graph.loss is None else [self.graph.loss])]:
             producer = self.graph.producer.get(name)
             here = self.maker.get(name, min(self.users.get(name, ()), default=0))
-            found[name] = here if producer is None else self.part_of[producer.name]
-        return found
+            part_of_output[name] = here if producer is None else self.part_of[producer.name]
+        return part_of_output
 
     def _needed(self, number: int) -> set[str]:
         wanted = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]
@@ -292,24 +292,24 @@ class _Cutter:
         return problem(what, op=op.name, source=op.source, fix=fix)
 
     def _crossings(self) -> tuple[Crossing, ...]:
-        found = []
+        crossings = []
         for name in [source.value for source in self.graph.sources] + [n for op in self.bound for n in op.results]:
             later = self.users.get(name, set()) - {self.maker.get(name)}
             if name in self.maker and later:
-                found.append(Crossing(name, self.maker[name], tuple(sorted(later))))
-        return tuple(found)
+                crossings.append(Crossing(name, self.maker[name], tuple(sorted(later))))
+        return tuple(crossings)
 
     def parts(self) -> tuple[Graph, ...]:
         """All parts, made last first: what has a cotangent is known from the end."""
-        found: list[Graph] = []
+        graphs: list[Graph] = []
         reached: set[str] = set()
         for number in reversed(range(self.num_parts)):
-            found.append(self._part(number, reached))
-            reached.update(found[-1].differentiated)
-            for op in reversed(found[-1].ops):
+            graphs.append(self._part(number, reached))
+            reached.update(graphs[-1].differentiated)
+            for op in reversed(graphs[-1].ops):
                 if any(name in reached and self.graph.by_name[name].requires_grad for name in op.results):
                     reached.update(name for name in op.operands if self.graph.by_name[name].requires_grad)
-        return tuple(reversed(found))
+        return tuple(reversed(graphs))
 
     def _part(self, number: int, reached: Collection[str]) -> Graph:
         """``reached``: the values to which later parts send a cotangent."""
@@ -318,13 +318,13 @@ class _Cutter:
         sent = [c.value for c in self.crossings if self._sends(c, number)]
         delivered = [name for name, part in self.output_part.items() if part == number]
         loss = graph.loss if graph.loss in delivered else None
-        given = [name for name in sent if name in reached]
-        given += [name for name in delivered if graph.loss is None and graph.by_name[name].requires_grad]
+        cotangents = [name for name in sent if name in reached]
+        cotangents += [name for name in delivered if graph.loss is None and graph.by_name[name].requires_grad]
         ops = [op for op in graph.ops if self._runs_in(op, number)]
         sources = [Source(name, "activation", (name,)) for name in received]
         sources += [source for source in graph.sources if self._is_held(source.value, number)]
-        made = [name for op in ops for name in op.results]
-        names = [*(source.value for source in sources), *made]
+        results = [name for op in ops for name in op.results]
+        names = [*(source.value for source in sources), *results]
         outputs = dict.fromkeys([*refs(graph.outputs), *sent])
         return Graph(
             tuple(graph.by_name[name] for name in names),
@@ -333,8 +333,8 @@ class _Cutter:
             tuple(Ref(name) for name in outputs if name in delivered or name in sent),
             loss,
             tuple((buffer, value) for buffer, value in graph.mutations if self._is_held(buffer, number)),
-            tuple((name, text) for name, text in graph.constraints if name in made),  # what is received is laid out
-            tuple(dict.fromkeys(given)),
+            tuple((name, text) for name, text in graph.constraints if name in results),  # what is received is laid out
+            tuple(dict.fromkeys(cotangents)),
         )
 
     def _runs_in(self, op: Op, number: int) -> bool:

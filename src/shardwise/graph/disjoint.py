@@ -23,9 +23,9 @@ class DisjointSets(Generic[Member]):
             member = parent[member]
         return member
 
-    def join(self, one: Member, other: Member) -> None:
+    def join(self, first: Member, second: Member) -> None:
         """Make one set of two; the second one's root stands for it."""
-        self._parent[self.root(one)] = self.root(other)
+        self._parent[self.root(first)] = self.root(second)
 
     def roots(self) -> dict[Member, Member]:
         """Every member that was asked for -> its root."""

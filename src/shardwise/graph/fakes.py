@@ -53,7 +53,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
 def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy. Tensor attributes that were computed from parameters (a pruned weight) are copied without their
     history. Raises CaptureError where the module can not be copied."""
-    computed = [v for own in module.modules() for v in vars(own).values() if isinstance(v, torch.Tensor)]
+    computed = [v for submodule in module.modules() for v in vars(submodule).values() if isinstance(v, torch.Tensor)]
     memo = {id(v): v.detach().clone() for v in computed if not v.is_leaf} | (memo or {})
     try:
         return copy.deepcopy(module, memo)

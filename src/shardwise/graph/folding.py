@@ -55,7 +55,7 @@ class Folding:
     def runs(self, key: Callable[[int], Hashable]) -> tuple[range, ...]:
         """The numbers of the blocks in maximal runs of equal ones. ``key``: what else must be equal."""
         keys = [(kind, key(number)) for number, kind in enumerate(self.kinds)]
-        starts = [0, *(n for n, (one, other) in enumerate(pairwise(keys), 1) if one != other), len(keys)]
+        starts = [0, *(n for n, (key, next_key) in enumerate(pairwise(keys), 1) if key != next_key), len(keys)]
         return tuple(range(start, stop) for start, stop in pairwise(starts) if start < stop)
 
     @cached_property
@@ -89,7 +89,7 @@ class Folding:
             sources=tuple(source for source in graph.sources if source.value not in gone),
             ops=ops,
             mutations=tuple(mutations),
-            constraints=tuple(own for own in graph.constraints if own[0] not in gone),
+            constraints=tuple(constraint for constraint in graph.constraints if constraint[0] not in gone),
         )
 
 
@@ -124,12 +124,12 @@ class _Rewired:
 
 
 def _block(graph: Graph, path: str, ops: Sequence[Op]) -> Block:
-    own = {op.name for op in ops}
+    names = {op.name for op in ops}
     sources = dict.fromkeys(
         name
         for op in ops
         for name in op.operands
-        if name in graph.source_of and own.issuperset(reader.name for reader in graph.consumers[name])
+        if name in graph.source_of and names.issuperset(reader.name for reader in graph.consumers[name])
     )
     return Block(path, tuple(ops), tuple(name for op in ops for name in op.results), tuple(sources))
 

@@ -123,8 +123,8 @@ class Functionalizer:
             return f"#{root.storage}", None
         val = node.meta["val"]
         where = tuple(val.shape), tuple(val.stride()), int(val.storage_offset())
-        is_known = root.source.value in self._contiguous and self._tensor(node).is_in_place
-        return root.source.value, where if is_known else None
+        is_in_source = root.source.value in self._contiguous and self._tensor(node).is_in_place
+        return root.source.value, where if is_in_source else None
 
     def mutations(self) -> dict[str, str]:
         """Buffer value -> the value that was written to it last, without gradient."""
@@ -207,7 +207,7 @@ class Functionalizer:
         """The operators of a repeated layer, with the operands of this one."""
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
-        before = {own: self._known[own] for own in (*body.operands, *body.nodes)}
+        before = {body_node: self._known[body_node] for body_node in (*body.operands, *body.nodes)}
         self._known.update(zip(body.operands, operands, strict=True))
         self._inlining = inlining
         self.run(body.nodes)
@@ -487,8 +487,8 @@ def _complete(op: Op, functional: OpOverload) -> tuple[Arg, ...]:
     """The positional arguments of an in-place operator, with those for which only it has a default: ``bernoulli_()``
     draws with p = 0.5, and ``bernoulli`` wants a p."""
     required = [a.name for a in functional._schema.arguments if not a.kwarg_only and not a.has_default_value()]
-    given, named = arguments(op), dict(op.kwargs)
-    return op.args + tuple(given[name] for name in required[len(op.args) :] if name not in named)
+    values, named = arguments(op), dict(op.kwargs)
+    return op.args + tuple(values[name] for name in required[len(op.args) :] if name not in named)
 
 
 def _argument_name(name: str) -> str:

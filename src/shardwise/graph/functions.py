@@ -70,13 +70,13 @@ class _Widened(TorchFunctionMode):
 def function_of(name: str) -> type[Function]:
     """The class of this name, of those that this process has. Raises ShardwiseError if there is none, or several."""
     if name not in _KNOWN:
-        found = [kind for kind in _subclasses(Function) if _name(kind) == name]
-        if not found:
+        kinds = [kind for kind in _subclasses(Function) if _name(kind) == name]
+        if not kinds:
             raise ShardwiseError(
                 problem(f"this process has no torch.autograd.Function {name}", fix="import it on every rank")
             )
-        _check_alike(name, found, "")
-        _KNOWN[name] = found[-1]
+        _check_alike(name, kinds, "")
+        _KNOWN[name] = kinds[-1]
     return _KNOWN[name]
 
 
@@ -86,7 +86,7 @@ def _name(kind: type) -> str:
 
 def _subclasses(kind: type) -> list[type]:
     direct: list[type] = kind.__subclasses__()
-    return [sub for one in direct for sub in (one, *_subclasses(one))]
+    return [sub for subclass in direct for sub in (subclass, *_subclasses(subclass))]
 
 
 def _check_alike(name: str, kinds: Sequence[type], line: str) -> None:
@@ -184,13 +184,13 @@ class _Replacing:
         _ORIGINALS[kind] = {n: vars(kind).get(n) for n in ("forward", "setup_context")}
         forward, setup = kind.forward, kind.setup_context
 
-        def replaced(*given: Any) -> Any:
+        def replaced(*call_args: Any) -> Any:
             if self.inside:
-                return forward(*given)
-            return self.call(kind, given if has_setup else given[1:])
+                return forward(*call_args)
+            return self.call(kind, call_args if has_setup else call_args[1:])
 
-        def replaced_setup(*given: Any) -> Any:
-            return setup(*given) if self.inside else None
+        def replaced_setup(*call_args: Any) -> Any:
+            return setup(*call_args) if self.inside else None
 
         kind.forward = staticmethod(replaced)
         if has_setup:
@@ -206,19 +206,19 @@ class _Replacing:
             if key not in self.structures:
                 self.structures[key] = _tried(kind, arguments, tensors, name, line)
             with torch.fx.traceback.annotate({LINE: line}):
-                found = iter(FUNCTION(tensors, name, arguments, torch.float32))
+                outputs = iter(FUNCTION(tensors, name, arguments, torch.float32))
         finally:
             self.inside = before
         single, leaves = self.structures[key]
-        results = tuple(next(found) if leaf is _SLOT else leaf for leaf in leaves)
+        results = tuple(next(outputs) if leaf is _SLOT else leaf for leaf in leaves)
         return results[0] if single else results
 
     def restore(self) -> None:
         for kinds in self.kinds.values():
             for kind in kinds:
-                for name, own in _ORIGINALS.pop(kind, {}).items():
-                    if own is not None:
-                        setattr(kind, name, own)
+                for name, original in _ORIGINALS.pop(kind, {}).items():
+                    if original is not None:
+                        setattr(kind, name, original)
                     elif name in vars(kind):
                         delattr(kind, name)
 

@@ -34,11 +34,11 @@ def _groups(
     lowest, *flat = torch.cat((first, bounds.flatten())).tolist()
     if lowest < 0:
         raise IndexError(f"grouped_mm: a row is of expert {lowest}; experts are counted from 0")
-    each = experts.shape[0] // max(x.shape[0], 1)
+    rows_per_token = experts.shape[0] // max(x.shape[0], 1)
     for expert, (start, stop) in enumerate(zip(flat[::2], flat[1::2], strict=True)):
         if start < stop:
             rows = order[start:stop]
-            yield expert, rows, rows if each == 1 else rows // each
+            yield expert, rows, rows if rows_per_token == 1 else rows // rows_per_token
 
 
 @torch.library.custom_op(

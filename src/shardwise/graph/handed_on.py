@@ -46,23 +46,23 @@ def _handed_on(node: Node) -> dict[int, HandedOn]:
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, Node) and isinstance(leaf.meta["val"], torch.Tensor)]
     is_said = any(result.alias_info for result in target._schema.returns)
-    dtypes = {one.dtype for one in (*(o.meta["val"] for o in operands), *tensor_results(node.meta["val"]))}
+    dtypes = {tensor.dtype for tensor in (*(o.meta["val"] for o in operands), *tensor_results(node.meta["val"]))}
     # One dtype: what is handed on has its operand's, and under autocast others are not called with what was traced.
     if is_said or not operands or len(dtypes) != 1 or not target._can_decompose():
         return {}
-    args, kwargs = pytree.tree_map_only(Node, lambda one: one.meta["val"], (node.args, node.kwargs))
+    args, kwargs = pytree.tree_map_only(Node, lambda argument: argument.meta["val"], (node.args, node.kwargs))
     with operands[0].meta["val"].fake_mode, torch.no_grad():
         results = tensor_results(target(*args, **kwargs))
     owners = {storage_of(operand.meta["val"]): operand for operand in reversed(operands)}
-    found = {}
+    handed_on = {}
     for index, (result, traced) in enumerate(zip(results, tensor_results(node.meta["val"]), strict=True)):
         operand = owners.get(storage_of(result))
         if operand is None:
             continue
-        one = HandedOn(operand, _is_whole(result, operand.meta["val"]))
-        if one.is_whole or storage_of(traced) not in owners:
-            found[index] = one
-    return found
+        entry = HandedOn(operand, _is_whole(result, operand.meta["val"]))
+        if entry.is_whole or storage_of(traced) not in owners:
+            handed_on[index] = entry
+    return handed_on
 
 
 def _is_whole(result: torch.Tensor, operand: torch.Tensor) -> bool:

@@ -32,8 +32,8 @@ def check_kinds(module: Any) -> None:
     if not isinstance(module, nn.Module):
         what = f"the model is a {type(module).__name__} and no torch.nn.Module"
         raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
-    for path, own in module.named_modules():
-        for kind in type(own).__mro__:
+    for path, submodule in module.named_modules():
+        for kind in type(submodule).__mro__:
             if fix := _KINDS.get(f"{kind.__module__}.{kind.__qualname__}"):
                 what = f"{f'{path} is' if path else 'the model is'} a {kind.__name__}, which is not captured"
                 raise CaptureError(problem(what, fix=fix))

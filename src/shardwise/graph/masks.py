@@ -55,7 +55,7 @@ class _Rewriting:
     graph: Graph
     known: Mapping[str, Abstract]
     constants: dict[str, Tensor] = field(default_factory=dict)
-    made: list[tuple[Intervals, Ref]] = field(default_factory=list)
+    masks: list[tuple[Intervals, Ref]] = field(default_factory=list)
 
     def __call__(self, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
         before = arguments(op)
@@ -71,17 +71,17 @@ class _Rewriting:
             elif seen is not None and seen.is_causal:
                 args |= {"attn_mask": None, "is_causal": True}
             elif seen is not None:
-                args["attn_mask"] = self._made(seen, emitter)
+                args["attn_mask"] = self._mask_of(seen, emitter)
         if args == before:
             return None
         positional = tuple(args.pop(name) for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"))
         return (emitter.emit_as_is(ATTENTION, *positional, **args),)
 
-    def _made(self, seen: Intervals, emitter: Emitter) -> Ref:
+    def _mask_of(self, seen: Intervals, emitter: Emitter) -> Ref:
         """The mask of some intervals, which all attention of the model shares."""
-        for intervals, made in self.made:
+        for intervals, ref in self.masks:
             if intervals.equals(seen):
-                return made
+                return ref
         keys = emitter.emit(aten.arange.default, seen.num_keys)
         parts = []
         for bound, data, compare in (("hi", seen.hi, aten.lt.Tensor), ("lo", seen.lo, aten.ge.Tensor)):
@@ -94,11 +94,11 @@ class _Rewriting:
                 )
                 parts.append(emitter.emit(compare, keys, emitter.emit(aten.unsqueeze.default, rows, 1)))
         mask: Ref = parts[0] if len(parts) == 1 else emitter.emit(aten.logical_and.default, *parts)
-        self.made.append((seen, mask))
+        self.masks.append((seen, mask))
         return mask
 
     def _constant(self, bound: str, data: Tensor, emitter: Emitter) -> Ref:
-        name = f"mask_{len(self.made)}_{bound}"
+        name = f"mask_{len(self.masks)}_{bound}"
         while name in emitter.values:
             name += "_"
         self.constants[name] = data

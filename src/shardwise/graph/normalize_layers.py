@@ -60,10 +60,10 @@ def _gates(emitter: Emitter, args: dict[str, Any], count: int) -> tuple[list[Ref
 def _lstm_cell(op: Op, emitter: Emitter) -> Results:
     """i, f, g, o = parts of W x + V h; c' = f c + i g; h' = o tanh(c') (Hochreiter and Schmidhuber 1997)."""
     args, emit = arguments(op), emitter.emit
-    parts = [emit(aten.add.Tensor, own, other) for own, other in zip(*_gates(emitter, args, 4), strict=True)]
+    parts = [emit(aten.add.Tensor, x, h) for x, h in zip(*_gates(emitter, args, 4), strict=True)]
     i, f, o = (emit(aten.sigmoid.default, parts[n]) for n in (0, 1, 3))
-    made = emit(aten.mul.Tensor, i, emit(aten.tanh.default, parts[2]))
-    state = emit(aten.add.Tensor, emit(aten.mul.Tensor, f, args["hx"][1]), made)
+    update = emit(aten.mul.Tensor, i, emit(aten.tanh.default, parts[2]))
+    state = emit(aten.add.Tensor, emit(aten.mul.Tensor, f, args["hx"][1]), update)
     return emit(aten.mul.Tensor, o, emit(aten.tanh.default, state)), state
 
 

@@ -56,7 +56,7 @@ def _normal(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref
     return result
 
 
-def _made(draw: Any) -> Rewrite:
+def _drawn(draw: Any) -> Rewrite:
     """``rand(size)`` and its like, or ``rand_like(x)``."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
@@ -248,10 +248,10 @@ def _without_generator(rewrite: Rewrite) -> Rewrite:
 
 
 RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
-    aten.rand.default: _made(_uniform),
-    aten.rand_like.default: _made(_uniform),
-    aten.randn.default: _made(_normal),
-    aten.randn_like.default: _made(_normal),
+    aten.rand.default: _drawn(_uniform),
+    aten.rand_like.default: _drawn(_uniform),
+    aten.randn.default: _drawn(_normal),
+    aten.randn_like.default: _drawn(_normal),
     aten.randint.default: _integers,
     aten.randint.low: _integers,
     aten.randint_like.default: _integers,
@@ -260,8 +260,8 @@ RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.uniform.default: _between,
     aten.exponential.default: _exponential,
     aten.bernoulli.default: _bernoulli,
-    aten.rand.generator: _without_generator(_made(_uniform)),
-    aten.randn.generator: _without_generator(_made(_normal)),
+    aten.rand.generator: _without_generator(_drawn(_uniform)),
+    aten.randn.generator: _without_generator(_drawn(_normal)),
     aten.normal.float_float: _gaussian_of,
     aten.normal.Tensor_float: _gaussian_of,
     aten.normal.float_Tensor: _gaussian_of,

@@ -61,8 +61,8 @@ def known_values(graph: Graph, wanted: set[str], constants: Mapping[str, Tensor]
 def _known(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
     known: dict[str, Abstract] = {}
     for name, data in constants.items():
-        found = None if is_fake(data) or data.is_meta else collapsed(data.cpu())
-        known |= {} if found is None else {name: found}
+        constant = None if is_fake(data) or data.is_meta else collapsed(data.cpu())
+        known |= {} if constant is None else {name: constant}
     for op in ops:
         if len(op.results) == 1 and not graph.by_name[op.results[0]].requires_grad and not is_random(op.target):
             value = evaluated(op, graph.by_name[op.results[0]], known)
@@ -96,8 +96,8 @@ def evaluated(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract 
         return viewed(lambda tensor: tensor.view(result.shape), operands[0])
     if is_view(op.target) and len(operands) == 1:
         return viewed(function, operands[0])
-    if name == "index" and (found := _indexed(args, known, result)) is not None:
-        return found
+    if name == "index" and (indexed := _indexed(args, known, result)) is not None:
+        return indexed
     if name in _ALONG_DIM:
         return _computed(function, operands, result, _dims(args))
     return _computed(function, operands, result)
@@ -139,15 +139,15 @@ def _computed(
     size = result.numel
     if along is not None:
         rank = len(result.shape)
-        apart = [dim for dim in range(rank) if dim not in {own % rank for own in along}]
+        apart = [dim for dim in range(rank) if dim not in {along_dim % rank for along_dim in along}]
         for dim in apart:
             if all(tensor.stride(dim) == 0 or tensor.shape[dim] == 1 for tensor in tensors):
                 tensors = [tensor.narrow(dim, 0, 1) for tensor in tensors]
                 size //= result.shape[dim]
     if max([size, *(tensor.numel() for tensor in tensors)]) > MOST_ELEMENTS:
         return None
-    made = function(*tensors)
-    return collapsed(made.expand(result.shape)) if isinstance(made, Tensor) else None
+    output = function(*tensors)
+    return collapsed(output.expand(result.shape)) if isinstance(output, Tensor) else None
 
 
 def _filled(arg: Arg, tensor_of: Callable[[str], Tensor]) -> Any:

@@ -41,14 +41,14 @@ class Precision:
     autocast: Autocast | None = None
 
     def __post_init__(self) -> None:
-        wrong = [(name, own) for name in DTYPES if (own := getattr(self, name)) not in (None, *FLOATING)]
+        wrong = [(name, dtype) for name in DTYPES if (dtype := getattr(self, name)) not in (None, *FLOATING)]
         if wrong:
-            given = ", ".join(f"{name}={dtype!r}" for name, dtype in wrong)
+            text = ", ".join(f"{name}={dtype!r}" for name, dtype in wrong)
             is_dtype = all(isinstance(dtype, torch.dtype) for _, dtype in wrong)
             what = "no gradient flows through such a dtype" if is_dtype else "not a dtype of torch"
             raise ShardwiseError(
                 problem(
-                    f"Precision({given}): {what}",
+                    f"Precision({text}): {what}",
                     fix=f"one of {', '.join(map(str, FLOATING))}, or None for the model's own",
                 )
             )
@@ -88,21 +88,21 @@ class Precision:
 
     def of_parameter(self, value: Value) -> Value:
         """A parameter with the dtypes that it has in a graph; ``value`` has the model's."""
-        own, computed = value.dtype, self.computed(value.dtype)
-        reduced = other(self.reduced(own), computed) if value.requires_grad else None
-        return replace(value, dtype=computed, stored=other(self.stored(own), computed), reduced=reduced)
+        dtype, computed = value.dtype, self.computed(value.dtype)
+        reduced = other(self.reduced(dtype), computed) if value.requires_grad else None
+        return replace(value, dtype=computed, stored=other(self.stored(dtype), computed), reduced=reduced)
 
-    def computed(self, own: torch.dtype) -> torch.dtype:
-        """In which a parameter or an input of the module is computed with, whose dtype in the model is ``own``."""
-        return self.compute if self.compute is not None and own.is_floating_point else own
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a parameter or an input of the module is computed with, whose dtype in the model is ``dtype``."""
+        return self.compute if self.compute is not None and dtype.is_floating_point else dtype
 
-    def stored(self, own: torch.dtype) -> torch.dtype:
-        """In which a parameter is kept, whose dtype in the model is ``own``."""
-        return self.parameter if self.parameter is not None and own.is_floating_point else own
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a parameter is kept, whose dtype in the model is ``dtype``."""
+        return self.parameter if self.parameter is not None and dtype.is_floating_point else dtype
 
-    def reduced(self, own: torch.dtype) -> torch.dtype:
-        """In which the gradient of a parameter is reduced, whose dtype in the model is ``own``."""
-        return self.reduce if self.reduce is not None and own.is_floating_point else self.computed(own)
+    def reduced(self, dtype: torch.dtype) -> torch.dtype:
+        """In which the gradient of a parameter is reduced, whose dtype in the model is ``dtype``."""
+        return self.reduce if self.reduce is not None and dtype.is_floating_point else self.computed(dtype)
 
 
 MODELS_OWN = Precision()
@@ -110,12 +110,12 @@ MODELS_OWN = Precision()
 
 def check_real(module: nn.Module, precision: Precision) -> None:
     """Raise CaptureError where a precision is asked of complex parameters, which have none of these dtypes."""
-    found = [name for name, tensor in module.named_parameters() if tensor.is_complex()]
-    if found and not precision.is_models:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    names = [name for name, tensor in module.named_parameters() if tensor.is_complex()]
+    if names and not precision.is_models:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise CaptureError(
             problem(
-                f"the parameter {found[0]}{more} is complex, and a Precision names real dtypes",
+                f"the parameter {names[0]}{more} is complex, and a Precision names real dtypes",
                 fix="leave precision= out, or keep the real and the imaginary part as parameters (torch.view_as_real)",
             )
         )
@@ -138,6 +138,6 @@ def with_reductions(graph: Graph) -> Graph:
     return replace(graph, values=tuple(values[value.name] for value in graph.values))
 
 
-def other(dtype: torch.dtype, own: torch.dtype) -> torch.dtype | None:
+def other(dtype: torch.dtype, computed: torch.dtype) -> torch.dtype | None:
     """``dtype`` where it is not the one that is computed in, else None (``Value.stored``, ``Value.reduced``)."""
-    return None if dtype == own else dtype
+    return None if dtype == computed else dtype

@@ -120,9 +120,9 @@ def pointwise(
     if name in _FLIPPED:
         left, *others = operands
         right = others[0] if others else None if number is None else filled(number, (), torch.int64)
-        found = None if right is None else _compared(name, left, right, shape)
-        if found is not None:
-            return found
+        comparison = None if right is None else _compared(name, left, right, shape)
+        if comparison is not None:
+            return comparison
     summed = _summed(name, function, operands, shape)
     return summed if summed is not None else _by_corners(function, operands, shape)
 
@@ -198,12 +198,12 @@ def _keys_where(name: str, keys: Tensor, bounds: Tensor) -> tuple[Intervals, boo
 
 
 def _chosen(
-    found: tuple[Intervals, bool] | None, query: int, key: int, shape: tuple[int, ...]
+    intervals_with_value: tuple[Intervals, bool] | None, query: int, key: int, shape: tuple[int, ...]
 ) -> Known | Choice | None:
-    if found is None:
+    if intervals_with_value is None:
         return None
-    inside = torch.full((1,) * len(shape), found[1])
-    return choice(shape, query, key, found[0], inside, ~inside)
+    inside = torch.full((1,) * len(shape), intervals_with_value[1])
+    return choice(shape, query, key, intervals_with_value[0], inside, ~inside)
 
 
 def choice(shape: tuple[int, ...], query: int, key: int, seen: Intervals, on: Tensor, off: Tensor) -> Known | Choice:
@@ -249,15 +249,15 @@ def _added(
     parts: dict[int, Tensor] = {}
     for x, factor in zip(operands, factors, strict=True):
         if isinstance(x, Known):
-            found = {dim: x.core.flatten() for dim in along(x.core)}
-            if len(found) > 1:
+            summands = {dim: x.core.flatten() for dim in along(x.core)}
+            if len(summands) > 1:
                 return None
-            everywhere = everywhere if found else everywhere + factor * x.core.reshape(1).to(torch.int64)
+            everywhere = everywhere if summands else everywhere + factor * x.core.reshape(1).to(torch.int64)
         elif isinstance(x, Sum) and not x.absolute:
-            found = {x.query: x.of_query, x.key: x.of_key}
+            summands = {x.query: x.of_query, x.key: x.of_key}
         else:
             return None
-        for dim, part in found.items():
+        for dim, part in summands.items():
             parts[dim] = parts.get(dim, torch.zeros(1, dtype=torch.int64)) + factor * part.to(torch.int64)
     if len(parts) != 2:
         return None
@@ -310,23 +310,23 @@ def _by_corners(function: Function, operands: Sequence[Abstract], shape: tuple[i
         values[inside] = function(*taken).reshape((1,) * len(shape))
     if any(value.is_floating_point() and bool(value.isnan()) for value in values.values()):
         return None
-    both, one, other, neither = values.values()
+    both, first_only, second_only, neither = values.values()
     if len(distinct) == 1:
         return choice(shape, query, key, first, both, neither)
-    found: Intervals | None = None
-    if _same(both, one) and _same(other, neither):
-        found, on, off = first, both, neither
-    elif _same(both, other) and _same(one, neither):
-        found, on, off = second, both, neither
-    elif _same(one, other, neither):
-        found, on, off = first.intersection(second), both, neither
-    elif _same(both, other, neither):
-        found, on, off = first.without(second), one, neither
-    elif _same(both, one, neither):
-        found, on, off = second.without(first), other, neither
-    elif _same(both, one, other):
-        found, on, off = first.union(second), both, neither
-    return None if found is None else choice(shape, query, key, found, on, off)
+    intervals: Intervals | None = None
+    if _same(both, first_only) and _same(second_only, neither):
+        intervals, on, off = first, both, neither
+    elif _same(both, second_only) and _same(first_only, neither):
+        intervals, on, off = second, both, neither
+    elif _same(first_only, second_only, neither):
+        intervals, on, off = first.intersection(second), both, neither
+    elif _same(both, second_only, neither):
+        intervals, on, off = first.without(second), first_only, neither
+    elif _same(both, first_only, neither):
+        intervals, on, off = second.without(first), second_only, neither
+    elif _same(both, first_only, second_only):
+        intervals, on, off = first.union(second), both, neither
+    return None if intervals is None else choice(shape, query, key, intervals, on, off)
 
 
 def _same(first: Tensor, *others: Tensor) -> bool:
@@ -390,7 +390,7 @@ def viewed(function: Function, x: Abstract) -> Abstract | None:
         looked = function(torch.empty_strided(x.shape, strides, device="meta"))
     except RuntimeError:
         return None
-    found: dict[str, tuple[int, slice]] = {}
+    axes: dict[str, tuple[int, slice]] = {}
     starts = divmod(int(looked.storage_offset()), keys)
     for dim, (size, stride) in enumerate(zip(looked.shape, looked.stride(), strict=True)):
         if size < 2 or stride == 0:
@@ -399,12 +399,12 @@ def viewed(function: Function, x: Abstract) -> Abstract | None:
         step, start = (stride // keys, starts[0]) if of_query else (stride, starts[1])
         stop = start + (size - 1) * step + 1
         name = "query" if of_query else "key"
-        if name in found or stop > x.shape[x.query if of_query else x.key]:
+        if name in axes or stop > x.shape[x.query if of_query else x.key]:
             return None
-        found[name] = dim - looked.dim(), slice(start, stop, step)
-    if len(found) != 2 or (isinstance(x, Choice) and found["key"][1].step != 1):
+        axes[name] = dim - looked.dim(), slice(start, stop, step)
+    if len(axes) != 2 or (isinstance(x, Choice) and axes["key"][1].step != 1):
         return None
-    (query, queries), (key, columns) = found["query"], found["key"]
+    (query, queries), (key, columns) = axes["query"], axes["key"]
     shape = tuple(looked.shape)
     if isinstance(x, Sum):
         return Sum(shape, query, key, x.of_query[queries], x.of_key[columns], x.dtype, x.absolute)

@@ -81,51 +81,51 @@ class Reached:
                 for name in (names - self.names).intersection(vars(kind)):
                     self.meet(vars(kind)[name])
             self.names |= names
-            found = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
+            candidates = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
             for cell in function.__closure__ or ():
                 with suppress(ValueError):  # a cell that is empty yet
-                    found.append(cell.cell_contents)
+                    candidates.append(cell.cell_contents)
             modules: set[ModuleType] = set()
-            while found:
-                value = found.pop()
+            while candidates:
+                value = candidates.pop()
                 self.meet(value)
                 if isinstance(value, ModuleType) and value not in modules:
                     modules.add(value)
-                    found += [vars(value)[name] for name in names.intersection(vars(value))]
+                    candidates += [vars(value)[name] for name in names.intersection(vars(value))]
                 elif isinstance(value, type) and value.__module__ != "builtins":
                     self.meet_class(value, "__init__", "__call__")
 
 
 def reached(
-    module: nn.Module, loss: Callable[..., Any] | None = None, given: Iterable[Callable[..., Any]] = ()
+    module: nn.Module, loss: Callable[..., Any] | None = None, argument_functions: Iterable[Callable[..., Any]] = ()
 ) -> Reached:
-    """What a call of a module, and of a loss, may run. ``given``: functions among the arguments of the call."""
+    """What a call of a module, and of a loss, may run. ``argument_functions``: those among the call's arguments."""
     owners = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
-    found = Reached(owners=owners, loss=loss)
-    for owner in found.owners:
+    code = Reached(owners=owners, loss=loss)
+    for owner in code.owners:
         for kind in type(owner).__mro__:
-            found.meet_class(kind, "forward")
+            code.meet_class(kind, "forward")
         for value in vars(owner).values():
             if not isinstance(value, dict):
-                found.meet(value)
-    for function in (loss, *given):
-        found.meet(function)
-    found.follow()
-    return found
+                code.meet(value)
+    for function in (loss, *argument_functions):
+        code.meet(function)
+    code.follow()
+    return code
 
 
 def names_in_methods(kind: type, names: Collection[str]) -> set[str]:
     """Names, and those that the methods use which have such names, of a class of a user's."""
-    found, pending = set(names), [*names, "__call__"]
+    used, pending = set(names), [*names, "__call__"]
     while pending:
         name = pending.pop()
         method = inspect.getattr_static(kind, name, None)
         method = getattr(method, "fget", None) or getattr(method, "__func__", method)
         if isinstance(method, FunctionType) and is_of_models(method.__code__.co_filename):
-            new = set(_names(method.__code__)) - found
-            found |= new
+            new = set(_names(method.__code__)) - used
+            used |= new
             pending += new
-    return found
+    return used
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -147,31 +147,31 @@ def _texts(code: CodeType) -> Iterator[str]:
 def emptied(code: Reached) -> Iterator[None]:
     """With no tables of tensors in caches: what was called earlier changes no graph. Afterwards, without what was made
     of tensors without data. Other objects stay: settings, or a module, of which there is one are not made anew."""
-    for one in code.caches:
-        found = _held(one, code.owners)
-        if any(isinstance(x, torch.Tensor) for x in found) and not any(isinstance(x, nn.Module) for x in found):
-            one.cache_clear()
+    for cache in code.caches:
+        objects = _contents(cache, code.owners)
+        if any(isinstance(x, torch.Tensor) for x in objects) and not any(isinstance(x, nn.Module) for x in objects):
+            cache.cache_clear()
     try:
         yield
     finally:
-        for one in code.caches:
-            if any(isinstance(x, torch.Tensor) and not _has_data(x) for x in _held(one, code.owners)):
-                one.cache_clear()
+        for cache in code.caches:
+            if any(isinstance(x, torch.Tensor) and not _has_data(x) for x in _contents(cache, code.owners)):
+                cache.cache_clear()
 
 
-def _held(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:
+def _contents(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:
     """What a cache holds, itself or in what it holds, but for the model, on whose methods it may be."""
-    found: list[Any] = []
+    objects: list[Any] = []
     seen = {id(cache), id(cache.__wrapped__), *map(id, owners)}
     pending: list[Any] = [cache]
-    while pending and len(found) < _MOST_OBJECTS:
+    while pending and len(objects) < _MOST_OBJECTS:
         for value in gc.get_referents(pending.pop()):
             if id(value) not in seen and not isinstance(value, (type, ModuleType, FunctionType)):
                 seen.add(id(value))
-                found.append(value)
+                objects.append(value)
                 if not isinstance(value, torch.Tensor):
                     pending.append(value)
-    return found
+    return objects
 
 
 def _has_data(tensor: torch.Tensor) -> bool:

@@ -95,13 +95,13 @@ class Read:
 
 def _suspects(code: Reached) -> bool:
     """Whether the code names something that reads from outside."""
-    known = {id(getattr(one, "__func__", one)) for one in _SUSPECTS}  # ``secrets`` has methods of a generator
+    known = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in known or isinstance(v, kinds) for v in code.values)
 
 
 @contextmanager
-def _reading(found: list[Read]) -> Iterator[None]:
+def _reading(reads: list[Read]) -> Iterator[None]:
     """Notes what the model reads. Slow."""
 
     def look(frame: FrameType, event: str, called: Any) -> None:
@@ -112,7 +112,7 @@ def _reading(found: list[Read]) -> Iterator[None]:
         elif event == "call" and frame.f_code in _PYTHON:
             what, asks = _PYTHON[frame.f_code], frame.f_back
         if what and (asker := _asker(asks)) is not None:
-            found.append(Read(what, f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"))
+            reads.append(Read(what, f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"))
 
     before = sys.getprofile()
     with uncollected():
@@ -139,8 +139,8 @@ def _of_builtin(called: Any) -> str:
     if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
         return f"whether gradients are recorded (torch.{name})"
     # What Python holds itself is followed by ``host_random``.
-    own = isinstance(owner, random.Random) and owner is not random._inst
-    if own and name in ("random", "getrandbits"):
+    is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
+    if is_own_generator and name in ("random", "getrandbits"):
         return f"{_GENERATOR} (random.Random)"
     return ""
 
@@ -167,14 +167,14 @@ def reads_of(code: Reached, run: Callable[[Watching], object]) -> tuple[Read, ..
     is given; it is not called where no name of the code reads."""
     if not _suspects(code):
         return ()
-    found: list[Read] = []
-    run(lambda: _reading(found))
-    generators = [one for one in code.values if isinstance(one, (np.random.Generator, np.random.RandomState))]
+    reads: list[Read] = []
+    run(lambda: _reading(reads))
+    generators = [value for value in code.values if isinstance(value, (np.random.Generator, np.random.RandomState))]
     if generators:  # a profiler does not see their calls
         lines: list[str] = []
         run(lambda: watching(lines, lambda: pickle.dumps(generators)))
-        found += [Read(f"{_GENERATOR} (numpy.random)", line) for line in lines]
-    return tuple(dict.fromkeys(found))
+        reads += [Read(f"{_GENERATOR} (numpy.random)", line) for line in lines]
+    return tuple(dict.fromkeys(reads))
 
 
 def reject_reads(reads: Sequence[Read], what: str) -> None:

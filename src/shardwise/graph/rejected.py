@@ -92,8 +92,8 @@ def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None
     ``values``: those of the graph, by name; ``origin``: what the call is emitted for."""
     if not isinstance(op.target, OpOverload) or operator_name(op.target) not in _OF_ONE_DTYPE:
         return
-    found = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]
-    floating = [(name, dtype) for name, dtype in found if dtype.is_floating_point or dtype.is_complex]
+    operands = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]
+    floating = [(name, dtype) for name, dtype in operands if dtype.is_floating_point or dtype.is_complex]
     if len({dtype for _, dtype in floating}) > 1:
         said = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
         raise CaptureError(

@@ -119,17 +119,17 @@ class Repeats:
 
 @contextmanager
 def repeated_calls(
-    module: nn.Module, found: Repeats, annotated: Collection[str], line_of: Callable[[FrameType | None], str]
+    module: nn.Module, repeats: Repeats, annotated: Collection[str], line_of: Callable[[FrameType | None], str]
 ) -> Iterator[None]:
     """While ``module`` (a copy made for capture) is traced, its repeated layers are traced once. ``annotated``: paths
     of modules whose calls open regions; ``line_of``: the user's line of a frame."""
     for group, paths in _groups(module, annotated):
         for part, path in zip(group.modules, paths, strict=True):
-            part.forward = _repeating(part, path, group, found, line_of)
+            part.forward = _repeating(part, path, group, repeats, line_of)
     try:
         yield
     finally:
-        for number in found.paths:
+        for number in repeats.paths:
             _BODIES.pop(number, None)
 
 
@@ -145,25 +145,25 @@ def _groups(module: nn.Module, annotated: Collection[str]) -> list[tuple[_Group,
     names: dict[int, int] = {}
     for _, part in module.named_modules(remove_duplicate=False):
         names[id(part)] = names.get(id(part), 0) + 1
-    found: dict[object, list[tuple[str, nn.Module, dict[Place, int]]]] = {}
+    alike: dict[object, list[tuple[str, nn.Module, dict[Place, int]]]] = {}
     for path, part in module.named_modules():
-        inside = any(own == path or own.startswith(f"{path}.") for own in annotated)
+        inside = any(annotated_path == path or annotated_path.startswith(f"{path}.") for annotated_path in annotated)
         if not path or inside or next(part.children(), None) is None:
             continue
-        if any(names[id(own)] > 1 for own in part.modules()):
+        if any(names[id(submodule)] > 1 for submodule in part.modules()):
             continue
         try:
             key, numbers = _structure(part)
         except _Unequal:
             continue
-        found.setdefault(key, []).append((path, part, numbers))
+        alike.setdefault(key, []).append((path, part, numbers))
     groups = []
-    for members in found.values():
+    for members in alike.values():
         if len(members) < LEAST:
             continue
         first = members[0][2]
         differing = [place for place in first if len({numbers[place] for _, _, numbers in members}) > 1]
-        own_numbers = {id(part): {place: own[place] for place in differing} for _, part, own in members}
+        own_numbers = {id(part): {place: all_numbers[place] for place in differing} for _, part, all_numbers in members}
         groups.append((_Group([part for _, part, _ in members], own_numbers), [path for path, _, _ in members]))
     return groups
 
@@ -173,11 +173,11 @@ def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
     key: list[object] = []
     numbers: dict[Place, int] = {}
     for path, part in module.named_modules():
-        own = vars(part)
-        if "forward" in own or _has_hooks(part) or (path and any(name.startswith("_shardwise") for name in own)):
+        state = vars(part)
+        if "forward" in state or _has_hooks(part) or (path and any(name.startswith("_shardwise") for name in state)):
             raise _Unequal
         key.append((path, type(part)))
-        for name, value in own.items():
+        for name, value in state.items():
             if name in OF_TORCH:
                 continue
             if type(value) is int:
@@ -254,14 +254,14 @@ class _Call:
     def run(self) -> Any:
         return self.forward(*self.args, **self.kwargs)
 
-    def given(self) -> list[int]:
+    def argument_ids(self) -> list[int]:
         """The identities of what it is given, which it may put others in place of."""
         return list(map(id, pytree.tree_leaves((self.args, self.kwargs))))
 
 
-def _key_of(module: nn.Module, operands: list[torch.Tensor], given: Any, group: _Group, line: str) -> object:
+def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, group: _Group, line: str) -> object:
     """What calls of one kind have in common; None for a call that is traced as it is."""
-    leaves, spec = pytree.tree_flatten(given)
+    leaves, spec = pytree.tree_flatten(arguments)
     constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if not all(map(is_constant, constants)) or len(constants) == len(leaves) or not all(map(is_fake, operands)):
         return None
@@ -285,7 +285,7 @@ class _State:
 
     attributes: tuple[object, ...]
     shared: tuple[tuple[str, object], ...]
-    held: list[object] = field(compare=False)
+    kept_alive: list[object] = field(compare=False)
 
 
 def _state(module: nn.Module, numbers: Mapping[Place, int]) -> _State:
@@ -305,7 +305,7 @@ def _state(module: nn.Module, numbers: Mapping[Place, int]) -> _State:
                 raise _Unequal
         for kind in type(part).__mro__:
             shared.read_class(kind)
-    return _State(tuple(attributes), tuple(shared.leaves.items()), shared.held)
+    return _State(tuple(attributes), tuple(shared.leaves.items()), shared.kept_alive)
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -320,17 +320,17 @@ def _modes() -> object:
 
 
 def _repeating(
-    module: nn.Module, path: str, group: _Group, found: Repeats, line_of: Callable[[FrameType | None], str]
+    module: nn.Module, path: str, group: _Group, repeats: Repeats, line_of: Callable[[FrameType | None], str]
 ) -> Callable[..., Any]:
     """The forward of a module of a group."""
     original = module.forward
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if found.inside or found.failed:
+        if repeats.inside or repeats.failed:
             return original(*args, **kwargs)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        operands = [*given, *_own_tensors(module)]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        operands = [*tensors, *_own_tensors(module)]
         key = _key_of(module, operands, (args, kwargs), group, line_of(sys._getframe(1)))
         read = group.read.get(key, frozenset())
         if key is None or read is None:
@@ -338,10 +338,10 @@ def _repeating(
         call = _Call(key, operands, path, original, args, kwargs)
         kind = group.kinds.get((key, group.values(module, read)))
         if kind is None:
-            return _first(module, group, found, call)
+            return _first(module, group, repeats, call)
         kind.calls += 1
         if kind.calls == 2 or module is kind.last:
-            return _witness(kind, found, call)
+            return _witness(kind, repeats, call)
         results = iter(REPEAT(operands, kind.body, path))
         leaves = [_returned(leaf, operands, results) for leaf in kind.leaves]
         return pytree.tree_unflatten(leaves, kind.spec)
@@ -355,21 +355,21 @@ def _returned(leaf: _Leaf, operands: list[torch.Tensor], results: Iterator[torch
     return next(results) if leaf.operand is None else operands[leaf.operand]
 
 
-def _first(module: nn.Module, group: _Group, found: Repeats, call: _Call) -> Any:
+def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _Call) -> Any:
     """Traces the first call of a kind, and notes whether others may be repeats of it."""
-    number = found.number(call.path)
-    state, modes, given = snapshot(module), _modes(), call.given()
+    number = repeats.number(call.path)
+    state, modes, argument_ids = snapshot(module), _modes(), call.argument_ids()
     with _reads(module, group.numbers[id(module)]) as touched:
-        result, spec, leaves, results = _traced(found, number, call)
+        result, spec, leaves, results = _traced(repeats, number, call)
     read = frozenset(touched)
     known = group.read.get(call.key)
-    own = _own_tensors(module)
+    own_tensors = _own_tensors(module)
     closed = (
         leaves is not None
         and not state.changed(snapshot(module))
         and modes == _modes()
-        and given == call.given()
-        and list(map(id, call.operands[len(call.operands) - len(own) :])) == list(map(id, own))
+        and argument_ids == call.argument_ids()
+        and list(map(id, call.operands[len(call.operands) - len(own_tensors) :])) == list(map(id, own_tensors))
         and (known is None or read <= known)
     )
     if not closed or leaves is None:
@@ -377,18 +377,18 @@ def _first(module: nn.Module, group: _Group, found: Repeats, call: _Call) -> Any
         return result
     read = group.read[call.key] = read if known is None else known
     values = group.values(module, read)
-    last = [own for own in group.modules if group.values(own, read) == values][-1]
+    last = [member for member in group.modules if group.values(member, read) == values][-1]
     group.kinds[call.key, values] = _Kind(number, spec, leaves, last)
     _BODIES[number] = tuple(results)
     return result
 
 
-def _witness(kind: _Kind, found: Repeats, call: _Call) -> Any:
+def _witness(kind: _Kind, repeats: Repeats, call: _Call) -> Any:
     """Traces a call that could be a repeat, to be compared with the body."""
-    number = found.number(call.path)
-    found.witnesses[number] = kind.body
-    result, spec, leaves, _ = _traced(found, number, call)
-    found.failed |= (
+    number = repeats.number(call.path)
+    repeats.witnesses[number] = kind.body
+    result, spec, leaves, _ = _traced(repeats, number, call)
+    repeats.failed |= (
         spec != kind.spec or leaves is None or list(map(_leaf_key, leaves)) != list(map(_leaf_key, kind.leaves))
     )
     return result
@@ -399,16 +399,16 @@ def _leaf_key(leaf: _Leaf) -> object:
 
 
 def _traced(
-    found: Repeats, number: int, call: _Call
+    repeats: Repeats, number: int, call: _Call
 ) -> tuple[Any, pytree.TreeSpec, tuple[_Leaf, ...] | None, list[torch.Tensor]]:
     """A call between ``enter`` and ``leave``: its result, what that is made of (None: of something that a repeat could
     not return), and its new tensors."""
     ENTER(call.operands, number)
-    found.inside = True
+    repeats.inside = True
     try:
         result = call.run()
     finally:
-        found.inside = False
+        repeats.inside = False
     flat, spec = pytree.tree_flatten(result)
     places = {id(operand): position for position, operand in reversed(list(enumerate(call.operands)))}
     memory = {operand.untyped_storage()._cdata for operand in call.operands}

@@ -193,7 +193,7 @@ def announce_selective(segments: Iterable[Segment]) -> None:
 def announce_kept(segments: Iterable[Segment], operators: Collection[str], again: Collection[str]) -> None:
     """Warns where a model wants operators of a program made again in backward, and its plan makes none of them again
     (it may be older than the wish)."""
-    asked = {op for one in segments if one.how in ("full", "all") for op in one.operators}.intersection(operators)
+    asked = {op for s in segments if s.how in ("full", "all") for op in s.operators}.intersection(operators)
     if asked and asked.isdisjoint(again):
         warnings.warn(
             f"the model asks to make {len(asked)} operators again in backward (activation checkpointing), and the plan "

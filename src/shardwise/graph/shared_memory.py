@@ -16,29 +16,29 @@ def check_memory(module: nn.Module) -> None:
     """Raises CaptureError for two parameters or buffers with common elements that are not one tensor; names of one
     tensor (tied weights) are no fault, nor are parts of one storage beside or between each other (the real and the
     imaginary part of a table)."""
-    held: list[_Held] = []
+    extents: list[_Extent] = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         has_memory = not (nn.parameter.is_lazy(tensor) or tensor.is_meta or is_fake(tensor))
         if has_memory and tensor.layout == torch.strided and tensor.numel():
-            held.append(_Held.of(name, tensor))
-    held.sort(key=lambda one: one.start)
-    open_ones: list[_Held] = []
-    for one in held:
-        open_ones = [other for other in open_ones if other.stop > one.start]
-        for other in open_ones:
-            if _have_common_bytes(other, one):
+            extents.append(_Extent.of(name, tensor))
+    extents.sort(key=lambda extent: extent.start)
+    open_extents: list[_Extent] = []
+    for extent in extents:
+        open_extents = [other for other in open_extents if other.stop > extent.start]
+        for other in open_extents:
+            if _have_common_bytes(other, extent):
                 raise CaptureError(
                     problem(
-                        f"{other.name} and {one.name} lie in the same memory and are two tensors: what is written to "
-                        "one would not be in the other on ranks",
+                        f"{other.name} and {extent.name} lie in the same memory and are two tensors: what is written "
+                        "to one would not be in the other on ranks",
                         fix="register one tensor under both names (tied weights), or a clone() of its own for each",
                     )
                 )
-        open_ones.append(one)
+        open_extents.append(extent)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Extent:
     """A tensor's bytes: between ``start`` and ``stop``, at ``strides`` over ``sizes``."""
 
     name: str
@@ -48,15 +48,15 @@ class _Held:
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> _Held:
-        each = tensor.element_size()
-        pairs = [(n, s * each) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]  # expanded: once
+    def of(name: str, tensor: torch.Tensor) -> _Extent:
+        itemsize = tensor.element_size()
+        pairs = [(n, s * itemsize) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]  # expanded: once
         start, last = tensor.data_ptr(), sum((n - 1) * s for n, s in pairs)
-        sizes, strides = (*(n for n, _ in pairs), each), (*(s for _, s in pairs), 1)
-        return _Held(name, start, start + last + each, sizes, strides)
+        sizes, strides = (*(n for n, _ in pairs), itemsize), (*(s for _, s in pairs), 1)
+        return _Extent(name, start, start + last + itemsize, sizes, strides)
 
 
-def _have_common_bytes(first: _Held, second: _Held) -> bool:
+def _have_common_bytes(first: _Extent, second: _Extent) -> bool:
     """Of two whose bytes lie between each other."""
     start = min(first.start, second.start)
     taken = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool, device="cpu")

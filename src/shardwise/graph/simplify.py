@@ -125,8 +125,8 @@ def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     if not args["sparse"]:
         return None
     positional = tuple(False if name == "sparse" else value for name, value in args.items())
-    found = emitter.emit(op.target, *positional)
-    return found if isinstance(found, tuple) else (found,)
+    dense = emitter.emit(op.target, *positional)
+    return dense if isinstance(dense, tuple) else (dense,)
 
 
 def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:

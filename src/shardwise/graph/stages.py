@@ -133,7 +133,7 @@ def with_stages(
     current = 0
     for op in graph.ops:
         read = [graph.source_of[name].names[0] for name in op.operands if name in graph.source_of]
-        holding = [n for n, held in enumerate(sources) if n >= current and all(name in held for name in read)]
+        holding = [n for n, group in enumerate(sources) if n >= current and all(name in group for name in read)]
         current = known.get(op.name, holding[0] if read and holding else current)
         parts[current].append(op.name)
     return parts

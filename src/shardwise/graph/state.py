@@ -51,7 +51,7 @@ class Snapshot:
 
     leaves: Mapping[str, object]
     texts: Mapping[str, str]
-    held: Sequence[object]
+    kept_alive: Sequence[object]
 
     def changed(self, after: Snapshot) -> tuple[str, ...]:
         """Where the two differ."""
@@ -99,7 +99,7 @@ def snapshot(module: nn.Module, others: Iterable[object] = ()) -> Snapshot:
             reader.read_class(kind)
     for value in others:
         reader.read_other(value)
-    return Snapshot(reader.leaves, reader.texts, reader.held)
+    return Snapshot(reader.leaves, reader.texts, reader.kept_alive)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Reader:
 
     leaves: dict[str, object] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    held: list[object] = field(default_factory=list)
+    kept_alive: list[object] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     thorough: bool = False
 
@@ -126,7 +126,7 @@ class Reader:
             self.leaf(place, id(value), type(value).__name__, value)
         else:
             self.seen.add(id(value))
-            self.held.append(value)
+            self.kept_alive.append(value)
             self._read_parts(place, value)
 
     def _read_parts(self, place: str, value: Any) -> None:
@@ -168,7 +168,7 @@ class Reader:
             if id(value) in self.seen or _is_configuration(value):
                 return
             self.seen.add(id(value))
-            self.held.append(value)
+            self.kept_alive.append(value)
             for name, item in getattr(value, "__dict__", {}).items():
                 if name not in OF_TORCH:
                     self._read_plain(f"{type(value).__name__}.{name}", item)
@@ -234,9 +234,9 @@ class Reader:
             if not name.startswith("__") and not isinstance(value, (str, type(None))):
                 self._read_plain(f"{module.__name__}.{name}", value)
 
-    def leaf(self, place: str, key: object, text: str, held: object) -> None:
+    def leaf(self, place: str, key: object, text: str, kept_alive: object) -> None:
         self.leaves[place], self.texts[place] = key, text
-        self.held.append(held)
+        self.kept_alive.append(kept_alive)
 
 
 def _is_configuration(value: Any) -> bool:
@@ -248,21 +248,21 @@ def _is_content(value: Any) -> bool:
     """Whether what a class or a file holds is looked at for what is inside of it: numbers, texts, containers, objects
     of a user's classes."""
     package = type(value).__module__.partition(".")[0]
-    own = package not in sys.stdlib_module_names and package not in ("torch", "shardwise")
-    return own or isinstance(value, (*_OF_CLASSES, set, tuple))
+    is_users = package not in sys.stdlib_module_names and package not in ("torch", "shardwise")
+    return is_users or isinstance(value, (*_OF_CLASSES, set, tuple))
 
 
 def _names_used(kind: type, module: ModuleType) -> list[str]:
     """The names that the methods of a class use, also in functions of its file that they name."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     pending = [code for value in vars(kind).values() for code in _code_of(value)]
     while pending:
         code = pending.pop()
         pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        new = [name for name in code.co_names if name not in found]
-        found |= dict.fromkeys(new)
+        new = [name for name in code.co_names if name not in names]
+        names |= dict.fromkeys(new)
         pending += [inner for name in new for inner in _code_of(vars(module).get(name))]
-    return list(found)
+    return list(names)
 
 
 def _code_of(value: Any) -> list[CodeType]:

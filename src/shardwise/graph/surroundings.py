@@ -62,13 +62,13 @@ class Surroundings:
     def of_settings(module: nn.Module, code: Reached) -> Surroundings:
         """The objects and containers of numbers and texts that a model has as attributes and its code names: whoever
         made the model may have them, too, and ranks have copies."""
-        found = {
+        settings = {
             f"{path}.{name}" if path else name: value
             for path, owner in module.named_modules()
             for name, value in vars(owner).items()
             if name in code.names and name not in OF_TORCH and not is_constant(value) and _is_settings(value)
         }
-        return Surroundings(_names_of(code), lambda reader: reader.read_all(found))
+        return Surroundings(_names_of(code), lambda reader: reader.read_all(settings))
 
     def note(self) -> None:
         """From now on things are to be as they are now."""
@@ -79,7 +79,7 @@ class Surroundings:
         if all(map(is_, map(call, self._gets, self._holders, self._keys), self._values)):
             return
         now = self._now()
-        changed = self._found.changed(now)
+        changed = self._reader.changed(now)
         if not changed:  # other objects of the same values
             self._take(now)
             return
@@ -97,12 +97,12 @@ class Surroundings:
         self._read(reader)
         return reader
 
-    def _take(self, found: _Reader) -> None:
-        self._found = found
-        self._gets = [place.get for place in found.places]
-        self._holders = [place.holder for place in found.places]
-        self._keys = [place.key for place in found.places]
-        self._values = [place.value for place in found.places]
+    def _take(self, reader: _Reader) -> None:
+        self._reader = reader
+        self._gets = [place.get for place in reader.places]
+        self._holders = [place.holder for place in reader.places]
+        self._keys = [place.key for place in reader.places]
+        self._values = [place.value for place in reader.places]
 
 
 class _Reader:
@@ -121,9 +121,9 @@ class _Reader:
         """``model.py: SCALE (2.0 -> 3.0)``, or "" where nothing differs. New functions, classes and containers in a
         container are no difference: it may be a registry or a cache."""
         apart: list[str] = []
-        for one, other in ((self, after), (after, self)):
-            alone = [where for where in one.leaves if where not in other.leaves]
-            whole = tuple(where for where in alone if where not in one.numbers)
+        for before, other in ((self, after), (after, self)):
+            alone = [where for where in before.leaves if where not in other.leaves]
+            whole = tuple(where for where in alone if where not in before.numbers)
             apart += [where for where in alone if not where.startswith(whole)]
         both = [where for where, key in self.leaves.items() if after.leaves.get(where, key) != key]
         names = dict.fromkeys([*both, *apart])
@@ -154,15 +154,15 @@ class _Reader:
                 self.read(f"a default of {function.__qualname__}", value)
         for kind in code.classes:
             self._read_class(kind, self.names)
-        for one in code.bound:
-            name = type(one).__name__
-            if isinstance(one, functools.partial):
-                self.read(f"positional arguments of a {name}", one.args)
-                self.read(f"arguments of a {name}", one.keywords)
-            elif isinstance(one, nn.Module):  # maybe the model as it was before it was split
-                self._read_attributes(name, vars(one), self.names - OF_TORCH - {"training"})
+        for bound in code.bound:
+            name = type(bound).__name__
+            if isinstance(bound, functools.partial):
+                self.read(f"positional arguments of a {name}", bound.args)
+                self.read(f"arguments of a {name}", bound.keywords)
+            elif isinstance(bound, nn.Module):  # maybe the model as it was before it was split
+                self._read_attributes(name, vars(bound), self.names - OF_TORCH - {"training"})
             else:
-                self.read(f"the {name}", one)
+                self.read(f"the {name}", bound)
         if loss is not None:
             self.read("the loss", loss)
 
@@ -295,8 +295,8 @@ def _is_settings(value: Any, depth: int = 4) -> bool:
 
 
 def _globals_of(code: CodeType) -> set[str]:
-    found = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return found.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _is_of_a_user(value: object) -> bool:

@@ -19,19 +19,19 @@ class Known(Generic[Found]):
     """What was found of calls, by whatever tells two of them apart."""
 
     def __init__(self) -> None:
-        self._found: dict[object, Found] = {}
+        self._results: dict[object, Found] = {}
 
     def get(self, target: Any, signature: object) -> Found | None:
         """What is known of a call, under the switches as they are."""
-        return self._found.get((signature, switches())) if is_pytorchs(target) else None
+        return self._results.get((signature, switches())) if is_pytorchs(target) else None
 
-    def keep(self, target: Any, signature: object, found: Found) -> None:
+    def keep(self, target: Any, signature: object, result: Found) -> None:
         """Keep what was found of a call, if its operator is PyTorch's."""
         if not is_pytorchs(target):
             return
-        if len(self._found) == _MOST:
-            self._found.clear()
-        self._found[signature, switches()] = found
+        if len(self._results) == _MOST:
+            self._results.clear()
+        self._results[signature, switches()] = result
 
 
 def is_pytorchs(target: Any) -> bool:

@@ -54,7 +54,7 @@ def format_type(value: Value) -> str:
     ``reduced`` in besides."""
     dtype = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
     others = (("stored", value.stored), ("reduced", value.reduced))
-    said = "".join(f" {word} {_DTYPE_NAMES[one]}" for word, one in others if one is not None)
+    said = "".join(f" {word} {_DTYPE_NAMES[dtype]}" for word, dtype in others if dtype is not None)
     return f"{dtype}{list(value.shape)}" + (" grad" if value.requires_grad else "") + said
 
 

@@ -260,14 +260,14 @@ def line_of_change(called: Called, changed: tuple[str, ...]) -> str:
 def _with_repeats(export: Callable[[Repeats], Traced]) -> Traced | None:
     """The export in which repeated layers are traced once; None where they are not what they look like, or where that
     alone may be what fails."""
-    found = Repeats()
+    repeats = Repeats()
     try:
-        traced = export(found)
+        traced = export(repeats)
     except Exception:  # whatever it raises: the plain export raises it, too, or shows that the repeats were the cause
-        if not found.paths:
+        if not repeats.paths:
             raise
         return None
-    return None if found.failed else traced
+    return None if repeats.failed else traced
 
 
 def _export(called: Called, annotated: dict[str, Region], repeats: Repeats | None = None) -> Traced:

@@ -81,17 +81,17 @@ def is_plain_input(leaf: Any) -> bool:
 
 def _marks(tensor: torch.Tensor) -> list[str]:
     """Attributes that a user has set; a fake tensor has some of its own."""
-    own = FakeTensor.__annotations__ if isinstance(tensor, FakeTensor) else ()
-    return [name for name in vars(tensor) if not name.startswith("_") and name not in own]
+    fake_attributes = FakeTensor.__annotations__ if isinstance(tensor, FakeTensor) else ()
+    return [name for name in vars(tensor) if not name.startswith("_") and name not in fake_attributes]
 
 
 def _has_own_operators(kind: Any) -> bool:
     if kind in _PLAIN_TENSORS:
         return False
-    own = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    override = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     plain: Any = torch.Tensor.__torch_function__
     functions = (plain.__func__, torch._C._disabled_torch_function_impl)
-    return own not in functions or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return override not in functions or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
@@ -248,7 +248,7 @@ def _register_type(kind: type) -> None:
         values, present = taken(node)
         return [(pytree.GetAttrKey(name), value) for name, value in zip(present, values, strict=True)], present
 
-    def made(values: Iterable[Any], present: Any) -> Any:
+    def unflattened(values: Iterable[Any], present: Any) -> Any:
         node: Any = object.__new__(kind)  # frozen, with fields that __init__ does not take, or checks in it
         for name, value in zip(present, values, strict=True):
             object.__setattr__(node, name, value)
@@ -257,7 +257,7 @@ def _register_type(kind: type) -> None:
     pytree.register_pytree_node(
         kind,
         taken,
-        made,
+        unflattened,
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
         flatten_with_keys_fn=taken_with_keys,
     )

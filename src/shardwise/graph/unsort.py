@@ -62,12 +62,12 @@ _Kind = Literal["rows", "order", "inverse", "blank"]
 @dataclass(frozen=True, slots=True)
 class _Sorted:
     """A value in the order of a sort. ``rows``: the values of sorted rows, ``value`` the same ones as they were, each
-    for ``each`` neighbours; ``order``: where sorted rows stood, or of ``each`` which token they are of."""
+    for ``copies`` neighbours; ``order``: where sorted rows stood, or of these which token they are of."""
 
     kind: _Kind
     sort: str
     value: Ref | None = None
-    each: int = 1
+    copies: int = 1
 
 
 class _Unknown(Exception):
@@ -157,12 +157,12 @@ class _Unsorting:
     def _rows(self, rows: _Sorted) -> Ref:
         """Rows as they were, one by one."""
         assert rows.value is not None, "an order has no rows"
-        if rows.each == 1:
+        if rows.copies == 1:
             return rows.value
         tokens, *rest = self.emitter.value(rows.value).shape
         emit = self.emitter.emit
-        repeated = emit(aten.expand.default, emit(aten.unsqueeze.default, rows.value, 1), (tokens, rows.each, *rest))
-        result: Ref = emit(aten.reshape.default, repeated, (tokens * rows.each, *rest))
+        repeated = emit(aten.expand.default, emit(aten.unsqueeze.default, rows.value, 1), (tokens, rows.copies, *rest))
+        result: Ref = emit(aten.reshape.default, repeated, (tokens * rows.copies, *rest))
         return result
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -196,8 +196,8 @@ class _Unsorting:
 
     def _results(self, op: Op, sort: str) -> tuple[_Sorted | Arg, ...] | None:
         """What the results are: values in the order of the sort, or others, which are written here. None: not known."""
-        for found in (self._of_order, self._taken, self._put, self._added):
-            result = found(op, sort)
+        for rule in (self._of_order, self._taken, self._put, self._added):
+            result = rule(op, sort)
             if result is not None:
                 return (result,)
         if not all(self._is_rows(name) for name in op.operands if name in self.ordered):
@@ -214,11 +214,11 @@ class _Unsorting:
         if first is None or first.kind != "order" or len(op.operands) > 1:
             return None
         call, shape = arguments(op), self._shape(op.results[0])
-        if op.target in _SORTS and first.each == 1 and shape == (self._count_of(sort),):
+        if op.target in _SORTS and first.copies == 1 and shape == (self._count_of(sort),):
             return _Sorted("inverse", sort) if len(op.results) == 1 and not call.get("descending") else None
-        if op.target in _QUOTIENTS and first.each == 1 and isinstance(op.args[1], int) and op.args[1] > 0:
+        if op.target in _QUOTIENTS and first.copies == 1 and isinstance(op.args[1], int) and op.args[1] > 0:
             floors = call.get("rounding_mode", "floor") == "floor"
-            return replace(first, each=op.args[1]) if floors else None
+            return replace(first, copies=op.args[1]) if floors else None
         if op.target in _LIKE:
             return _Sorted("blank", sort) if shape == (self._count_of(sort),) else None
         return first if self._keeps_rows(op, self._count_of(sort)) else None
@@ -247,10 +247,10 @@ class _Unsorting:
 
     def _keys_of_ends(self, ends: Arg) -> Ref | None:
         """What was counted from 0 on, if the counts add up to ``ends``."""
-        total = self._made(ends)
+        total = self._producer_of(ends)
         if total is None or total.target is not aten.cumsum.default:
             return None
-        count = self._made(total.args[0])
+        count = self._producer_of(total.args[0])
         if count is None:
             return None
         call = arguments(count)
@@ -260,12 +260,12 @@ class _Unsorting:
         if count.target is aten.bincount.default:
             return _ref(call["self"]) if call["weights"] is None else None
         if count.target is aten.sum.dim_IntList and call["dim"] == (0,) and not call["keepdim"]:
-            flags = self._made(call["self"])
+            flags = self._producer_of(call["self"])
             is_flags = flags is not None and flags.target is aten.one_hot.default
             return _ref(flags.args[0]) if flags is not None and is_flags else None
         return None
 
-    def _made(self, arg: Arg) -> Op | None:
+    def _producer_of(self, arg: Arg) -> Op | None:
         """What makes a new value, but for casts."""
         op = self.producer.get(_ref(arg).name)
         while op is not None and self._is_exact(op):
@@ -301,8 +301,8 @@ class _Unsorting:
         if name in self.ordered or by.kind == "blank":
             return None
         if by.kind == "order":
-            rows = self._shape(name)[0] * by.each
-            return _Sorted("rows", sort, self._new(name), by.each) if rows == self._count_of(sort) else None
+            rows = self._shape(name)[0] * by.copies
+            return _Sorted("rows", sort, self._new(name), by.copies) if rows == self._count_of(sort) else None
         (taken,) = self._written(op)  # what belongs to the expert of a row
         return _Sorted("rows", sort, _ref(taken))
 
@@ -339,7 +339,7 @@ class _Unsorting:
         by, shape = self.ordered.get(at.name), self._shape(values.name)
         indexed = shape if op.target is aten.scatter.src else shape[:1]
         whole = self._shape(base) == shape and self._shape(at.name) == indexed
-        if by is None or by.kind != "order" or by.each != 1 or not whole:
+        if by is None or by.kind != "order" or by.copies != 1 or not whole:
             return None
         if self._is_rows(values.name):
             return self._rows(self.ordered[values.name])
@@ -358,14 +358,14 @@ class _Unsorting:
         if by is None or by.kind != "order" or base in self.ordered or not self._is_rows(added.name):
             return None
         indexed = shape if op.target is aten.scatter_add.default else shape[:1]
-        tokens = shape[0] // by.each
-        of_tokens = self._shape(base) == (tokens, *shape[1:]) and tokens * by.each == shape[0]
+        tokens = shape[0] // by.copies
+        of_tokens = self._shape(base) == (tokens, *shape[1:]) and tokens * by.copies == shape[0]
         if not of_tokens or self._shape(at.name) != indexed:
             return None
         rows = self._rows(self.ordered[added.name])
         emit = self.emitter.emit
-        if by.each > 1:
-            rows = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (tokens, by.each, *shape[1:])), (1,))
+        if by.copies > 1:
+            rows = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (tokens, by.copies, *shape[1:])), (1,))
         result: Ref = emit(aten.add.Tensor, self._new(base), rows)
         return result
 

@@ -64,9 +64,9 @@ def _verify_ends(graph: Graph, known: set[str]) -> None:
         assert scalar, f"the loss {loss.name} is {loss.dtype} of shape {loss.shape}"
         kind = graph.source_of[graph.loss].kind if graph.loss in graph.source_of else ""
         assert kind != "activation", f"the loss {graph.loss} is an activation of another part"
-    given = graph.cotangents or ()
-    assert len(given) == len(set(given)), f"cotangents given twice: {_repeated(list(given))}"
-    for name in given:
+    cotangents = graph.cotangents or ()
+    assert len(cotangents) == len(set(cotangents)), f"cotangents given twice: {_repeated(list(cotangents))}"
+    for name in cotangents:
         assert name in set(refs(graph.outputs)), f"the cotangent of {name}, which is no output"
         assert graph.by_name[name].requires_grad, f"the cotangent of {name}, which needs no gradient"
         assert name != graph.loss, f"the loss {name} has a cotangent from outside"

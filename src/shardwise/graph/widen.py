@@ -106,8 +106,8 @@ class Dtypes:
         if func not in _CASTS_TO or not args[0].is_floating_point():
             return None
         named = [*args[1:], *kwargs.values()]
-        likes = (self._dtype(one) for one in named if isinstance(one, torch.Tensor))
-        wanted = next((one for one in named if isinstance(one, torch.dtype)), next(likes, None))
+        likes = (self._dtype(tensor) for tensor in named if isinstance(tensor, torch.Tensor))
+        wanted = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
         # Where the model reads dtypes, asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
         return self.of_others if wanted == torch.float64 and self._were_read else wanted
 
@@ -441,10 +441,10 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
         return result
     parts = []
     for number, part in enumerate(input.split(list(mode.passes))):
-        given = args
+        call_args = args
         if len(args) > 5 and id(args[2]) in mode.averaged:  # momentum 1 / n: every micro-batch is one batch more
-            given = (*args[:5], 1.0 / (round(1.0 / args[5]) + number), *args[6:])
-        parts.append(widened_call(torch.batch_norm, (part, *given), kwargs))
+            call_args = (*args[:5], 1.0 / (round(1.0 / args[5]) + number), *args[6:])
+        parts.append(widened_call(torch.batch_norm, (part, *call_args), kwargs))
     return torch.cat(parts)
 
 

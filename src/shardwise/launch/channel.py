@@ -55,7 +55,7 @@ class Channel:
 
     def messages(self, seconds: float = 0.0) -> list[Mapping[str, Any]]:
         """What has come, waiting for it for some time at most. Whoever says what no launcher would is disconnected."""
-        found: list[Mapping[str, Any]] = []
+        messages: list[Mapping[str, Any]] = []
         while not self.gone and readable([self._socket], seconds):
             seconds = 0.0
             try:
@@ -68,12 +68,12 @@ class Channel:
             self.heard = time.monotonic()
             *lines, self._rest = (self._rest + data).split(b"\n")
             try:
-                found += [dict(json.loads(line)) for line in lines if line.strip()]
+                messages += [dict(json.loads(line)) for line in lines if line.strip()]
             except (ValueError, TypeError, RecursionError):
                 self.gone = True
             if len(self._rest) > _MOST_BYTES:
                 self.gone = True
-        return found
+        return messages
 
     def finish(self) -> None:
         """Say no more, and wait until the other end has read all: closed with words unread, a connection is reset."""

@@ -87,9 +87,9 @@ class Course:
         if spares:
             chosen, *rest = spares
             how = f"with slot {chosen} in place of slot {lost}"
-            return [chosen if one == lost else one for one in slots], rest, how
+            return [chosen if slot == lost else slot for slot in slots], rest, how
         if num_ranks > self.fewest:
-            left = [one for one in slots if one != lost]
+            left = [slot for slot in slots if slot != lost]
             return left, spares, f"with {count_ranks(num_ranks - 1)}, without slot {lost}"
         return slots, spares, f"with a fresh process on slot {lost}"
 

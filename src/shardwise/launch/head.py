@@ -240,7 +240,7 @@ class Head:
             return
         active = self._active
         self.suspect = lost.differs
-        home = next((one for one in active if lost.rank in one.ranks), None)
+        home = next((machine for machine in active if lost.rank in machine.ranks), None)
         if home is None:  # its machine is gone as well
             self._regather(now, f"{text}; generation {self.number} goes on")
             return

@@ -64,7 +64,7 @@ class Job:
     failing: float | None = None  # when the first failure was noticed (monotonic seconds)
     cause: Failure | None = None  # the failure that ends the job
     shown: bool = False  # whether the cause's traceback has been
-    held: list[tuple[int, bytes]] = field(default_factory=list)  # stderr since the first failure
+    hidden: list[tuple[int, bytes]] = field(default_factory=list)  # stderr since the first failure
     schedule: list[tuple[float, int, list[Rank]]] = field(default_factory=list)  # signals to send: when, which, to whom
     exit_code: int | None = None  # decided
     first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
@@ -201,10 +201,10 @@ class Job:
     def _look_for_hangs(self, watch: Callable[[dict[int, Seen]], tuple[int, str] | None]) -> None:
         """Kill a rank of which nothing more is to come; that is its failure."""
         running = {rank.number: rank for rank in self.ranks if not rank.ended()}
-        found = watch({number: rank.page.read() for number, rank in running.items()})
-        if found is None:
+        hanging = watch({number: rank.page.read() for number, rank in running.items()})
+        if hanging is None:
             return
-        number, hangs = found
+        number, hangs = hanging
         running[number].signal(bootstrap.STACK_SIGNAL, whole_group=False)
         time.sleep(_STACK_SECONDS)
         running[number].failure = Failure(number, time.time(), 128 + signal.SIGKILL, hangs=hangs)
@@ -262,8 +262,8 @@ class Job:
             return
         self.shown = True
         number = self.cause.rank
-        self._show(number, [line for rank, line in self.held if rank == number])
-        self.held = [(rank, line) for rank, line in self.held if rank != number]
+        self._show(number, [line for rank, line in self.hidden if rank == number])
+        self.hidden = [(rank, line) for rank, line in self.hidden if rank != number]
         self._show(number, self.cause.traceback.encode("utf-8", "backslashreplace").splitlines(keepends=True))
 
     def _summarize(self, cause: Failure) -> None:
@@ -272,7 +272,7 @@ class Job:
             if rank.number in self.logs and (failure := rank.look_for_failure()) is not None:
                 self.logs[rank.number].write(failure.traceback.encode("utf-8", "backslashreplace"))
         if self.tag:
-            for number, line in self.held:
+            for number, line in self.hidden:
                 self._show(number, [line])
         also: dict[str, list[int]] = {}
         num_stopped = 0
@@ -296,9 +296,10 @@ class Job:
         done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
         if cause.follow_up and done:
             lines.append(f"  note:   {name_ranks(done)} had already ended, with exit code 0")
-        if self.held and not self.tag:
+        if self.hidden and not self.tag:
             lines.append(
-                f"  hidden: {len(self.held)} later error lines of other ranks (--tag shows, --log-dir keeps all output)"
+                f"  hidden: {len(self.hidden)} later error lines of other ranks "
+                "(--tag shows, --log-dir keeps all output)"
             )
         say("\n".join([*lines, *self._positions()]))
 
@@ -336,7 +337,7 @@ class Job:
             self.logs[pipe.rank.number].flush()
         number = pipe.rank.number
         if not pipe.is_stdout and self._has_failed() and not (self.shown and self.cause and self.cause.rank == number):
-            self.held += [(number, line) for line in pipe.lines(data)]
+            self.hidden += [(number, line) for line in pipe.lines(data)]
             return
         lines = pipe.lines(data)
         if number == 0 or self.tag or self.show_all or not pipe.is_stdout:

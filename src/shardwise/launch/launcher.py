@@ -22,7 +22,7 @@ from shardwise.launch import bootstrap
 from shardwise.launch.course import Elastic
 from shardwise.launch.elastic import Agent, folder_in_memory
 from shardwise.launch.job import Job, signals_caught
-from shardwise.launch.member import Begin, Member, Own
+from shardwise.launch.member import Begin, Identity, Member
 from shardwise.launch.places import DEFAULT_PORT
 from shardwise.launch.zygote import Zygote
 
@@ -121,8 +121,8 @@ def launch(
                 return agent.run_alone(master)
             spares = list(range(len(slots), len(slots) + elastic.spares))
             name = here.name if node_rank < len(hosts) else ""  # a machine that stands by is none of these
-            own = Own(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares)
-            member = stack.enter_context(contextlib.closing(Member(elastic, own, caught, free_port)))
+            identity = Identity(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares)
+            member = stack.enter_context(contextlib.closing(Member(elastic, identity, caught, free_port)))
             return agent.take_part(member)
         shared = environment(begin)
         job = make_job(scratch, here.ranks)

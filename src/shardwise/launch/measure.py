@@ -129,8 +129,8 @@ def noise_of(*series: Sequence[Sequence[MatmulTime | StreamTime | CollectiveTime
     >>> noise_of([[StreamTime(1.0, 2.0)], [StreamTime(1.0, 3.0)], [StreamTime(1.0, 9.0)]])
     0.5
     """
-    found = [[time.seconds for time in times] for rounds in series for times in zip(*rounds, strict=True)]
-    return float(median(median(seconds) / min(seconds) - 1 for seconds in found))
+    seconds_of_rounds = [[time.seconds for time in times] for rounds in series for times in zip(*rounds, strict=True)]
+    return float(median(median(seconds) / min(seconds) - 1 for seconds in seconds_of_rounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def kernel_times(seconds: Seconds, device: torch.device, sizes: Sizes) -> Iterat
         with _Calls() as calls:
             result = function(*tensors)
             torch.autograd.grad(result, tensors, torch.ones_like(result), allow_unused=True)
-        for call, work in calls.found:
+        for call, work in calls.kernel_calls:
             yield KernelTime(work, seconds(call))
     yield _update(seconds, device, sizes)
 
@@ -81,18 +81,18 @@ class _Calls(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Callable[[], Any], Work]] = []
+        self.kernel_calls: list[tuple[Callable[[], Any], Work]] = []
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        out = func(*args, **given)
-        operands, results = _forms((args, given)), _forms(out)
-        named: Any = tree_map(lambda leaf: Ref("value") if isinstance(leaf, torch.Tensor) else leaf, (args, given))
+        keywords = dict(kwargs or {})
+        out = func(*args, **keywords)
+        operands, results = _forms((args, keywords)), _forms(out)
+        named: Any = tree_map(lambda leaf: Ref("value") if isinstance(leaf, torch.Tensor) else leaf, (args, keywords))
         work = work_of(Called(func, tuple(named[0]), tuple(named[1].items())), operands, results)
         if work.kind:
-            self.found.append((partial(func, *args, **given), work))
+            self.kernel_calls.append((partial(func, *args, **keywords), work))
         return out
 
 
@@ -134,8 +134,8 @@ def _update(seconds: Seconds, device: torch.device, sizes: Sizes) -> KernelTime:
     weight = torch.zeros(sizes.rows, sizes.width, device=device, dtype=sizes.dtype, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    own = update_of("adamw fused", foreach=device.type == "cuda")
-    work = Work("update", num_bytes=float(weight.nbytes * own.passes), scalars=weight.numel() * own.scalars)
+    update = update_of("adamw fused", foreach=device.type == "cuda")
+    work = Work("update", num_bytes=float(weight.nbytes * update.passes), scalars=weight.numel() * update.scalars)
     return KernelTime(work, seconds(optimizer.step))
 
 

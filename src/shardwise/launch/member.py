@@ -79,8 +79,8 @@ class Station(threading.Thread):
                 member.send(beat=self.step)
 
     def _turn(self) -> None:
-        machines = [] if self.head is None else [one.channel for one in self.head.machines.values()]
-        waiting = [one for one in (*self._strangers, *machines) if not one.gone]
+        machines = [] if self.head is None else [machine.channel for machine in self.head.machines.values()]
+        waiting = [channel for channel in (*self._strangers, *machines) if not channel.gone]
         if self._listener.fileno() in readable([self._listener, *waiting], _TURN_SECONDS):
             with contextlib.suppress(OSError):  # it is gone already, or too many files are open
                 connection, _ = self._listener.accept()
@@ -127,7 +127,7 @@ class Station(threading.Thread):
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class Identity:
     """What a launcher is in its job. ``num_machines``, ``num_ranks``: of the job at its start; ``home``: where that of
     machine 0 listens; ``name``: by which others reach this machine ("": as the head sees it)."""
 
@@ -146,7 +146,7 @@ class Member:
     meet."""
 
     settings: Elastic
-    own: Own
+    identity: Identity
     caught: list[int]
     free_port: Callable[[], int]
     station: Station = field(init=False)
@@ -158,13 +158,13 @@ class Member:
     inbox: list[Mapping[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        own = self.own
-        self.node, self.home, self.slots, self.spares = own.node, own.home, own.slots, own.spares
-        self.name = own.name or (own.home[0] if own.node == 0 else "")
+        identity = self.identity
+        self.node, self.home, self.slots, self.spares = identity.node, identity.home, identity.slots, identity.spares
+        self.name = identity.name or (identity.home[0] if identity.node == 0 else "")
         self.station = self._listen()
         if self.node == 0:
             now = time.monotonic()
-            self._lead(set(range(self.own.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
+            self._lead(set(range(identity.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
         self.station.start()
 
     def _listen(self) -> Station:
@@ -178,8 +178,8 @@ class Member:
         return Station(0)
 
     def _lead(self, awaited: set[int], until_all: float, seconds: float) -> Head:
-        course = Course(self.settings, self.own.num_ranks)
-        head = Head(course, self.node, self.own.num_machines, awaited, until_all, time.monotonic() + seconds)
+        course = Course(self.settings, self.identity.num_ranks)
+        head = Head(course, self.node, self.identity.num_machines, awaited, until_all, time.monotonic() + seconds)
         self.station.lead(head)
         return head
 
@@ -217,9 +217,9 @@ class Member:
                 limit = time.monotonic() + self.settings.wait_seconds
             self.inbox += messages
             while self.inbox:  # what came behind a generation's beginning is for those who run its ranks
-                found = self._take(self.inbox.pop(0))
-                if found is not None:
-                    return found
+                answer = self._take(self.inbox.pop(0))
+                if answer is not None:
+                    return answer
             if self._head_is_lost and (code := self._follow()) is not None:
                 return code
 
@@ -285,8 +285,8 @@ class Member:
             return False
         channel.send(
             hello=self.node,
-            machines=self.own.num_machines,
-            ranks=self.own.num_ranks,
+            machines=self.identity.num_machines,
+            ranks=self.identity.num_ranks,
             slots=self.slots,
             spares=self.spares,
             port=self.station.port,
@@ -369,4 +369,4 @@ class Member:
         head.how = f"machine {self.leader}, which led, {how}{after}; generation {head.number} goes on"
 
 
-__all__ = ["Begin", "Member", "Own", "Station"]
+__all__ = ["Begin", "Identity", "Member", "Station"]

@@ -73,7 +73,7 @@ def recording() -> Iterator[list[Exchange]]:
 
 
 # By the group of all ranks: how many groups of some ranks this process has made, also those that it has left.
-_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def is_connected() -> bool:
@@ -103,9 +103,9 @@ def make_group(ranks: Sequence[int]) -> RankGroup:
         return whole
     if len(members) == 1 or rank() not in members:
         return RankGroup(members)
-    made = _made.setdefault(whole.handle, Counter())
-    made[members] += 1
-    name = f"shardwise/{'-'.join(map(str, members))}/{made[members]}"
+    groups_made = _groups_made.setdefault(whole.handle, Counter())
+    groups_made[members] += 1
+    name = f"shardwise/{'-'.join(map(str, members))}/{groups_made[members]}"
     # Members meet under a name. Torch's counts all groups of a rank, of which another member may have more or fewer.
     with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name):
         handle = dist.new_group(list(members), timeout=group_timeout(), use_local_synchronization=True)
@@ -170,7 +170,7 @@ def exchange(
 ) -> tuple[torch.Tensor, ...]:
     """Tensor i goes to rank ``to[i]``, of all ranks; what comes from the ``sources`` fills the ``empty`` ones, which
     are returned. Between two ranks messages arrive in their order."""
-    own = [tensor for tensor, target in zip(tensors, to, strict=True) if target == rank()]
+    kept_here = [tensor for tensor, target in zip(tensors, to, strict=True) if target == rank()]
     calls = [
         dist.P2POp(dist.isend, tensor.contiguous(), target)
         for tensor, target in zip(tensors, to, strict=True)
@@ -178,7 +178,7 @@ def exchange(
     ]
     for result, source in zip(empty, sources, strict=True):
         if source == rank():
-            result.copy_(own.pop(0))
+            result.copy_(kept_here.pop(0))
         else:
             calls.append(dist.P2POp(dist.irecv, result, source))
     for record in _records:

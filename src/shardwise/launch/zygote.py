@@ -64,16 +64,16 @@ class Zygote:
     """The launcher's side. ``modules``: that it imports."""
 
     def __init__(self, environment: dict[str, str], modules: Sequence[str]) -> None:
-        own, other = socket.socketpair()
-        self._socket, self._rest = own, b""
+        near_end, far_end = socket.socketpair()
+        self._socket, self._rest = near_end, b""
         self._exits: dict[int, int] = {}
         self._answers: list[dict[str, Any]] = []
-        with other:
+        with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(other.fileno()), str(os.getpid()), *modules],
+                [sys.executable, "-P", __file__, str(far_end.fileno()), str(os.getpid()), *modules],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
+                pass_fds=[far_end.fileno()],
                 process_group=0,
             )
 

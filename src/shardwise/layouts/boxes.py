@@ -39,7 +39,7 @@ class Box:
         stops = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, offsets, sizes, strict=True))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
             return None
-        at = tuple(at + start - own for at, start, own in zip(self.at, starts, self.offsets, strict=True))
+        at = tuple(at + start - offset for at, start, offset in zip(self.at, starts, self.offsets, strict=True))
         return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)), at)
 
 

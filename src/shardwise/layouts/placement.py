@@ -80,14 +80,14 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
             fix = f"start {absent[-1] + 1} ranks, or name ranks from 0 to {num_ranks - 1}"
             raise LayoutError(problem(what + _shown(absent), fix=fix))
     stage_of: dict[int, int] = {}  # rank -> the first stage that has it
-    for other, second in enumerate(placements):
-        for one in sorted({stage_of.setdefault(rank, other) for rank in second.ranks} - {other}):
-            first = placements[one]
+    for number, second in enumerate(placements):
+        for before in sorted({stage_of.setdefault(rank, number) for rank in second.ranks} - {number}):
+            first = placements[before]
             if first.ranks == second.ranks:
                 continue
             common = sorted(set(first.ranks) & set(second.ranks))
-            what = f"stages {one} and {other} share {_counted(common)}, but not all: stage {one} has "
-            what += f"{_shown(first.ranks)}, stage {other} has {_shown(second.ranks)}"
+            what = f"stages {before} and {number} share {_counted(common)}, but not all: stage {before} has "
+            what += f"{_shown(first.ranks)}, stage {number} has {_shown(second.ranks)}"
             raise LayoutError(problem(what, fix="give them the same ranks, or ranks of their own"))
     missing = sorted(set(range(num_ranks)).difference(stage_of))
     if missing:

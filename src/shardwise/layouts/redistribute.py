@@ -147,7 +147,7 @@ def price_of_redistribution(
         directions = [(move, back) for move in moves for back in ((False, True) if differentiable else (False,))]
         prices = [_price_of_move(move, back, price) for move, back in directions]
         return tuple(map(sum, zip(*prices, strict=True)))
-    return _found(source, target, differentiable, price)[2]
+    return _search(source, target, differentiable, price)[2]
 
 
 def _price_of_move(move: Move, backward: bool, price: Price | None) -> Cost:
@@ -159,12 +159,12 @@ def _price_of_move(move: Move, backward: bool, price: Price | None) -> Cost:
 
 @lru_cache(maxsize=100_000)
 def _redistribute(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
-    task, path, _ = _found(source, target, differentiable, price)
+    task, path, _ = _search(source, target, differentiable, price)
     return task.moves(path.states) if task and path else ()
 
 
 @lru_cache(maxsize=200_000)
-def _found(
+def _search(
     source: Layout, target: Layout, differentiable: bool, price: Price | None
 ) -> tuple[_Task | None, Path | None, Cost]:
     """The question as the search saw it, its answer and what that costs."""

@@ -135,13 +135,13 @@ class _Search:
         """Of both directions of a step, and its tie-breakers."""
         if self.price is None:
             if self.differentiable:
-                return (step.sent_forward + step.sent_backward, step.num_messages, step.held, 1)
-            return (step.sent_forward, step.forward in COLLECTIVES, step.held, 1)
+                return (step.sent_forward + step.sent_backward, step.num_messages, step.largest_local, 1)
+            return (step.sent_forward, step.forward in COLLECTIVES, step.largest_local, 1)
         units = step.units or moved_units(before[0], step.after[0])
         cost = self.price.of(step.forward, units, step.sent_forward)
         if self.differentiable:
             cost = tuple(map(add, cost, self.price.of(step.backward, units, step.sent_backward)))
-        return (*cost, step.held, 1)
+        return (*cost, step.largest_local, 1)
 
     def _bound(self, state: State) -> Cost:
         """At least what is left to pay, and its tie-breakers."""

@@ -42,8 +42,8 @@ class Space:
 
 class Step(NamedTuple):
     """One collective or local operation. ``sent_forward``, ``sent_backward``: elements that the busiest rank sends,
-    times the devices along all units (so that they are whole numbers). ``held``: elements of the largest local tensor
-    afterwards. ``units`` is empty where sharding units change places (``moved_units`` tells)."""
+    times the devices along all units (so that they are whole numbers). ``largest_local``: elements of the largest local
+    tensor afterwards. ``units`` is empty where sharding units change places (``moved_units`` tells)."""
 
     after: State
     forward: Primitive
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     units: tuple[int, ...]
     sent_forward: float
     sent_backward: float
-    held: int
+    largest_local: int
 
     @property
     def num_messages(self) -> int:
@@ -80,8 +80,8 @@ class Steps:
         self._numel: dict[Arrangement, int] = {}
         self._placed: dict[tuple[Arrangement, tuple[int, ...]], list[Arrangement]] = {}
         self._sent: dict[tuple[Arrangement, Arrangement], tuple[int, int]] = {}
-        self._found: dict[State, list[Step]] = {}
-        self._found_exchanges: dict[Arrangement, list[tuple[Arrangement, int, int]]] = {}
+        self._steps_of: dict[State, list[Step]] = {}
+        self._exchanges_of: dict[Arrangement, list[tuple[Arrangement, int, int]]] = {}
 
     def everywhere(self, state: State, exchanged: bool) -> list[Step]:
         """All steps from a state. ``exchanged``: it was reached by an exchange, which another one need not follow (what
@@ -103,10 +103,10 @@ class Steps:
 
     def _exchanges(self, state: State) -> list[Step]:
         """The units that shard change places."""
-        exchanges = self._found_exchanges.get(state[0])
+        exchanges = self._exchanges_of.get(state[0])
         if exchanges is None:
             sharding = tuple(sorted(unit for units in state[0] for unit in units))
-            exchanges = self._found_exchanges[state[0]] = [
+            exchanges = self._exchanges_of[state[0]] = [
                 (placed, *self._exchanged(state[0], placed))
                 for placed in self._placements(((),) * len(state[0]), sharding)
                 if placed != state[0]
@@ -118,9 +118,9 @@ class Steps:
         ]
 
     def _others(self, state: State) -> list[Step]:
-        steps = self._found.get(state)
+        steps = self._steps_of.get(state)
         if steps is None:
-            steps = self._found[state] = [self.step(state, *rest) for rest in self._all_others(state)]
+            steps = self._steps_of[state] = [self.step(state, *rest) for rest in self._all_others(state)]
         return steps
 
     def _all_others(self, state: State) -> Iterator[tuple[State, str, str, tuple[int, ...]]]:
@@ -243,8 +243,8 @@ class Steps:
             _numbers_of_rows(grid, *(tuple((self.atoms[p], side[p]) for p in span) for side, span in sides))
             for sides in (((before, old), (after, new)) for old, new in changed)
         )
-        for one, other, common in more:
-            held_before, wanted, both = map(mul, held_before, one), map(mul, wanted, other), map(mul, both, common)
+        for have, want, common in more:
+            held_before, wanted, both = map(mul, held_before, have), map(mul, wanted, want), map(mul, both, common)
         kept = tuple(both)
         return max(map(sub, held_before, kept)) * rest, max(map(sub, wanted, kept)) * rest
 

@@ -59,12 +59,12 @@ def boundary_layout(layout: Layout) -> Layout:
 def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
     """The layout that gives every device of another mesh what ``layout`` gives the device of the same number: the same
     under other names of axes. None where the sub-axes have other sizes or another order, unless it is whole."""
-    own = layout.mesh.sub_axes
+    axes = layout.mesh.sub_axes
     if tuple(layout.mesh.sizes.values()) != tuple(mesh.sizes.values()):
         return None if layout.positions or layout.states else Layout.whole(mesh, layout.shape)
-    name = dict(zip(own, mesh.sub_axes, strict=True))
-    dims = tuple(tuple(Atom(atom.size, tuple(name[axis] for axis in atom.axes)) for atom in dim) for dim in layout.dims)
-    return Layout(mesh, dims, tuple((name[axis], state) for axis, state in layout.states), layout.windows)
+    new = dict(zip(axes, mesh.sub_axes, strict=True))
+    dims = tuple(tuple(Atom(atom.size, tuple(new[axis] for axis in atom.axes)) for atom in dim) for dim in layout.dims)
+    return Layout(mesh, dims, tuple((new[axis], state) for axis, state in layout.states), layout.windows)
 
 
 def transfer(
@@ -80,18 +80,18 @@ def transfer(
         _check_end(value, layout, place)
     holders: dict[Region, list[int]] = defaultdict(list)
     for rank in source_place.ranks:
-        holders[_held(source, source_place.coordinates(rank))].append(rank)
+        holders[_region_of(source, source_place.coordinates(rank))].append(rank)
     sent = dict.fromkeys(source_place.ranks, 0)
     blocks: list[Block] = []
     for receiver in target_place.ranks:
-        wanted = _held(target, target_place.coordinates(receiver))
-        for held, ranks in holders.items():
-            region = tuple(map(_common, held, wanted))
+        wanted_region = _region_of(target, target_place.coordinates(receiver))
+        for held_region, ranks in holders.items():
+            region = tuple(map(_common, held_region, wanted_region))
             numel = prod(map(num_rows, region))
             if numel:
                 sender = receiver if receiver in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
                 sent[sender] += numel if sender != receiver else 0
-                taken, placed = (tuple(map(_within, region, whole)) for whole in (held, wanted))
+                taken, placed = (tuple(map(_within, region, whole)) for whole in (held_region, wanted_region))
                 blocks.append(Block(sender, receiver, region, taken, placed))
     return tuple(blocks)
 
@@ -115,51 +115,51 @@ def _check_end(value: Value, layout: Layout, place: Placement) -> None:
 
 
 def _tiles(layout: Layout) -> bool:
-    return all(own.tile(layout.dims[own.dim][own.atom].size) for own in layout.windows)
+    return all(window.tile(layout.dims[window.dim][window.atom].size) for window in layout.windows)
 
 
-def _held(layout: Layout, coordinates: dict[str, int]) -> Region:
+def _region_of(layout: Layout, coordinates: dict[str, int]) -> Region:
     """The rows of every dim that a device holds."""
     return tuple(_rows(layout, dim, coordinates) for dim in range(len(layout.dims)))
 
 
 def _rows(layout: Layout, dim: int, coordinates: dict[str, int]) -> Ranges:
-    found: Ranges = ((0, 1),)
+    rows: Ranges = ((0, 1),)
     for position, atom in enumerate(layout.dims[dim]):
         start, length = layout.atom_pieces(dim, position, coordinates)
         if length == atom.size:
-            found = tuple((first * atom.size, last * atom.size) for first, last in found)
+            rows = tuple((first * atom.size, last * atom.size) for first, last in rows)
         else:
-            outer = (row * atom.size for first, last in found for row in range(first, last))
-            found = tuple((row + start, row + start + length) for row in outer if length)
-    return found
+            outer = (row * atom.size for first, last in rows for row in range(first, last))
+            rows = tuple((row + start, row + start + length) for row in outer if length)
+    return rows
 
 
 def _common(first: Ranges, second: Ranges) -> Ranges:
     """The rows that are in both of two ascending lists of ranges."""
-    found: list[tuple[int, int]] = []
+    common: list[tuple[int, int]] = []
     i = j = 0
     while i < len(first) and j < len(second):
         start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if start < stop:
-            found.append((start, stop))
+            common.append((start, stop))
         if first[i][1] <= second[j][1]:
             i += 1
         else:
             j += 1
-    return tuple(found)
+    return tuple(common)
 
 
 def _within(part: Ranges, whole: Ranges) -> Ranges:
     """Where some rows are among those that a device holds; ranges that follow one another there are one."""
-    found: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
     offset, pending = 0, list(part)
     for start, stop in whole:
         while pending and pending[0][1] <= stop:
             first, last = pending.pop(0)
             begin, end = offset + first - start, offset + last - start
-            if found and found[-1][1] == begin:
-                begin = found.pop()[0]
-            found.append((begin, end))
+            if positions and positions[-1][1] == begin:
+                begin = positions.pop()[0]
+            positions.append((begin, end))
         offset += stop - start
-    return tuple(found)
+    return tuple(positions)

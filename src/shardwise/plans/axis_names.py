@@ -44,14 +44,14 @@ class Doing:
 
 def mesh_by_roles(mesh: Mesh, of: Iterable[Doing]) -> Mesh:
     """The mesh with its axes called by what they do in all of these."""
-    found: dict[bool, dict[str, set[str]]] = {True: defaultdict(set), False: defaultdict(set)}
+    roles_of: dict[bool, dict[str, set[str]]] = {True: defaultdict(set), False: defaultdict(set)}
     for doing in of:
         for is_product, axis, role in _roles(doing):
-            found[is_product][axis].add(role)
+            roles_of[is_product][axis].add(role)
     wanted = []
     for name, size in mesh.axes:
         parts = mesh.expand(name) if size > 1 else ()
-        products, tables = (set().union(*(found[kind][part] for part in parts)) for kind in (True, False))
+        products, tables = (set().union(*(roles_of[kind][part] for part in parts)) for kind in (True, False))
         roles = products or tables
         wanted.append("_".join(filter(roles.__contains__, _ROLES)) if roles and "other" not in roles else name)
     same, so_far = Counter(wanted), Counter[str]()
@@ -69,12 +69,12 @@ def _roles(doing: Doing) -> Iterator[tuple[bool, str, str]]:
     graph = doing.graph
     weights = {s.value for s in graph.sources if s.kind == "parameter" and len(graph.by_name[s.value].shape) > 1}
     for op in graph.ops:
-        own = weights.intersection(op.operands)
-        if own and own.issuperset(op.operands):
+        weights_read = weights.intersection(op.operands)
+        if weights_read and weights_read.issuperset(op.operands):
             weights.update(op.results)  # a weight in another dtype, or turned
-        elif own:
+        elif weights_read:
             is_product = all(graph.by_name[name].dtype.is_floating_point for name in op.operands)
-            for axis, role in _roles_in(op, own, doing.rules[op.name], doing.strategies[op.name]):
+            for axis, role in _roles_in(op, weights_read, doing.rules[op.name], doing.strategies[op.name]):
                 yield is_product, axis, role
 
 
@@ -115,14 +115,14 @@ class _Listed:
             stage,
             placement=replace(stage.placement, mesh=self.names.target),
             inputs=tensors(stage.inputs),
-            parameters=tuple(replace(own, layout=self._layout_text(own.layout)) for own in stage.parameters),
+            parameters=tuple(replace(entry, layout=self._layout_text(entry.layout)) for entry in stage.parameters),
             buffers=tensors(stage.buffers),
             operators=tuple(
-                replace(own, strategy=self._renamed("strategy", own.strategy, self._strategy_text))
-                for own in stage.operators
+                replace(entry, strategy=self._renamed("strategy", entry.strategy, self._strategy_text))
+                for entry in stage.operators
             ),
             conversions=None if stage.conversions is None else tuple(map(self._conversion, stage.conversions)),
-            shared=tuple(SharedEntry(own.name, self._layout_text(own.layout)) for own in stage.shared),
+            shared=tuple(SharedEntry(entry.name, self._layout_text(entry.layout)) for entry in stage.shared),
             receives=tensors(stage.receives),
             sends=tensors(stage.sends),
         )

@@ -116,12 +116,12 @@ def _lifetimes(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Lifet
         return Lifetimes(operators, frozenset(said), waiting)
     parameters = {source.value: source.names[0] for source in graph.sources if source.kind == "parameter"}
     gathered = {entry.name for entry in stage.parameters if entry.again}
-    found = {
+    results = {
         c.result
         for c in spmd.conversions
         if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators or c.result in said)
     }
-    return Lifetimes(operators, frozenset(found), waiting)
+    return Lifetimes(operators, frozenset(results), waiting)
 
 
 def _with_once(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Spmd:
@@ -199,12 +199,12 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
 def _unread(plan: Plan, graph: Graph) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The atoms of parameters and buffers that the graph does not read: nothing in it says how they are divided, and
     they stay as the plan keeps them."""
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    atoms: dict[str, tuple[tuple[int, ...], ...]] = {}
     for source in graph.sources:
         layout = None if graph.consumers[source.value] else plan.layouts.get(source.names[0])
         if layout is not None and source.kind != "input" and layout.shape == graph.by_name[source.value].shape:
-            found[source.value] = layout.atoms
-    return found
+            atoms[source.value] = layout.atoms
+    return atoms
 
 
 def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
@@ -214,15 +214,15 @@ def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
         planned = plan.layouts.get(source.names[0])
         if planned is None or not planned.windows:
             continue
-        own = sources[source.value]
-        if any(own.dims[cut.dim] != planned.dims[cut.dim] for cut in planned.windows):
+        layout = sources[source.value]
+        if any(layout.dims[cut.dim] != planned.dims[cut.dim] for cut in planned.windows):
             raise PlanError(
                 problem(
-                    f"{source.names[0]} is kept as {planned}, but the model divides it as {own}",
+                    f"{source.names[0]} is kept as {planned}, but the model divides it as {layout}",
                     fix="split a dim by hand only where no view divides it",
                 )
             )
-        sources[source.value] = replace(own, windows=planned.windows)
+        sources[source.value] = replace(layout, windows=planned.windows)
     return replace(choice, sources=sources)
 
 
@@ -271,10 +271,10 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
         for name in have.keys() - want.keys() if kind == "parameter" else ():
             faults.append(f"{kind} {name} of the model is not in the plan")
         for name in have.keys() & want.keys():
-            own, planned = have[name], want[name]
-            texts = [str(list(shape)) for shape in (own.shape, planned.shape)]
+            value, planned = have[name], want[name]
+            texts = [str(list(shape)) for shape in (value.shape, planned.shape)]
             if not widened:
-                texts = [format_dtype(own.kept_dtype) + texts[0], planned.dtype + texts[1]]
+                texts = [format_dtype(value.kept_dtype) + texts[0], planned.dtype + texts[1]]
             if texts[0] != texts[1]:
                 faults.append(f"{kind} {name} is {texts[0]} in the model and {texts[1]} in the plan")
     inputs = {s.names[0]: graph.by_name[s.value] for s in graph.sources if s.kind == "input"}
@@ -309,8 +309,8 @@ class _Near:
 
     def __call__(self, name: str, names: Iterable[str]) -> str:
         self._left -= 1
-        found = get_close_matches(name, list(names), 1) if self._left >= 0 else []
-        return f"; the model has {found[0]}" if found else ""
+        matches = get_close_matches(name, list(names), 1) if self._left >= 0 else []
+        return f"; the model has {matches[0]}" if matches else ""
 
 
 def _raise_faults(faults: list[str]) -> None:
@@ -356,9 +356,9 @@ def _storage(
         except LayoutError:
             return where_of(layout)
     where: dict[str, Where] = dict.fromkeys(plan.mesh.sub_axes, "I")
-    for dim, own in enumerate(layout.dims):
-        axes = [axis for atom in own for axis in atom.axes]
+    for dim, dim_atoms in enumerate(layout.dims):
+        axes = [axis for atom in dim_atoms for axis in atom.axes]
         if axes and shape[dim] > 1:
             spread = spread_axes(atoms, dim, axes, plan.mesh)
-            where = spread | {axis: own for axis, own in where.items() if axis not in spread}
+            where = spread | {axis: where_kept for axis, where_kept in where.items() if axis not in spread}
     return where

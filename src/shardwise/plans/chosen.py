@@ -62,15 +62,15 @@ def meant_in(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotat
     """Of annotations whose scope several parts have, the operators of the whole graph that they speak of: a part that
     has a bias alone has no matmul to split. Raises LayoutError for an annotation of no operator."""
     scopes = Counter(scope for part in parts for scope in {op.scope for op in part.ops})
-    used = {one.source for one in annotations if scopes[one.scope]}
-    for one in annotations:
-        if one.source not in used:
-            raise covers_nothing(one)
-    divided = tuple(one for one in annotations if scopes[one.scope] > 1)
+    used = {annotation.source for annotation in annotations if scopes[annotation.scope]}
+    for annotation in annotations:
+        if annotation.source not in used:
+            raise covers_nothing(annotation)
+    divided = tuple(annotation for annotation in annotations if scopes[annotation.scope] > 1)
     if not divided:
         return {}
     _, factored = annotated_rules(graph, divided)
-    return {one: frozenset(op.name for op in subjects(graph, factored, one)) for one in divided}
+    return {annotation: frozenset(op.name for op in subjects(graph, factored, annotation)) for annotation in divided}
 
 
 @dataclass
@@ -124,17 +124,17 @@ class Chooser:
         """What the user says of operators of a part."""
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
         return tuple(
-            one
-            for one in self.how.annotations
-            if one.scope in scopes and (one not in self.meant or names & self.meant[one])
+            annotation
+            for annotation in self.how.annotations
+            if annotation.scope in scopes and (annotation not in self.meant or names & self.meant[annotation])
         )
 
-    def _renamed(self, one: Chosen, first: GraphForm, form: GraphForm, part: Graph) -> Chosen:
+    def _renamed(self, chosen: Chosen, first: GraphForm, form: GraphForm, part: Graph) -> Chosen:
         """What was chosen for one part, for an equal one."""
         op_of, value_of = first.renaming(form)
-        rules = {op_of[name]: rule for name, rule in one.factored.rules.items()}
-        factored = Factored(rules, {value_of[name]: atoms for name, atoms in one.factored.atoms.items()})
-        choice, route = one.choice, one.choice.route
+        rules = {op_of[name]: rule for name, rule in chosen.factored.rules.items()}
+        factored = Factored(rules, {value_of[name]: atoms for name, atoms in chosen.factored.atoms.items()})
+        choice, route = chosen.choice, chosen.choice.route
         if isinstance(route, Router):
             parameters = frozenset(s.value for s in part.sources if s.kind == "parameter")
             route = Router(route.axes, route.prices, factored.atoms, parameters)
@@ -145,30 +145,31 @@ class Chooser:
             {value_of[name]: layout for name, layout in choice.delivered.items()},
             route,
         )
-        segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in one.levers.segments)
-        levers = replace(one.levers, segments=tuple(segments))
+        levers = chosen.levers
+        segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in levers.segments)
+        levers = replace(levers, segments=tuple(segments))
         searched = None
-        if one.searched is not None:
-            sources = one.searched.search.cost.domains.graph.source_of
-            names = {own: name for name, own in op_of.items()}
-            called = {own: name for name, own in value_of.items()}
+        if chosen.searched is not None:
+            sources = chosen.searched.search.cost.domains.graph.source_of
+            names = {new_name: name for name, new_name in op_of.items()}
+            called = {new_name: name for name, new_name in value_of.items()}
             names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
-            searched = Searched(one.searched.search, names)
+            searched = Searched(chosen.searched.search, names)
         bucket_bytes, by_block = self.how.settings.bucket_bytes, levers.gathered == "again"
-        spmd = build_spmd(part, rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
-        return Chosen(factored, choice, _living_as(one.spmd, spmd), levers, searched)
+        spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
+        return Chosen(factored, choice, _living_as(chosen.spmd, spmd), levers, searched)
 
 
-def _living_as(one: Spmd, spmd: Spmd) -> Spmd:
+def _living_as(first: Spmd, spmd: Spmd) -> Spmd:
     """A program that equals another but for names, with the other's lifetimes. What a step does once is left out: that
     is settled when the ends of stages meet."""
-    op_of = {own.name: other.name for own, other in zip(one.graph.ops, spmd.graph.ops, strict=True)}
-    result_of = {own.result: other.result for own, other in zip(one.conversions, spmd.conversions, strict=True)}
-    own = one.lifetimes
+    op_of = {op.name: renamed.name for op, renamed in zip(first.graph.ops, spmd.graph.ops, strict=True)}
+    result_of = {c.result: renamed.result for c, renamed in zip(first.conversions, spmd.conversions, strict=True)}
+    first_lifetimes = first.lifetimes
     lifetimes = Lifetimes(
-        frozenset(op_of[name] for name in own.operators),
-        frozenset(result_of[name] for name in own.conversions),
-        frozenset(op_of[name] for name in own.offloaded),
+        frozenset(op_of[name] for name in first_lifetimes.operators),
+        frozenset(result_of[name] for name in first_lifetimes.conversions),
+        frozenset(op_of[name] for name in first_lifetimes.offloaded),
     )
     return replace(spmd, lifetimes=lifetimes)
 

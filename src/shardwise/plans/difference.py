@@ -34,41 +34,41 @@ class Difference:
             entries = getattr(self, title)
             if entries:
                 lines.append(f"{title}:")
-                lines += [f"  {name}: {own} -> {other}" for name, own, other in entries]
+                lines += [f"  {name}: {before} -> {after}" for name, before, after in entries]
         return "\n".join(lines)
 
 
-def difference(plan: Plan, other: Plan) -> Difference:
+def difference(plan: Plan, after: Plan) -> Difference:
     """What ``other`` does differently."""
     return Difference(
-        _changed(_settings(plan), _settings(other)),
-        _changed(_layouts(plan), _layouts(other)),
-        _changed(_strategies(plan), _strategies(other)),
-        _changed(_stage_of(plan), _stage_of(other)) if plan.is_pipeline and other.is_pipeline else (),
-        _changed(_communication(plan), _communication(other)),
+        _changed(_settings(plan), _settings(after)),
+        _changed(_layouts(plan), _layouts(after)),
+        _changed(_strategies(plan), _strategies(after)),
+        _changed(_stage_of(plan), _stage_of(after)) if plan.is_pipeline and after.is_pipeline else (),
+        _changed(_communication(plan), _communication(after)),
     )
 
 
-def _changed(own: dict[str, str], other: dict[str, str]) -> tuple[tuple[str, str, str], ...]:
-    names = dict.fromkeys((*own, *other))
-    pairs = ((name, own.get(name, "absent"), other.get(name, "absent")) for name in names)
+def _changed(before: dict[str, str], after: dict[str, str]) -> tuple[tuple[str, str, str], ...]:
+    names = dict.fromkeys((*before, *after))
+    pairs = ((name, before.get(name, "absent"), after.get(name, "absent")) for name in names)
     return tuple(entry for entry in pairs if entry[1] != entry[2])
 
 
 def _settings(plan: Plan) -> dict[str, str]:
-    found = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
-    found |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
-    found["precision"] = format_precision(plan.precision)
-    found["micro_batches"] = str(plan.micro_batches)
+    settings = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
+    settings |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
+    settings["precision"] = format_precision(plan.precision)
+    settings["micro_batches"] = str(plan.micro_batches)
     if plan.predicted is not None:
-        found["step"] = format_seconds(plan.predicted.step_seconds)
+        settings["step"] = format_seconds(plan.predicted.step_seconds)
     if plan.is_pipeline:
-        found |= {"schedule": plan.schedule, "stages": str(len(plan.stages))}
-        found |= {f"order of place {place}": line for place, line in enumerate(plan.order)}
+        settings |= {"schedule": plan.schedule, "stages": str(len(plan.stages))}
+        settings |= {f"order of place {place}": line for place, line in enumerate(plan.order)}
     if plan.pipeline is not None:
-        found["step"] = format_seconds(plan.pipeline.step_seconds)
-        found["bubble"] = f"{plan.pipeline.bubble:.1%}"
-    return found
+        settings["step"] = format_seconds(plan.pipeline.step_seconds)
+        settings["bubble"] = f"{plan.pipeline.bubble:.1%}"
+    return settings
 
 
 def _stage_of(plan: Plan) -> dict[str, str]:

@@ -186,7 +186,7 @@ class Stage:
                 directions.insert(0, [entry.forward for entry in members])
             for sides in directions:
                 for same in zip(*sides, strict=True):
-                    yield replace(same[0], num_bytes=sum(one.num_bytes for one in same))
+                    yield replace(same[0], num_bytes=sum(entry.num_bytes for entry in same))
 
     def faults(self) -> Iterator[str]:
         """What does not fit the mesh or the tensor: layouts, strategies, paths."""

@@ -61,18 +61,18 @@ class Example:
         def splitting(graph: Graph) -> TimeSplit:
             if self.known is None:
                 return split_in_time(graph)
-            own = batch_size(graph), staged
-            if own not in self.known.splits:
-                self.known.splits[own] = split_in_time(graph)
-            return self.known.splits[own]
+            split_key = batch_size(graph), staged
+            if split_key not in self.known.splits:
+                self.known.splits[split_key] = split_in_time(graph)
+            return self.known.splits[split_key]
 
         if staged:
-            found = Passes.over(self.module, whole, micro_batch, self.graph, splitting)
+            passes = Passes.over(self.module, whole, micro_batch, self.graph, splitting)
         else:
-            found = Passes.of(whole, micro_batch, self.graph, splitting)
+            passes = Passes.of(whole, micro_batch, self.graph, splitting)
         if self.known is not None:
-            self.known.passes[key] = found
-        return found
+            self.known.passes[key] = passes
+        return passes
 
     def _captured(self, samples: int | None) -> Graph:
         arguments = self.arguments if samples is None else with_samples(self.arguments, samples)
@@ -106,7 +106,7 @@ class Trials:
     _failure: PlanError | None = None
     _is_done: bool = False
     _next: tuple[int, int] = (0, 1)
-    _own: frozenset[str] = frozenset()
+    _of_passes: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[tuple[Graph, int]]:
         """(graph of a pass, number of passes); the plan of each is to be added before the next one is asked for."""
@@ -117,7 +117,7 @@ class Trials:
         whole = self.graph if num_samples(self.call.arguments) == step else self.call.graph(step)
         for micro_batch in self.batches.candidates:
             self._next = micro_batch, step // micro_batch
-            self._own = frozenset()
+            self._of_passes = frozenset()
             if self._is_done:
                 return
             if micro_batch == step:
@@ -128,7 +128,7 @@ class Trials:
                 except PlanError as error:
                     self.refuse(error)
                     return  # so it is for all sizes
-                self._own = passes.statistics
+                self._of_passes = passes.statistics
                 yield passes.graphs[micro_batch], step // micro_batch
 
     def add(self, plan: Plan) -> None:
@@ -136,12 +136,12 @@ class Trials:
         prediction = plan.predicted
         if self.batches is None or prediction is None:
             self._best = plan
-            self._statistics = frozenset() if self.batches is None else self._own
+            self._statistics = frozenset() if self.batches is None else self._of_passes
             return
         seconds = prediction.step_seconds
         self.tried.append(Tried(*self._next, seconds, prediction.peak_bytes))
         if self._best is None or self._best.predicted is None or seconds < self._best.predicted.step_seconds:
-            self._best, self._statistics = plan, self._own
+            self._best, self._statistics = plan, self._of_passes
         else:
             self._is_done = True
 

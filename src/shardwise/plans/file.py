@@ -97,7 +97,7 @@ def _table(entries: Sequence[Any]) -> dict[str, Any]:
 
 def _without_false(table: dict[str, Any], key: str) -> dict[str, Any]:
     """The entries without a key where it is false: most plans have it nowhere."""
-    return {name: {k: v for k, v in own.items() if k != key or v} for name, own in table.items()}
+    return {name: {k: v for k, v in entry.items() if k != key or v} for name, entry in table.items()}
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -121,7 +121,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
             raise PlanError(f"ranks read 0-3,8, not {shown(text)}")
         if end >= MAX_DEVICES or sum(map(len, runs)) + end - begin >= MAX_DEVICES:
             raise PlanError(f"ranks {shown(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once")
-        twice = next((max(begin, own.start) for own in runs if begin < own.stop and own.start <= end), None)
+        twice = next((max(begin, seen.start) for seen in runs if begin < seen.stop and seen.start <= end), None)
         if twice is not None:
             raise PlanError(f"ranks {shown(text)}: rank {twice} is named twice")
         runs.append(range(begin, end + 1))
@@ -177,11 +177,11 @@ def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict
 
     def table(data: Any) -> Any:
         if isinstance(data, dict):
-            return {name: entry(own) for name, own in data.items()}
+            return {name: entry(item) for name, item in data.items()}
         return list(map(entry, data)) if isinstance(data, list) else data
 
     def stage(data: Any) -> Any:
-        return {k: table(own) if k in tables else own for k, own in data.items()} if isinstance(data, dict) else data
+        return {k: table(v) if k in tables else v for k, v in data.items()} if isinstance(data, dict) else data
 
     stages = body.get("stages")
     return {**body, "stages": list(map(stage, stages))} if isinstance(stages, list) else body
@@ -352,20 +352,20 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
         check_order(schedule, num_places, _micro_batches(body))
     elif order:
         raise PlanError(f"order is for a solved schedule, and the plan has {schedule.name}")
-    found = {"schedule": schedule.name, "order": tuple(order)}
+    plan_fields = {"schedule": schedule.name, "order": tuple(order)}
     data = body.get("pipeline")
     if data is None:
-        return found
+        return plan_fields
     listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
     younger = {"weight": 0.0, "send": 0.0, "update": 0.0}  # than the version; so are bound and memory
-    stages_seen = [{**younger, **one} if isinstance(one, dict) else one for one in listed]
-    own = tuple(_entry(StagePrediction, one, f"pipeline.stages[{i}]") for i, one in enumerate(stages_seen))
-    if isinstance(data, dict) and len(own) != len(stages):
-        raise PlanError(f"pipeline.stages has {len(own)} entries, and the plan {len(stages)} stages")
+    stages_seen = [{**younger, **entry} if isinstance(entry, dict) else entry for entry in listed]
+    predictions = tuple(_entry(StagePrediction, entry, f"pipeline.stages[{i}]") for i, entry in enumerate(stages_seen))
+    if isinstance(data, dict) and len(predictions) != len(stages):
+        raise PlanError(f"pipeline.stages has {len(predictions)} entries, and the plan {len(stages)} stages")
     rest = {"bound_seconds": 0.0, "memory_bytes": 0.0, **data} if isinstance(data, dict) else data
     if isinstance(rest, dict):
         rest.pop("stages")
-    return {**found, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=own)}
+    return {**plan_fields, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=predictions)}
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:
@@ -383,8 +383,8 @@ def _pricing(data: Any) -> PricingEntry | None:
     """The inverse of ``pricing_body``; None where there are no prices."""
     if data is None:
         return None
-    found: PricingEntry = _entry(PricingEntry, {"limit": "", **data} if isinstance(data, dict) else data, "pricing")
-    return found
+    entry: PricingEntry = _entry(PricingEntry, {"limit": "", **data} if isinstance(data, dict) else data, "pricing")
+    return entry
 
 
 def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:

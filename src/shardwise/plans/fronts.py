@@ -140,8 +140,8 @@ class Front:
         sure, hopes = {}, {}
         for kept in dict.fromkeys(in_flight):
             sure[kept] = np.min([way.spans.fastest(limit, kept) for way in self.ways], axis=0)
-            limits = [limit if way.others is None else inf for way in self.ways]
-            hopes[kept] = np.stack([way.spans.fastest(own, kept) for way, own in zip(self.ways, limits, strict=True)])
+            limits = [(way, limit if way.others is None else inf) for way in self.ways]
+            hopes[kept] = np.stack([way.spans.fastest(num_bytes, kept) for way, num_bytes in limits])
         hope = Cuts.of([hopes[kept].min(axis=0) for kept in in_flight])
         ends = [*hope.starts[1:], hopes[in_flight[0]].shape[1]]
         taken = {
@@ -164,14 +164,14 @@ class Cuts:
         """The cut whose slowest place is as fast as can be; of those that come near the one that divides the time most
         evenly. ``spans``: of every place [first block, last block] its seconds."""
         slowest = np.array([0.0, *[inf] * len(spans[0])])
-        for own in spans:
-            slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], own).min(axis=0)])
+        for seconds_of_place in spans:
+            slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], seconds_of_place).min(axis=0)])
         most = SLACK * slowest[-1]
         if most == inf:
             return Cuts(inf, ())
         total, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
-        for own in spans:
-            squares = total[:-1, None] + np.where(own <= most, own, inf) ** 2
+        for seconds_of_place in spans:
+            squares = total[:-1, None] + np.where(seconds_of_place <= most, seconds_of_place, inf) ** 2
             chosen.append(squares.argmin(axis=0))
             total = np.concatenate([[inf], squares.min(axis=0)])
         at, starts = len(spans[0]), []
@@ -224,8 +224,8 @@ class Fronts:
 
     def _limit(self, setting: Setting) -> float:
         """Bytes that a stage may take."""
-        given = self.settings.memory_bytes
-        limit = ROOM * (self.cluster.device.usable_bytes if given is None else given)
+        memory_bytes = self.settings.memory_bytes
+        limit = ROOM * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         return limit * setting.places / setting.stages
 
     def parts(self, setting: Setting, flying: Sequence[float]) -> list[list[str]] | None:
@@ -266,17 +266,17 @@ class Fronts:
         graph, settings = planner.graph, planner.settings
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
-        segments = [replace(own, operators=own.operators & names) for own in self.segments]
-        found = []
+        segments = [replace(segment, operators=segment.operators & names) for segment in self.segments]
+        ways = []
         for how, gathered in rungs:
             if how not in (None, "none") and not has_blocks:
                 continue
             if gathered == "held" and setting.passes == 1 and (how, "once") in self.rungs:  # the same
                 continue
             levers = Levers.of(graph, segments, how, gathered)
-            own = replace(planner, settings=replace(settings, levers=levers))
-            found += [self._way(own.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
-        return [way for way in found if way is not None]
+            with_levers = replace(planner, settings=replace(settings, levers=levers))
+            ways += [self._way(with_levers.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
+        return [way for way in ways if way is not None]
 
     def _graph(self, size: int) -> Graph | None:
         if size not in self.graphs:
@@ -289,7 +289,7 @@ class Fronts:
     def _way(self, cost: CostGraph, stages: int) -> Way | None:
         """None where a search takes too long."""
         try:
-            free = [minimise(cost.weighted(Weights(1.0, 1.0 - own, own, 0.0))).assignment for own in TRAFFICS]
+            free = [minimise(cost.weighted(Weights(1.0, 1.0 - share, share, 0.0))).assignment for share in TRAFFICS]
         except TooWide:
             return None
         seconds = cost.components(free[0])  # of a step, for which all bytes of a device are to be had
@@ -298,11 +298,11 @@ class Fronts:
 
         def points(assignments: Iterable[Sequence[int]]) -> Floats:
             different = dict.fromkeys(map(tuple, assignments))
-            return self._divided(np.stack([self._added_up(cost, parts, own) for own in different]), stages)
+            return self._divided(np.stack([self._added_up(cost, parts, each) for each in different]), stages)
 
         def all_points() -> Floats:
-            weights = (Weights(1.0, 1.0 - own, own, price * scale) for price in PRICES for own in TRAFFICS)
-            return points([*free, *(minimise(cost.weighted(own)).assignment for own in weights)])
+            priced = [Weights(1.0, 1.0 - share, share, price * scale) for price in PRICES for share in TRAFFICS]
+            return points([*free, *(minimise(cost.weighted(weights)).assignment for weights in priced)])
 
         return Way(Spans.of(points(free)), all_points)
 
@@ -324,15 +324,15 @@ class Fronts:
 
     def _added_up(self, cost: CostGraph, parts: Sequence[str], assignment: Sequence[int]) -> Floats:
         """[parts, 5] of an assignment."""
-        found: dict[str, Floats] = {}
+        sums: dict[str, Floats] = {}
         for (scope, kind), part in zip(cost.factors, parts, strict=True):
             at = tuple(assignment[v] for v in scope)
-            own = np.array([0.0 if table is None else float(table[at]) for table in cost.kinds[kind]])
-            held = [own[BYTES], 0.0] if _stays(cost, scope, own) else [0.0, own[BYTES]]
-            found[part] = found.get(part, np.zeros(5)) + np.array([*own[:BYTES], *held])
+            figures = np.array([0.0 if table is None else float(table[at]) for table in cost.kinds[kind]])
+            stored = [figures[BYTES], 0.0] if _stays(cost, scope, figures) else [0.0, figures[BYTES]]
+            sums[part] = sums.get(part, np.zeros(5)) + np.array([*figures[:BYTES], *stored])
         nothing = np.zeros(5)
-        blocks = [(found.get(one, nothing) + found.get(other, nothing)) / 2 for one, other in self.ends]
-        return np.stack([found.get("ahead", nothing), *blocks, found.get("behind", nothing)])
+        blocks = [(sums.get(head, nothing) + sums.get(tail, nothing)) / 2 for head, tail in self.ends]
+        return np.stack([sums.get("ahead", nothing), *blocks, sums.get("behind", nothing)])
 
 
 def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:

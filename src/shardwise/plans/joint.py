@@ -47,7 +47,7 @@ SCHEDULES = (  # where the user names none
     "Interleaved1F1B:8",
     "ZBVZeroBubble",
 )
-_Found = TypeVar("_Found", bound=Plan)
+_AnyPlan = TypeVar("_AnyPlan", bound=Plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +111,22 @@ class Joint:
     @property
     def bound(self) -> float:
         """No plan of any of these settings has a shorter step."""
-        return min(one.bound for one in self.considered)
+        return min(trial.bound for trial in self.considered)
 
     @property
     def is_complete(self) -> bool:
         """Whether no setting was left out."""
-        return all(one.step_seconds or one.refused or one.pruned for one in self.considered)
+        return all(trial.step_seconds or trial.refused or trial.pruned for trial in self.considered)
 
     def __str__(self) -> str:
-        planned = sorted((one for one in self.considered if one.step_seconds), key=lambda one: one.step_seconds)
-        others = [one for one in self.considered if not one.step_seconds]
+        planned = sorted((t for t in self.considered if t.step_seconds), key=lambda t: t.step_seconds)
+        others = [t for t in self.considered if not t.step_seconds]
         best = planned[0]
         lines = [f"{best.setting}, of {len(self.considered)} settings: {len(planned)} were planned"]
         if len(planned) > 1:
             slower = planned[1].step_seconds / best.step_seconds - 1
             lines[0] += f"; the next best is {100 * slower:.1f}% slower"
-        lines += [f"  {one}" for one in (*planned, *others)]
+        lines += [f"  {t}" for t in (*planned, *others)]
         rest = "" if self.is_complete else "; plans of what was left out may be faster than the best"
         return "\n".join([*lines, f"no step of these settings is below {format_seconds(self.bound)}{rest}"])
 
@@ -146,8 +146,8 @@ class Floor:
         device = cluster.device
         products = [(op, format_dtype(graph.by_name[op.operands[0]].dtype)) for op in graph.ops if op.target in FLOPS]
         seconds = sum(_least_flops(op, graph) / device.peak_flops(dtype) for op, dtype in products)
-        held = sum(graph.by_name[s.value].num_bytes for s in graph.sources if s.kind == "parameter")
-        return Floor(seconds * share / cluster.num_devices, 3 * len(graph.ops), float(held))
+        parameter_bytes = sum(graph.by_name[s.value].num_bytes for s in graph.sources if s.kind == "parameter")
+        return Floor(seconds * share / cluster.num_devices, 3 * len(graph.ops), float(parameter_bytes))
 
     def bound(self, setting: Setting) -> float:
         """No step of a setting is shorter: however the work is divided among its stages, a place waits for the first
@@ -194,13 +194,13 @@ def _least_flops(op: Op, graph: Graph) -> float:
     """The operations of a product and of its backward, at least: of attention those of the pairs that may be seen, as a
     ring leaves out others, and no score twice."""
     operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
-    own = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
+    forward_flops = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
     flowing = [value.requires_grad for value in operands]
     if "_attention" not in operator_name(op.target):
-        return own * (1.0 + min(sum(flowing), 2))
+        return forward_flops * (1.0 + min(sum(flowing), 2))
     query, key, value = flowing[:3]
     backward = (query + key + value + (query or key)) / 2  # products, of which forward has two
-    return own * _seen(op, graph) * (1.0 + backward)
+    return forward_flops * _seen(op, graph) * (1.0 + backward)
 
 
 def _seen(op: Op, graph: Graph) -> float:
@@ -246,69 +246,69 @@ def settings_of(
     blocks = len(blocks_of(graph))
     most = blocks + sum(map(bool, ends_of(graph))) if blocks else len(readers)
     schedules = [schedule_of(name) for name in ((schedule,) if schedule is not None else SCHEDULES)]
-    found = []
+    settings = []
     for size in batches.candidates:
         passes = batches.step // size
         if mesh_devices in (None, num_devices):
-            found.append(Setting(1, "", size, passes))
-        for own in schedules:
-            found += [
-                Setting(places * own.stages_per_place, own.name, size, passes)
+            settings.append(Setting(1, "", size, passes))
+        for candidate in schedules:
+            settings += [
+                Setting(places * candidate.stages_per_place, candidate.name, size, passes)
                 for places in range(2, num_devices + 1)
                 if num_devices % places == 0
-                and places * own.stages_per_place <= most
+                and places * candidate.stages_per_place <= most
                 and mesh_devices in (None, num_devices // places)
-                and not own.fault(places, passes)
-                and not _is_needless(own, places, passes, schedules)
+                and not candidate.fault(places, passes)
+                and not _is_needless(candidate, places, passes, schedules)
             ]
-    return tuple(found)
+    return tuple(settings)
 
 
 def _is_needless(schedule: Schedule, places: int, passes: int, schedules: Sequence[Schedule]) -> bool:
     """Whether another schedule of the same stages takes as long and holds less: GPipe where 1F1B can run."""
-    others = [own for own in schedules if own.name == "1F1B"]
-    return schedule.name == "GPipe" and any(not own.fault(places, passes) for own in others)
+    others = [other for other in schedules if other.name == "1F1B"]
+    return schedule.name == "GPipe" and any(not other.fault(places, passes) for other in others)
 
 
 def joint_search(
     settings: Sequence[Setting],
     floor: Floor,
     cluster: Cluster,
-    plan_of: Callable[[Setting, float], _Found],
+    plan_of: Callable[[Setting, float], _AnyPlan],
     *,
     tries: int = TRIES,
     estimates: Sequence[Callable[[Setting], float]] = (),
-) -> tuple[_Found, Joint]:
+) -> tuple[_AnyPlan, Joint]:
     """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: takes a
     setting and the seconds of the best step so far, and raises PlanError where there is no plan, or surely no better
     one; ``tries``: how many are planned at most; ``estimates``: of the seconds of a step, each better than the one
     before, and slower to be had (``plans.fronts``): a setting is planned when its last is the least of all. Raises
     PlanError where no setting has one."""
-    best: tuple[float, Setting, _Found] | None = None
+    best: tuple[float, Setting, _AnyPlan] | None = None
     failure: PlanError | None = None
     seen: list[Considered] = []
     queue = _Queue(settings, floor, cluster, estimates if len(settings) > tries else ())
     while queue.heap:
         setting, estimate = queue.pop(refines=best is None or tries > 0)
-        one = Considered(setting, floor.bound(setting), estimate=estimate)
-        if best is not None and one.bound >= best[0]:
-            seen.append(replace(one, pruned=best[0]))
+        trial = Considered(setting, floor.bound(setting), estimate=estimate)
+        if best is not None and trial.bound >= best[0]:
+            seen.append(replace(trial, pruned=best[0]))
             continue
         if tries <= 0 and best is not None:
-            seen.append(one)
+            seen.append(trial)
             continue
         tries -= 1
         doing(f"planning {setting}")
         try:
-            found = plan_of(setting, inf if best is None else best[0])
+            plan = plan_of(setting, inf if best is None else best[0])
         except PlanError as error:
             failure = failure or error
-            seen.append(replace(one, refused=str(error).partition("\n")[0]))
+            seen.append(replace(trial, refused=str(error).partition("\n")[0]))
             continue
-        seconds, num_bytes = figures(found)
-        seen.append(replace(one, step_seconds=seconds, num_bytes=num_bytes))
+        seconds, num_bytes = figures(plan)
+        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes))
         if best is None or seconds < best[0]:
-            best = seconds, setting, found
+            best = seconds, setting, plan
     if best is None:
         raise failure or PlanError(
             problem("there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's")
@@ -328,10 +328,10 @@ class _Queue:
         cluster: Cluster,
         estimates: Sequence[Callable[[Setting], float]],
     ) -> None:
-        self.settings = sorted(settings, key=lambda own: (own.stages, own.passes))
+        self.settings = sorted(settings, key=lambda setting: (setting.stages, setting.passes))
         self.estimates = estimates
         self.sizes: set[tuple[int, int]] = set()
-        rough = [floor.estimate(own, cluster) for own in self.settings]
+        rough = [floor.estimate(setting, cluster) for setting in self.settings]
         self.heap = [(False, seconds, number, 0) for number, seconds in enumerate(rough)]
         heapify(self.heap)
 

@@ -30,30 +30,28 @@ class RankedPipeline(NamedTuple):
     plan: Plan | None = None
 
 
-def ranked(found: Found, k: int, joint: Joint | None = None) -> tuple[tuple[RankedPipeline, ...], int, int]:
+def ranked(pipeline: Found, k: int, joint: Joint | None = None) -> tuple[tuple[RankedPipeline, ...], int, int]:
     """The chosen pipeline, then the best ``k`` - 1 of the others; how many others were looked at, and how many of them
     could not be. Cuts are moved one by one, by one block (or operator, where there are none), then by two, until there
     are enough. Raises PlanError where nothing was chosen by price."""
-    if found.plan.pipeline is None:
+    if pipeline.plan.pipeline is None:
         raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
-    others = [_ranked(plan, _size(plan)) for plan in found.others]
+    others = [_ranked(plan, _size(plan)) for plan in pipeline.others]
     refused = 0
     if joint is not None:
-        planned = [one for one in joint.considered if one.setting != joint.taken]
-        others += [
-            RankedPipeline(one.step_seconds, one.num_bytes, str(one.setting)) for one in planned if one.step_seconds
-        ]
-        refused += sum(bool(one.refused) for one in planned)
+        planned = [t for t in joint.considered if t.setting != joint.taken]
+        others += [RankedPipeline(t.step_seconds, t.num_bytes, str(t.setting)) for t in planned if t.step_seconds]
+        refused += sum(bool(t.refused) for t in planned)
     for distance in range(1, MOST_STEPS + 1):
         if distance > 1 and len(others) >= k - 1:
             break
-        for changed, parts in _moved(found, distance):
+        for changed, parts in _moved(pipeline, distance):
             try:
-                others.append(_ranked(found.again(parts).plan, changed))
+                others.append(_ranked(pipeline.again(parts).plan, changed))
             except PlanError:
                 refused += 1
-    best = sorted(others, key=lambda own: own.step_seconds)[: k - 1]
-    return (_ranked(found.plan, ""), *best), len(others) + refused, refused
+    best = sorted(others, key=lambda other: other.step_seconds)[: k - 1]
+    return (_ranked(pipeline.plan, ""), *best), len(others) + refused, refused
 
 
 def _ranked(plan: Plan, changed: str) -> RankedPipeline:
@@ -65,22 +63,22 @@ def _size(plan: Plan) -> str:
     return f"micro-batch {plan.micro_batch} ({plan.micro_batches} passes)"
 
 
-def _moved(found: Found, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
+def _moved(pipeline: Found, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
     """What is moved, and the operators of every stage, with one cut so many places earlier or later. Stages that the
     user marked stay."""
-    if found.is_marked:
+    if pipeline.is_marked:
         return
-    names = [op.name for op in found.graph.ops]
+    names = [op.name for op in pipeline.graph.ops]
     at = {name: i for i, name in enumerate(names)}
-    starts = [at[part[0]] for part in found.parts]
-    places = _places(found.graph)
+    starts = [at[part[0]] for part in pipeline.parts]
+    places = _places(pipeline.graph)
     for number, start in enumerate(starts[1:], 1):
         earlier = [place for place in places if starts[number - 1] < place < start]
         after = starts[number + 1] if number + 1 < len(starts) else len(names)
         later = [place for place in places if start < place < after]
         for place in (*earlier[::-1][distance - 1 : distance], *later[distance - 1 : distance]):
-            own = [*starts[:number], place, *starts[number + 1 :], len(names)]
-            cut = [names[first:last] for first, last in pairwise(own)]
+            bounds = [*starts[:number], place, *starts[number + 1 :], len(names)]
+            cut = [names[first:last] for first, last in pairwise(bounds)]
             yield f"stage {number} begins with {names[place]}, not with {names[start]}", cut
 
 
@@ -88,10 +86,10 @@ def _places(graph: Graph) -> list[int]:
     """Where a stage may begin: with a repeated block or behind the last one; with any operator, where there are none.
     What every stage makes by itself begins none."""
     free = free_values(graph)
-    own = [i for i, op in enumerate(graph.ops) if not free.issuperset(op.results)]
-    blocks = [block_of(graph.ops[i].name) for i in own]
-    found = [i for i, before, block in zip(own[1:], blocks, blocks[1:], strict=False) if block != before]
-    return found if any(blocks) else own[1:]
+    positions = [i for i, op in enumerate(graph.ops) if not free.issuperset(op.results)]
+    blocks = [block_of(graph.ops[i].name) for i in positions]
+    block_starts = [i for i, before, block in zip(positions[1:], blocks, blocks[1:], strict=False) if block != before]
+    return block_starts if any(blocks) else positions[1:]
 
 
 __all__ = ["RankedPipeline", "ranked"]

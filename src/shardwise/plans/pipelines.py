@@ -118,20 +118,20 @@ def pipeline_of(
     statistics: frozenset[str] = frozenset()
     for passes in _divided(call, captured.graph, asked, how):
         sizes = passes.sizes
-        own = replace(how, settings=replace(settings, passes=len(sizes)))
+        how_of_size = replace(how, settings=replace(settings, passes=len(sizes)))
         try:
-            own_template = replace(template, micro_batches=len(sizes))
-            found = plan_pipeline(own, passes.graphs[sizes[0]], passes, own_template, kinds)
+            template_of_size = replace(template, micro_batches=len(sizes))
+            planned = plan_pipeline(how_of_size, passes.graphs[sizes[0]], passes, template_of_size, kinds)
         except PlanError as error:
             failure = failure or error
             if not by_price:
                 break
             continue
-        if best is not None and _seconds(found.plan) >= _seconds(best.plan):
-            others.append(found.plan)
+        if best is not None and _seconds(planned.plan) >= _seconds(best.plan):
+            others.append(planned.plan)
             break
         others += [] if best is None else [best.plan]
-        best, statistics = found, passes.statistics
+        best, statistics = planned, passes.statistics
         if not by_price:
             break
     if best is None:
@@ -260,10 +260,12 @@ def plan_pipeline(
             following = chosen[number + 1] if number + 1 < len(chosen) else None
             chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number], following)
     ends = zip(chosen, choices, spmds, strict=True)
-    stages = tuple(_listed(how, cut, number, *own) for number, own in enumerate(ends))
+    stages = tuple(_listed(how, cut, number, *end) for number, end in enumerate(ends))
     if how.chooses_mesh:
         doings = zip(cut.parts, chosen, choices, strict=True)
-        stages = by_roles(stages, [Doing(part, one.factored.rules, own.strategies) for part, one, own in doings])
+        stages = by_roles(
+            stages, [Doing(part, part_choice.factored.rules, choice.strategies) for part, part_choice, choice in doings]
+        )
     schedule = how.schedule
     if schedule.is_solved:
         schedule = _solved(how, timed, num_passes)
@@ -274,7 +276,7 @@ def plan_pipeline(
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
     asked = replace(how, settings=replace(how.settings, known=inf))  # also for slower ones
     again = partial(plan_pipeline, asked, graph, passes, template, kinds)
-    searched = tuple(one.searched for one in chosen)
+    searched = tuple(part_choice.searched for part_choice in chosen)
     return Found(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
 
 
@@ -298,14 +300,14 @@ def _in_flight(how: Pipelining, order: Order) -> tuple[int, ...]:
     """Per stage the micro-batches whose values it keeps at once, if all took equally long. The inner stages of a place
     are about equal and share its memory: each counts as many as they keep on average."""
     stages = range(how.num_stages)
-    each = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
+    in_flight = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
     of_place: dict[int, list[int]] = {}
     for stage in stages[1:-1]:
-        of_place.setdefault(how.schedule.place_of(stage, how.num_places), []).append(each[stage])
+        of_place.setdefault(how.schedule.place_of(stage, how.num_places), []).append(in_flight[stage])
     return (
-        each[0],
+        in_flight[0],
         *(ceil(fmean(of_place[how.schedule.place_of(stage, how.num_places)])) for stage in stages[1:-1]),
-        each[-1],
+        in_flight[-1],
     )
 
 
@@ -323,18 +325,20 @@ def _check_parameters(cut: Cut) -> None:
 
 def _together(cut: Cut, chosen: Sequence[Chosen], settings: Settings) -> tuple[list[Choice], list[Spmd]]:
     """Choices and programs whose ends meet: what crosses, and parameters of several stages."""
-    own = _stored_alike(cut, chosen)
+    stored = _stored_alike(cut, chosen)
     choices = meeting(
-        cut, [(one.factored, choice) for one, choice in zip(chosen, own, strict=True)], [one.mesh for one in chosen]
+        cut,
+        [(part_choice.factored, choice) for part_choice, choice in zip(chosen, stored, strict=True)],
+        [part_choice.mesh for part_choice in chosen],
     )
     ends = zip(cut.parts, chosen, choices, strict=True)
-    return choices, [_rebuilt(part, one, choice, settings) for part, one, choice in ends]
+    return choices, [_rebuilt(part, part_choice, choice, settings) for part, part_choice, choice in ends]
 
 
 def _stored_alike(cut: Cut, chosen: Sequence[Chosen]) -> list[Choice]:
     """The choices with every parameter of several stages in the layout that the last of them has it in, device by
     device; whole, where that is none everywhere."""
-    choices = [one.choice for one in chosen]
+    choices = [part_choice.choice for part_choice in chosen]
     parameters = {source.value for part in cut.parts for source in part.sources if source.kind == "parameter"}
     for name, stages in cut.shared.items():
         if name not in parameters:
@@ -352,22 +356,24 @@ def _stored_alike(cut: Cut, chosen: Sequence[Chosen]) -> list[Choice]:
     return choices
 
 
-def _rebuilt(part: Graph, one: Chosen, choice: Choice, settings: Settings) -> Spmd:
+def _rebuilt(part: Graph, part_choice: Chosen, choice: Choice, settings: Settings) -> Spmd:
     """The program of a choice with other ends, which makes again and offloads what it did before."""
-    again = {(c.origin, c.target) for c in one.spmd.conversions if c.result in one.spmd.lifetimes.conversions}
+    again = {
+        (c.origin, c.target) for c in part_choice.spmd.conversions if c.result in part_choice.spmd.lifetimes.conversions
+    }
     parameters = {source.value for source in part.sources if source.kind == "parameter"}
     by_block = any(origin in parameters for origin, _ in again)
-    rules, bucket_bytes = one.factored.rules, settings.bucket_bytes
-    spmd = build_spmd(part, rules, choice, one.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
+    rules, bucket_bytes = part_choice.factored.rules, settings.bucket_bytes
+    spmd = build_spmd(part, rules, choice, part_choice.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
     conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
-    spmd = replace(spmd, lifetimes=replace(one.spmd.lifetimes, conversions=conversions, once=frozenset()))
-    return in_passes(spmd, replace(settings, levers=one.levers))
+    spmd = replace(spmd, lifetimes=replace(part_choice.spmd.lifetimes, conversions=conversions, once=frozenset()))
+    return in_passes(spmd, replace(settings, levers=part_choice.levers))
 
 
-def _listed(how: Pipelining, cut: Cut, number: int, one: Chosen, choice: Choice, spmd: Spmd) -> Stage:
+def _listed(how: Pipelining, cut: Cut, number: int, part_choice: Chosen, choice: Choice, spmd: Spmd) -> Stage:
     """A part as a stage of the plan."""
     part = cut.parts[number]
-    stage = stage_of(part, one.factored.rules, choice, spmd)
+    stage = stage_of(part, part_choice.factored.rules, choice, spmd)
     delivered = delivered_layouts(part, spmd)
 
     def entry(name: str, layout: Layout) -> TensorEntry:
@@ -377,7 +383,7 @@ def _listed(how: Pipelining, cut: Cut, number: int, one: Chosen, choice: Choice,
     received = [source.value for source in part.sources if source.kind == "activation"]
     return replace(
         stage,
-        placement=how.place(number, one.mesh),
+        placement=how.place(number, part_choice.mesh),
         receives=tuple(entry(name, choice.sources[name]) for name in received),
         sends=tuple(entry(name, delivered[name]) for name in cut.sends(number)),
     )
@@ -389,7 +395,7 @@ def _work(how: Pipelining, stages: Sequence[Timed], num_passes: int, known: Sequ
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
     fixed = _besides(how, stages)
     kept = tuple(stage.kept for stage in stages)
-    room = tuple(how.limit - own for own in fixed)
+    room = tuple(how.limit - num_bytes for num_bytes in fixed)
     work = Work(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
     peaks = [work.peaks(order) for order in known]
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
@@ -436,24 +442,24 @@ def _solved(how: Pipelining, stages: Sequence[Timed], num_passes: int) -> Schedu
 
 def _predicted(how: Pipelining, timed: Sequence[Timed], order: Order, num_passes: int) -> PipelinePrediction:
     """A simulated step."""
-    step = simulate_pipeline(order, [own.seconds for own in timed])
+    step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
         StagePrediction(
-            own.seconds.forward,
-            own.seconds.input + own.seconds.weight,
-            own.peak + (step.in_flight[number] - 1) * own.kept,
-            own.sent,
+            stage.seconds.forward,
+            stage.seconds.input + stage.seconds.weight,
+            stage.peak + (step.in_flight[number] - 1) * stage.kept,
+            stage.sent,
             step.bubble(how.schedule.place_of(number, how.num_places)),
-            own.seconds.weight,
-            own.seconds.send,
-            own.seconds.update,
+            stage.seconds.weight,
+            stage.seconds.send,
+            stage.seconds.update,
         )
-        for number, own in enumerate(timed)
+        for number, stage in enumerate(timed)
     )
     work = _work(how, timed, num_passes)
     bound = min(least_seconds(work), step.seconds)  # sums in another order
-    held = [sum(own) for own in zip(work.peaks(order), _besides(how, timed), strict=True)]
-    return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(held))
+    peaks = [sum(parts) for parts in zip(work.peaks(order), _besides(how, timed), strict=True)]
+    return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
 
 
 __all__ = ["Pipelining", "plan_pipeline"]

@@ -67,8 +67,8 @@ class Pipelining:
     @property
     def limit(self) -> float:
         """The bytes of a device."""
-        given = self.settings.memory_bytes
-        return self.part.device.usable_bytes if given is None else given
+        memory_bytes = self.settings.memory_bytes
+        return self.part.device.usable_bytes if memory_bytes is None else memory_bytes
 
     @property
     def num_places(self) -> int:

@@ -131,10 +131,10 @@ class Plan:
     def input_layouts(self) -> dict[str, Layout]:
         """Input -> its layout in the first stage that reads it, over the mesh of that stage: where ranks pass their
         parts of a batch, the part of a rank is that of its device number in its stage."""
-        found: dict[str, Layout] = {}
+        layouts: dict[str, Layout] = {}
         for stage in reversed(self.stages):
-            found |= {entry.name: stage.layouts[entry.name] for entry in stage.inputs}
-        return found
+            layouts |= {entry.name: stage.layouts[entry.name] for entry in stage.inputs}
+        return layouts
 
     @property
     def micro_batch(self) -> int | None:

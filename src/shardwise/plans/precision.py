@@ -82,7 +82,7 @@ def only_priced(plan: Plan) -> str:
         ("parameter", plan.pricing.parameter, stored),
         ("reduce", plan.pricing.reduce, stored),
     )
-    priced = [f"{name}={dtype}" for name, dtype, own in wanted if dtype and own - {dtype}]
+    priced = [f"{name}={dtype}" for name, dtype, dtypes in wanted if dtype and dtypes - {dtype}]
     if not priced:
         return ""
     return (

@@ -76,23 +76,23 @@ def format_plan(plan: Plan) -> str:
 def _pipeline(plan: Plan) -> list[str]:
     """The schedule and its stages: what runs where, and what is predicted of each."""
     places = {stage.placement.ranks for stage in plan.stages}
-    found, said = plan.pipeline, ""
-    if found is not None:
-        said = f": a step takes {format_seconds(found.step_seconds)}, in {found.bubble:.1%} of it devices wait (bubble)"
-        if found.bound_seconds:
-            said += f"; no order of these stages takes less than {format_seconds(found.bound_seconds)}"
+    cost, said = plan.pipeline, ""
+    if cost is not None:
+        said = f": a step takes {format_seconds(cost.step_seconds)}, in {cost.bubble:.1%} of it devices wait (bubble)"
+        if cost.bound_seconds:
+            said += f"; no order of these stages takes less than {format_seconds(cost.bound_seconds)}"
     lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{said}"]
     rows = []
     for number, stage in enumerate(plan.stages):
         paths = [entry.name.partition("/")[0] for entry in stage.operators]
         within = [path for path in paths if path] or ["the module itself"]
         row = [f"  stage {number}", f"ranks {format_ranks(stage.placement.ranks)}", f"{within[0]} to {within[-1]}"]
-        if found is not None:
-            own = found.stages[number]
-            sent = f", sends {format_bytes(int(own.sent_bytes))}" if own.sent_bytes else ""
+        if cost is not None:
+            stage_cost = cost.stages[number]
+            sent = f", sends {format_bytes(int(stage_cost.sent_bytes))}" if stage_cost.sent_bytes else ""
             row.append(
-                f"forward {format_seconds(own.forward)}, backward {format_seconds(own.backward)}, peak "
-                f"{format_bytes(int(own.peak_bytes))}{sent}, bubble {own.bubble:.1%}"
+                f"forward {format_seconds(stage_cost.forward)}, backward {format_seconds(stage_cost.backward)}, peak "
+                f"{format_bytes(int(stage_cost.peak_bytes))}{sent}, bubble {stage_cost.bubble:.1%}"
             )
         rows.append(tuple(row))
     return lines + _columns(rows)
@@ -101,28 +101,28 @@ def _pipeline(plan: Plan) -> list[str]:
 def format_figures(plan: Plan) -> str:
     """What a plan is about, in one line: step, tokens (or samples) a second, memory of what a device has, gap; empty
     where nothing is predicted."""
-    found = plan_figures(plan)
-    return ", ".join(f"{text} {name}" if name.endswith("/s") else f"{name} {text}" for name, text in found)
+    figures = plan_figures(plan)
+    return ", ".join(f"{text} {name}" if name.endswith("/s") else f"{name} {text}" for name, text in figures)
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     """(name, text) of these figures, in this order."""
-    own, pipeline = plan.predicted, plan.pipeline
+    cost, pipeline = plan.predicted, plan.pipeline
     if pipeline is not None:
-        seconds, held, passes, known = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
-    elif own is not None:
-        seconds, held, passes, known = own.planned_seconds, own.memory_bytes, own.passes, own.optimality_gap
+        seconds, size, passes, known = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
+    elif cost is not None:
+        seconds, size, passes, known = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
     else:
         return []
-    found = [("step", format_seconds(seconds))]
+    figures = [("step", format_seconds(seconds))]
     ids = next((e for e in plan.inputs if len(e.shape) == 2 and e.dtype in ("i64", "i32")), None)
     count = prod(ids.shape) if ids is not None else plan.micro_batch
     if count and seconds:
-        found.append((f"{'tokens' if ids is not None else 'samples'}/s", f"{count * passes / seconds:,.0f}"))
-    if held:
+        figures.append((f"{'tokens' if ids is not None else 'samples'}/s", f"{count * passes / seconds:,.0f}"))
+    if size:
         limit = _limit(plan)
-        found.append(("memory", f"{format_bytes(held)}{f' of {limit}' if limit else ''} a device"))
-    return [*found, ("gap", "not known" if known is None else f"{known:.2%}")]
+        figures.append(("memory", f"{format_bytes(size)}{f' of {limit}' if limit else ''} a device"))
+    return [*figures, ("gap", "not known" if known is None else f"{known:.2%}")]
 
 
 def of_outputs(plan: Plan) -> list[str]:
@@ -171,14 +171,14 @@ def _states_on_host(plan: Plan) -> list[str]:
     does not say which parameters are trained, so that this is the most."""
     if not waits_on_host(plan.optimizer):
         return []
-    held: dict[tuple[int, ...], list[int]] = {}  # by a device of every place
+    sizes_of: dict[tuple[int, ...], list[int]] = {}  # by a device of every place
     for stage in plan.stages:
-        held.setdefault(stage.placement.ranks, []).extend(
+        sizes_of.setdefault(stage.placement.ranks, []).extend(
             stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize for entry in stage.parameters
         )
-    sizes = [size for own in held.values() for size in own]
+    sizes = [size for place_sizes in sizes_of.values() for size in place_sizes]
     waiting = [size for size in sizes if waits(size)]
-    most = max(sum(size for size in own if waits(size)) for own in held.values())
+    most = max(sum(size for size in place_sizes if waits(size)) for place_sizes in sizes_of.values())
     total, cluster = states_of(plan.optimizer) * most, _priced_cluster(plan)
     seconds = 0.0 if cluster is None else cluster.device.host_seconds(total)
     took = f", {format_seconds(seconds)} there and as long back" if seconds else ""
@@ -225,50 +225,52 @@ def _reserved(plan: Plan, cluster: Cluster | None) -> str:
     return f" + reserve {reserve} of {whole}" if cluster.device.reserve_bytes else ""
 
 
-def _predicted(plan: Plan, own: Prediction) -> list[str]:
+def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     """What the plan was chosen for: the additive price and its bound, then what the simulation says. Seconds and bytes
     that will be measured have intervals."""
     cluster = _priced_cluster(plan)
     reserved = _reserved(plan, cluster)
 
     def step(seconds: float) -> str:
-        return format_seconds(own.passes * seconds)
+        return format_seconds(cost.passes * seconds)
 
     def measured(seconds: float) -> str:
-        return step(seconds) if cluster is None else _interval(own.interval(seconds, cluster), format_seconds)
+        return step(seconds) if cluster is None else _interval(cost.interval(seconds, cluster), format_seconds)
 
-    passes = f" ({own.passes} passes of {format_seconds(own.pass_seconds)})" if own.passes > 1 else ""
+    passes = f" ({cost.passes} passes of {format_seconds(cost.pass_seconds)})" if cost.passes > 1 else ""
     lines = [
-        f"  priced step {measured(own.pass_seconds)}{passes}: compute {format_seconds(own.compute)}, exposed "
-        f"communication {format_seconds(own.exposed)}, parameter traffic {format_seconds(own.traffic)} "
-        "(overlaps with compute)",
-        f"    parameters, gradients, optimizer states and saved values {format_bytes(own.num_bytes)}",
+        f"  priced step {measured(cost.pass_seconds)}{passes}: compute {format_seconds(cost.compute)}, "
+        f"exposed communication {format_seconds(cost.exposed)}, parameter traffic "
+        f"{format_seconds(cost.traffic)} (overlaps with compute)",
+        f"    parameters, gradients, optimizer states and saved values {format_bytes(cost.num_bytes)}",
     ]
-    if own.additive_price:
-        gap = "" if own.optimality_gap is None else f": optimality gap {own.optimality_gap:.2%}"
-        lines.append(f"    additive price {step(own.additive_price)}, which the search minimised{gap}")
-    if own.optimality_gap is not None:
-        proven = ", which the plan reaches: proven optimal" if not own.optimality_gap else ""
-        lines.append(f"    bound {step(own.bound)}: no plan of 10^{own.log10_plans:.0f} has a lower price{proven}")
-    held = format_bytes(own.peak_bytes) if cluster is None else _interval(own.memory_interval(cluster), format_bytes)
-    peak = f"peak memory {held}{reserved} in {own.peak_at}"
-    if own.simulated_seconds:
-        lines.append(f"    simulated step {measured(own.simulated_seconds)}, with overlap and buckets; {peak}")
-    elif own.peak_bytes:  # too many operators to simulate
+    if cost.additive_price:
+        gap = "" if cost.optimality_gap is None else f": optimality gap {cost.optimality_gap:.2%}"
+        lines.append(f"    additive price {step(cost.additive_price)}, which the search minimised{gap}")
+    if cost.optimality_gap is not None:
+        proven = ", which the plan reaches: proven optimal" if not cost.optimality_gap else ""
+        lines.append(f"    bound {step(cost.bound)}: no plan of 10^{cost.log10_plans:.0f} has a lower price{proven}")
+    memory = (
+        format_bytes(cost.peak_bytes) if cluster is None else _interval(cost.memory_interval(cluster), format_bytes)
+    )
+    peak = f"peak memory {memory}{reserved} in {cost.peak_at}"
+    if cost.simulated_seconds:
+        lines.append(f"    simulated step {measured(cost.simulated_seconds)}, with overlap and buckets; {peak}")
+    elif cost.peak_bytes:  # too many operators to simulate
         lines.append(f"    {peak}")
-    if own.passed_over is not None:
-        other = own.passed_over
+    if cost.passed_over is not None:
+        other = cost.passed_over
         why = "simulation" if other.fits else "memory limit"
         takes = f"takes {step(other.simulated_seconds)} simulated, peak {format_bytes(other.peak_bytes)}"
         lines.append(
-            f"    given away for the {why} {own.given_away:.2%}: the cheapest plan, of additive price "
+            f"    given away for the {why} {cost.given_away:.2%}: the cheapest plan, of additive price "
             f"{step(other.additive_price)}, {takes}{'' if other.fits else ', which does not fit'}"
         )
     return lines
 
 
-def _interval(own: Interval, form: Callable[[float], str]) -> str:
-    return format_interval(own.value, own.low, own.high, form)
+def _interval(interval: Interval, form: Callable[[float], str]) -> str:
+    return format_interval(interval.value, interval.low, interval.high, form)
 
 
 def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -276,14 +278,14 @@ def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[
     of what is delivered. ``buckets``: whether those are equal that travel in the same bucket only."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
-    for conversion in stage.conversions or ():
-        under.setdefault(owner_of(conversion.op, names), []).append(conversion)
+    for use in stage.conversions or ():
+        under.setdefault(owner_of(use.op, names), []).append(use)
     blocks = []
     for operator in stage.operators:
         strategy, module = operator.strategy or "whole", operator.name.rpartition("/")[0]
         rule = f"{operator.rule}  ({operator.backward})" if operator.backward else operator.rule
-        own = under.get(operator.name, ())
-        lines = [_conversion(conversion if buckets else replace(conversion, bucket=0), module) for conversion in own]
+        uses = under.get(operator.name, ())
+        lines = [_conversion(use if buckets else replace(use, bucket=0), module) for use in uses]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
     merged: list[tuple[str, ...]] = [(name, *text.split("\n")) for name, text in _merged(blocks)]
     return merged, [_conversion(conversion) for conversion in under.get("", ())]
@@ -312,10 +314,10 @@ def format_entry(plan: Plan, name: str) -> str:
                 return "\n".join([f"{name}  {entry.layout}", *(f"{_conversion(c)}  for {c.op}" for c in uses)])
         for operator in stage.operators:
             if operator.name == name:
-                own = [c for c in stage.conversions or () if owner_of(c.op, names) == name]
+                conversions = [c for c in stage.conversions or () if owner_of(c.op, names) == name]
                 again = "  (again in backward)" if operator.again else ""
                 head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{again}"
-                return "\n".join([head, f"      {operator.source}", *map(_conversion, own)])
+                return "\n".join([head, f"      {operator.source}", *map(_conversion, conversions)])
     known = [operator.name for operator in plan.operators]
     raise PlanError(
         problem(f"the plan has no {shown(name)}", facts=[("it has", listed(known))], fix="print(plan) shows all names")
@@ -387,26 +389,26 @@ def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         lines = [name, *text.split("\n")]
         key = "\n".join(_NUMBER.sub("*", head) + mark + rest for head, mark, rest in _named(lines))
         groups.setdefault(key, []).append("\n".join(lines))
-    found = []
+    merged = []
     for members in groups.values():
         rows = [_named(member.split("\n")) for member in members]
         names = [[head for head, _, _ in column] for column in zip(*rows, strict=True)]
         numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names[0]]
         spans = [sorted(set(column)) for column in zip(*numbers, strict=True)]
         if sorted(numbers) == list(product(*spans)):
-            lines = [_ranged(own) + mark + rest for own, (_, mark, rest) in zip(names, rows[0], strict=True)]
+            lines = [_ranged(heads) + mark + rest for heads, (_, mark, rest) in zip(names, rows[0], strict=True)]
             members = ["\n".join(lines)]
-        found += [(name, text) for name, _, text in (member.partition("\n") for member in members)]
-    return found
+        merged += [(name, text) for name, _, text in (member.partition("\n") for member in members)]
+    return merged
 
 
 def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
     """(name, mark, rest) of every line: the first is a name, and of the others a line without ": " has none."""
-    found = [(lines[0], "", "")]
+    divided = [(lines[0], "", "")]
     for line in lines[1:]:
         name, mark, rest = line.partition(": ")
-        found.append((name, mark, rest) if mark else ("", "", line))
-    return found
+        divided.append((name, mark, rest) if mark else ("", "", line))
+    return divided
 
 
 def _ranged(names: Sequence[str]) -> str:

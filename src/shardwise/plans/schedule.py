@@ -89,19 +89,19 @@ def schedule_of(name: object, order: Sequence[str] = ()) -> Schedule:
     """The schedule of a name, however it is capitalised. One whose stages lie in loops may say how many a place has:
     ``Interleaved1F1B:4`` has four, and two without a number. ``order``: of a solved one, as ``format_order`` wrote it.
     Raises PlanError listing those there are, and for an order that can not be read."""
-    known = {own.lower(): own for own in SCHEDULES}
+    known = {known_name.lower(): known_name for known_name in SCHEDULES}
     base, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
     if base.lower() not in known:
         raise PlanError(problem(f"unknown schedule {name!r}", fix=f"one of {', '.join(SCHEDULES)}"))
-    found = SCHEDULES[known[base.lower()]]
+    schedule = SCHEDULES[known[base.lower()]]
     if colon:
-        found = _with_stages(found, number)
-    return replace(found, actions=tuple(map(_parsed, order))) if order else found
+        schedule = _with_stages(schedule, number)
+    return replace(schedule, actions=tuple(map(_parsed, order))) if order else schedule
 
 
 def _with_stages(schedule: Schedule, number: str) -> Schedule:
     """The schedule with another number of stages on every place."""
-    loops = [own.name for own in SCHEDULES.values() if own.stages_per_place > 1 and not own.folded]
+    loops = [other.name for other in SCHEDULES.values() if other.stages_per_place > 1 and not other.folded]
     if schedule.name not in loops:
         what = f"{schedule.name} has {schedule.stages_per_place} stages on every place, and no other number of them"
         raise PlanError(problem(what, fix=f"leave out :{shown(number)}; others may have more: {', '.join(loops)}"))
@@ -122,13 +122,13 @@ def format_order(order: Order) -> tuple[str, ...]:
 
 
 def _parsed(line: str) -> tuple[Action, ...]:
-    found = []
+    actions = []
     for text in line.split():
         match = re.fullmatch(r"(\d{1,6})([FBIW])(\d{1,6})", text, re.ASCII)
         if match is None:
             raise PlanError(f"order has {shown(text)}, which is no action (as 0F3, 1I0, 1W0)")
-        found.append(Action(int(match[1]), _LETTERS[match[2]], int(match[3])))
-    return tuple(found)
+        actions.append(Action(int(match[1]), _LETTERS[match[2]], int(match[3])))
+    return tuple(actions)
 
 
 def check_order(schedule: Schedule, num_places: int, num_micro_batches: int) -> None:

@@ -38,7 +38,7 @@ class Bound:
 def delivered_layouts(part: Graph, spmd: Spmd) -> dict[str, Layout]:
     """Output of a part -> the layout in which its program delivers it."""
     pairs = zip(part.outputs, spmd.outputs, strict=True)
-    return {out.name: spmd.layouts[own.name] for out, own in pairs if isinstance(out, Ref) and isinstance(own, Ref)}
+    return {out.name: spmd.layouts[end.name] for out, end in pairs if isinstance(out, Ref) and isinstance(end, Ref)}
 
 
 def step_graph(graph: Graph) -> Graph:
@@ -107,24 +107,26 @@ def bound(
     ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64. Raises PlanError as
     ``plans.bind.program_of`` does, and where other values cross than the plan lists."""
     names = [[entry.name for entry in stage.operators] for stage in plan.stages]
-    held = [stage.layouts.keys() for stage in plan.stages]
-    cut = cut_for_stages(graph, with_stages(graph, names, held), prelude)
+    kept = [stage.layouts.keys() for stage in plan.stages]
+    cut = cut_for_stages(graph, with_stages(graph, names, kept), prelude)
     plans = [plan.alone(number) for number in range(len(plan.stages))]
-    own = [
-        bind(one, part, training=training, widened=original is not None)
-        for one, part in zip(plans, cut.parts, strict=True)
+    bindings = [
+        bind(alone, part, training=training, widened=original is not None)
+        for alone, part in zip(plans, cut.parts, strict=True)
     ]
-    choices = meeting(cut, own, [stage.mesh for stage in plan.stages])
+    choices = meeting(cut, bindings, [stage.mesh for stage in plan.stages])
     originals: tuple[Graph | None, ...] = (None,) * len(plans)
     if original is not None:
-        originals = cut_for_stages(original, with_stages(original, names, held), prelude).parts
+        originals = cut_for_stages(original, with_stages(original, names, kept), prelude).parts
     spmds = tuple(
-        program_of_choice(one, part, factored, choice, training=training, original=first)
-        for one, part, (factored, _), choice, first in zip(plans, cut.parts, own, choices, originals, strict=True)
+        program_of_choice(alone, part, factored, choice, training=training, original=narrow)
+        for alone, part, (factored, _), choice, narrow in zip(
+            plans, cut.parts, bindings, choices, originals, strict=True
+        )
     )
-    for number, (one, part, spmd) in enumerate(zip(plans, cut.parts, spmds, strict=True)):
-        if one.only_stage.conversions is not None and is_planned_for(one, part, training):
-            _check_sends(one.only_stage, number, cut, spmd)
+    for number, (alone, part, spmd) in enumerate(zip(plans, cut.parts, spmds, strict=True)):
+        if alone.only_stage.conversions is not None and is_planned_for(alone, part, training):
+            _check_sends(alone.only_stage, number, cut, spmd)
     return Bound(cut, spmds)
 
 
@@ -145,10 +147,10 @@ def _check_sends(stage: Stage, number: int, cut: Cut, spmd: Spmd) -> None:
         )
 
 
-def meeting(cut: Cut, own: Sequence[tuple[Factored, Choice]], meshes: Sequence[Mesh]) -> list[Choice]:
+def meeting(cut: Cut, bindings: Sequence[tuple[Factored, Choice]], meshes: Sequence[Mesh]) -> list[Choice]:
     """The choices of all stages with the layouts in which values cross: where the receiver wants them, as far as the
     sender's devices correspond to the receiver's."""
-    choices = [choice for _, choice in own]
+    choices = [choice for _, choice in bindings]
     for number in reversed(range(len(choices) - 1)):
         delivered: dict[str, Layout] = {}
         later = choices[number + 1]
@@ -157,11 +159,11 @@ def meeting(cut: Cut, own: Sequence[tuple[Factored, Choice]], meshes: Sequence[M
             passed_on = later.delivered.get(name)
             is_carried = passed_on is not None and not cut.parts[number + 1].consumers[name]
             wanted = boundary_layout(passed_on if is_carried and passed_on is not None else sources[name])
-            fitted = _fitted(wanted, own[number][0].atoms[name], meshes[number])
+            fitted = _fitted(wanted, bindings[number][0].atoms[name], meshes[number])
             if fitted is None:
                 wanted = Layout.whole(meshes[number + 1], wanted.shape)
                 fitted = Layout.whole(meshes[number], wanted.shape)
-            sources[name] = refined(wanted, own[number + 1][0].atoms[name]) or wanted
+            sources[name] = refined(wanted, bindings[number + 1][0].atoms[name]) or wanted
             delivered[name] = fitted
         choices[number + 1] = replace(later, sources=sources)
         choices[number] = replace(choices[number], delivered=delivered)
@@ -170,8 +172,8 @@ def meeting(cut: Cut, own: Sequence[tuple[Factored, Choice]], meshes: Sequence[M
 
 def _fitted(layout: Layout, atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout | None:
     """A layout on the devices of another mesh, over the atoms that the value has there; None: it has none."""
-    own = on_mesh(layout, mesh)
-    return None if own is None else refined(own, atoms)
+    moved = on_mesh(layout, mesh)
+    return None if moved is None else refined(moved, atoms)
 
 
 def refined(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout | None:

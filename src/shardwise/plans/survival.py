@@ -94,28 +94,28 @@ class Survival:
             return ()
         ranks = [rank for machine in self.machines for rank in machine]
         keeps = dict.fromkeys(ranks, 0)
-        found: list[ExtraCopy] = []
+        copies: list[ExtraCopy] = []
         for holders, tensors in sorted(self.held.items(), key=lambda item: (-sum(item[1].values()), min(item[0]))):
             machines = self._machines_of(holders)
             if len(machines) > 1:
                 continue
-            own = self.machines[machines.pop()]
+            machine = self.machines[machines.pop()]
             first, num_bytes = min(holders), sum(tensors.values())
-            others = [rank for rank in ranks if rank not in own]
-            keeper = min(others, key=lambda rank: (keeps[rank], (rank - first - len(own)) % len(ranks)))
+            others = [rank for rank in ranks if rank not in machine]
+            keeper = min(others, key=lambda rank: (keeps[rank], (rank - first - len(machine)) % len(ranks)))
             keeps[keeper] += num_bytes
-            found.append(ExtraCopy(tuple(sorted(holders)), keeper, num_bytes))
-        return tuple(found)
+            copies.append(ExtraCopy(tuple(sorted(holders)), keeper, num_bytes))
+        return tuple(copies)
 
     def with_copies(self) -> Survival:
         """As it is with these copies made (``sw.Recovery(peer_copy=...)``)."""
-        held = {where: dict(tensors) for where, tensors in self.held.items()}
+        holdings = {where: dict(tensors) for where, tensors in self.held.items()}
         for copy in self.extra_copies:
             where = frozenset(copy.holders)
-            both, tensors = where | {copy.keeper}, held.pop(where)
-            known = held.setdefault(both, {})
+            both, tensors = where | {copy.keeper}, holdings.pop(where)
+            known = holdings.setdefault(both, {})
             known.update({name: known.get(name, 0) + size for name, size in tensors.items()})
-        return replace(self, held=held, made=self.extra_copies)
+        return replace(self, held=holdings, made=self.extra_copies)
 
     def _machines_of(self, holders: Ranks) -> set[int]:
         return {at for at, machine in enumerate(self.machines) if not holders.isdisjoint(machine)}
@@ -164,16 +164,16 @@ def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = Fals
             for key, where in _holders(stage.layouts[entry.name], stage.placement).items():
                 size = prod(key[1]) * itemsize * copies
                 holders.setdefault((entry.name, key), (set(), size))[0].update(where)
-    held: dict[Ranks, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    holdings: dict[Ranks, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (name, _), (where, num_bytes) in holders.items():
         if num_bytes:
-            held[frozenset(where)][name] += num_bytes
+            holdings[frozenset(where)][name] += num_bytes
     cuts = range(0, len(ranks) + 1, ranks_per_machine)
     machines = tuple(tuple(ranks[start:stop]) for start, stop in pairwise(cuts))
-    found = Survival(
-        {where: dict(own) for where, own in held.items()}, machines, plan.optimizer, send_rate=_send_rate(plan)
+    outcome = Survival(
+        {where: dict(sizes) for where, sizes in holdings.items()}, machines, plan.optimizer, send_rate=_send_rate(plan)
     )
-    return found.with_copies() if peer_copies else found
+    return outcome.with_copies() if peer_copies else outcome
 
 
 def _send_rate(plan: Plan) -> float:
@@ -187,11 +187,11 @@ def _send_rate(plan: Plan) -> float:
 
 def _holders(layout: Layout, place: Placement) -> dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]]:
     """(offsets, sizes) of a box of a tensor -> the ranks that hold it."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = defaultdict(set)
+    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = defaultdict(set)
     for device, rank in enumerate(place.ranks):
         for box in boxes(layout, place.mesh.coordinates(device)):
-            found[box.offsets, box.sizes].add(rank)
-    return found
+            holders[box.offsets, box.sizes].add(rank)
+    return holders
 
 
 def _outcome(loss: Loss) -> str:

@@ -37,17 +37,17 @@ def timed_stages(
 ) -> list[Timed]:
     """All stages."""
     known: dict[Hashable, Timed] = {}
-    found = []
+    stages = []
     for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
         key = _without_names(part, choice, spmd)
         if key not in known:
             known[key] = _timed(how, part, spmd, cut.sends(number), kinds)
-        own = known[key]
+        timed = known[key]
         if not number and how.schedule.splits_backward:  # nobody waits for cotangents of the first stage
-            seconds = own.seconds
-            own = replace(own, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
-        found.append(own)
-    return found
+            seconds = timed.seconds
+            timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
+        stages.append(timed)
+    return stages
 
 
 def _timed(how: Pipelining, part: Graph, spmd: Spmd, sends: Sequence[str], kinds: Kinds) -> Timed:
@@ -72,7 +72,12 @@ def _without_names(part: Graph, choice: Choice, spmd: Spmd) -> Hashable:
         spmd.mesh,
         tuple(choice.strategies[name] for name in form.ops),
         tuple(choice.sources[source.value] for source in part.sources),
-        tuple((end, at, own[name]) for end, own in ends.items() for at, name in enumerate(form.values) if name in own),
+        tuple(
+            (end, at, layouts[name])
+            for end, layouts in ends.items()
+            for at, name in enumerate(form.values)
+            if name in layouts
+        ),
         tuple((op.name in lifetimes.operators, op.name in lifetimes.offloaded) for op in spmd.graph.ops),
         tuple(conversion.result in lifetimes.conversions for conversion in spmd.conversions),
         tuple(source.value in lifetimes.once for source in part.sources),

@@ -71,8 +71,8 @@ def fill_buckets(
         gradient = (conversion.differentiable, receives_gradient(conversion)) if backward else ()
         value = value_of(conversion.origin)
         block = block_of(conversion.op) if by_block and conversion.value in sources else ""
-        own = conversion.value in sources, conversion.result in trained
-        return moves, forward, backward, value.dtype, value.reduced, gradient, own, block
+        use = conversion.value in sources, conversion.result in trained
+        return moves, forward, backward, value.dtype, value.reduced, gradient, use, block
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
@@ -89,37 +89,37 @@ def fill_buckets(
         sent = replace(step, itemsize=value.dtype.itemsize, grad_itemsize=value.grad_itemsize)
         size = max(c.num_bytes for side in _both(sent) for c in side)
         first = bucket_bytes if by_block else min(bucket_bytes, FIRST_BUCKET_BYTES)
-        found, filled, room = open_buckets.get(message_kind(step), ([], 0, first))
-        if found and filled + size > room:
-            members[found[-1]] = found[::-1]
-            found, filled, room = [], 0, bucket_bytes
-        found.append(position)
-        open_buckets[message_kind(step)] = found, filled + size, room
-    for found, _, _ in open_buckets.values():
-        members[found[-1]] = found[::-1]
+        positions, filled, room = open_buckets.get(message_kind(step), ([], 0, first))
+        if positions and filled + size > room:
+            members[positions[-1]] = positions[::-1]
+            positions, filled, room = [], 0, bucket_bytes
+        positions.append(position)
+        open_buckets[message_kind(step)] = positions, filled + size, room
+    for positions, _, _ in open_buckets.values():
+        members[positions[-1]] = positions[::-1]
     of_parameters = frozenset(members)
-    taken = {position for found in members.values() for position in found}
+    taken = {position for positions in members.values() for position in positions}
     made_at: defaultdict[str, int] = defaultdict(lambda: -1)  # sources are there from the start
     for position, step in enumerate(steps):
         made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, Step) else [step.result], position))
     for position, step in enumerate(steps):
         if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or _cuts_windows(step):
             continue
-        found = [position]
-        found += [
+        positions = [position]
+        positions += [
             later
             for later in range(position + 1, min(position + 1 + AHEAD, len(steps)))
             if later not in taken
             and _joins(steps[later], step, message_kind)
             and made_at[_value(steps[later])] < position
         ]
-        members[position] = found
-        taken.update(found)
+        members[position] = positions
+        taken.update(positions)
     result: list[Step | Conversion | Bucket] = []
     for position, step in enumerate(steps):
         if position in of_parameters or len(members.get(position, ())) > 1:
             together = [steps[i] for i in members[position]]
-            conversions = tuple(one for one in together if isinstance(one, Conversion))
+            conversions = tuple(conversion for conversion in together if isinstance(conversion, Conversion))
             result.append(Bucket(conversions, position in of_parameters))
         elif position not in taken or position in members:
             result.append(step)
@@ -128,13 +128,13 @@ def fill_buckets(
 
 def _made_for(steps: Sequence[Step | Conversion], ends: Collection[str]) -> set[str]:
     """The values that some values are made of, and these."""
-    found = set(ends)
+    needed = set(ends)
     for step in reversed(steps):
         if isinstance(step, Conversion):
-            found.update((step.value,) if step.result in found else ())
-        elif found.intersection(step.placed.op.results):
-            found.update(step.operands)
-    return found
+            needed.update((step.value,) if step.result in needed else ())
+        elif needed.intersection(step.placed.op.results):
+            needed.update(step.operands)
+    return needed
 
 
 def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:

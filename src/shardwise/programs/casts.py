@@ -38,7 +38,7 @@ def before_first_use(
     those of ``ends`` that nothing reads."""
     left, written = dict(casts), list[Instruction]()
     for instruction in instructions:
-        found = [left.pop(name) for name in dict.fromkeys(instruction.operands) if name in left]
-        written += [replace(one, origin=replace(instruction.origin, part="cast")) for one in found]
+        due = [left.pop(name) for name in dict.fromkeys(instruction.operands) if name in left]
+        written += [replace(due_cast, origin=replace(instruction.origin, part="cast")) for due_cast in due]
         written.append(instruction)
     return written + [left.pop(name) for name in dict.fromkeys(ends) if name in left]

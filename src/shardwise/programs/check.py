@@ -21,10 +21,10 @@ def check_program(program: Program) -> None:
     ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
     there = set(program.taken)
     _check(program.forward, there, ends, there, "forward")
-    given = {*program.saved, *(name for name in program.cotangents if name is not None)}
-    _check(program.backward, given, program.gradients.values(), given, "backward")
-    root = memories(program.backward, given)
-    holder: dict[str, str] = dict.fromkeys({root[name] for name in given}, "what backward was given")
+    start_names = {*program.saved, *(name for name in program.cotangents if name is not None)}
+    _check(program.backward, start_names, program.gradients.values(), start_names, "backward")
+    root = memories(program.backward, start_names)
+    holder: dict[str, str] = dict.fromkeys({root[name] for name in start_names}, "what backward was given")
     for source, name in program.gradients.items():
         if root[name] in holder:
             raise BrokenProgram(f"backward: the gradient of {source!r} is in the memory of {holder[root[name]]}")

@@ -96,54 +96,54 @@ class _Analysis:
         self.fixed = fixed_sources(self.spmd)
         self.root = {name: name for name in self.fixed}
         grad = self.spmd.graph.by_name
-        for one in self._all:
-            results = _results(one)
-            if isinstance(one, Conversion):
-                steady = not one.collectives()
+        for step in self._all:
+            results = _results(step)
+            if isinstance(step, Conversion):
+                steady = not step.collectives()
             else:
-                target = one.placed.op.target
+                target = step.placed.op.target
                 steady = not is_random(target) and not any(grad[name].requires_grad for name in results)
-            if steady and self.root.keys() >= set(_operands(one)):
-                self.makers.update(dict.fromkeys(results, one))
-                self.root.update({name: self._root(one, name) for name in results})
+            if steady and self.root.keys() >= set(_operands(step)):
+                self.makers.update(dict.fromkeys(results, step))
+                self.root.update({name: self._root(step, name) for name in results})
 
     @cached_property
     def _all(self) -> list[Step | Conversion]:
         return [
-            one for step in self.spmd.steps for one in ((step,) if isinstance(step, Step) else conversions_of(step))
+            part for step in self.spmd.steps for part in ((step,) if isinstance(step, Step) else conversions_of(step))
         ]
 
-    def _is_constant(self, one: Step | Conversion) -> bool:
-        return self.makers.get(_results(one)[0]) is one
+    def _is_constant(self, step: Step | Conversion) -> bool:
+        return self.makers.get(_results(step)[0]) is step
 
-    def _root(self, one: Step | Conversion, name: str) -> str:
+    def _root(self, step: Step | Conversion, name: str) -> str:
         """The name whose memory a result has at most."""
-        if isinstance(one, Conversion) or not is_view(one.placed.op.target) or not one.operands:
+        if isinstance(step, Conversion) or not is_view(step.placed.op.target) or not step.operands:
             return name
-        operand, layouts = one.operands[0], self.spmd.layouts
+        operand, layouts = step.operands[0], self.spmd.layouts
         grows = layouts[name].max_local_numel > layouts[operand].max_local_numel
-        return name if grows and operator_name(one.placed.op.target) != "expand" else self.root[operand]
+        return name if grows and operator_name(step.placed.op.target) != "expand" else self.root[operand]
 
     @cached_property
-    def held(self) -> frozenset[str]:
+    def returned(self) -> frozenset[str]:
         """What the step returns, and what that is a view of."""
         spmd = self.spmd
-        held = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
-        for one in reversed(self._all):
-            if self._is_constant(one) and held.intersection(_results(one)) and _may_be_view(one):
-                held.update(_operands(one))
-        return frozenset(name for name in held if name in self.makers)
+        returned = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
+        for step in reversed(self._all):
+            if self._is_constant(step) and returned.intersection(_results(step)) and _may_be_view(step):
+                returned.update(_operands(step))
+        return frozenset(name for name in returned if name in self.makers)
 
     @cached_property
     def same(self) -> Mapping[str, str]:
         """Constant -> the first one that is made alike (layers each make a mask)."""
         known: dict[object, tuple[str, ...]] = {}
         same: dict[str, str] = {name: name for name in self.fixed}
-        for one in self._all:
-            if self._is_constant(one):
-                results, operands = _results(one), tuple(same[name] for name in _operands(one))
-                key = _made_by(one), operands, tuple(self.spmd.layouts[name] for name in results)
-                firsts = results if self.held.intersection(results) else known.setdefault(key, results)
+        for step in self._all:
+            if self._is_constant(step):
+                results, operands = _results(step), tuple(same[name] for name in _operands(step))
+                key = _made_by(step), operands, tuple(self.spmd.layouts[name] for name in results)
+                firsts = results if self.returned.intersection(results) else known.setdefault(key, results)
                 same.update(zip(results, firsts, strict=True))
         return same
 
@@ -151,23 +151,23 @@ class _Analysis:
     def kept(self) -> frozenset[str]:
         """The constants that others read, as far as there is room."""
         limit = SHARE * (sum(map(self._num_bytes, self.spmd.graph.source_of)) + self._largest())
-        wanted: set[str] = set(self.held)
+        wanted: set[str] = set(self.returned)
         kept: set[str] = set()
         roots: set[str] = set(self.fixed)
-        for one in reversed(self._all):
-            results = _results(one)
-            if self._is_constant(one):
+        for step in reversed(self._all):
+            results = _results(step)
+            if self._is_constant(step):
                 read = wanted.intersection(results)
                 if not read:
                     continue
                 more = {self.root[name] for name in read} - roots
                 size = sum(map(self._num_bytes, more))
-                if size <= limit and not self.held.intersection(results):
+                if size <= limit and not self.returned.intersection(results):
                     limit -= size
                     kept |= read
                     roots |= more
                     continue
-            wanted.update(self.same.get(name, name) for name in _operands(one))
+            wanted.update(self.same.get(name, name) for name in _operands(step))
         casts = {name for name in self.fixed & wanted if self.spmd.graph.by_name[name].stored is not None}
         return frozenset(kept | casts)
 
@@ -183,26 +183,26 @@ class _Analysis:
         return max((self._num_bytes(name) for name in results if name not in self.makers), default=0)
 
 
-def _results(one: Step | Conversion) -> tuple[str, ...]:
-    return one.placed.op.results if isinstance(one, Step) else (one.result,)
+def _results(step: Step | Conversion) -> tuple[str, ...]:
+    return step.placed.op.results if isinstance(step, Step) else (step.result,)
 
 
-def _operands(one: Step | Conversion) -> tuple[str, ...]:
-    return one.operands if isinstance(one, Step) else (one.value,)
+def _operands(step: Step | Conversion) -> tuple[str, ...]:
+    return step.operands if isinstance(step, Step) else (step.value,)
 
 
-def _made_by(one: Step | Conversion) -> object:
+def _made_by(step: Step | Conversion) -> object:
     """A key without names."""
-    if isinstance(one, Conversion):
-        return one.source, one.target, one.moves
-    op = one.placed.op
+    if isinstance(step, Conversion):
+        return step.source, step.target, step.moves
+    op = step.placed.op
     call, _ = numbered(op.target, op.args, op.kwargs)
-    return typed(call), one.operand_layouts, one.placed.strategy
+    return typed(call), step.operand_layouts, step.placed.strategy
 
 
-def _may_be_view(one: Step | Conversion) -> bool:
+def _may_be_view(step: Step | Conversion) -> bool:
     """Whether a result may have the memory of an operand."""
-    return isinstance(one, Conversion) or may_be_view(one.placed.op.target)
+    return isinstance(step, Conversion) or may_be_view(step.placed.op.target)
 
 
 # ----------------------------------------------------------------------------------------------- the program of a rank
@@ -226,30 +226,33 @@ class _Dividing:
         wanted = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
         if self.among is not None:
             wanted &= set(self.among)
-        made = self._constants(analysis)
+        makers = self._constants(analysis)
         copied = {i.value for i in (*program.forward, *program.backward) if isinstance(i, Copy)}
-        wanted = {name for name in wanted - copied if name in made}
+        wanted = {name for name in wanted - copied if name in makers}
         alike = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
         same = {name: name for name in wanted} | {name: kept for name, kept in alike.items() if kept in wanted}
         same |= {name + AGAIN: kept for name, kept in same.items()}
-        forward = [one for one in program.forward if not wanted.intersection(one.results)]
+        forward = [instruction for instruction in program.forward if not wanted.intersection(instruction.results)]
         forward, backward = (
-            [_reading(one, same) if same else one for one in half] for half in (forward, program.backward)
+            [_reading(instruction, same) if same else instruction for instruction in half]
+            for half in (forward, program.backward)
         )
-        forward, backward = self._without_unread(forward, backward, set(made))
-        read = {name for one in (*forward, *backward) for name in one.operands} | self._ends
-        given = tuple(name for one in program.forward for name in one.results if name in wanted and name in read)
-        there = {*program.taken, *given, *(name for one in forward for name in one.results)}
-        late = dict.fromkeys(name for one in backward for name in one.operands)
+        forward, backward = self._without_unread(forward, backward, set(makers))
+        read = {name for instruction in (*forward, *backward) for name in instruction.operands} | self._ends
+        constants = tuple(
+            name for instruction in program.forward for name in instruction.results if name in wanted and name in read
+        )
+        there = {*program.taken, *constants, *(name for instruction in forward for name in instruction.results)}
+        late = dict.fromkeys(name for instruction in backward for name in instruction.operands)
         step = replace(
             program,
             forward=tuple(forward),
             backward=tuple(backward),
             saved=tuple(name for name in late if name in there),
             aliases={name: same.get(other, other) for name, other in program.aliases.items()} | same,
-            given=(*program.given, *given),
+            given=(*program.given, *constants),
         )
-        return Divided(self._making(given, made), mark_overwrites(step) if given else program)
+        return Divided(self._making(constants, makers), mark_overwrites(step) if constants else program)
 
     @property
     def spmd(self) -> Spmd:
@@ -262,13 +265,13 @@ class _Dividing:
     def _constants(self, analysis: _Analysis) -> dict[str, Instruction]:
         """Name -> the instruction of forward that makes it out of what does not change."""
         values = {self.program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
-        made: dict[str, Instruction] = {}
-        for one in self.program.forward:
-            steady = isinstance(one, Convert) or (isinstance(one, Compute) and _is_steady(one))
-            known = all(name in made or name in analysis.fixed for name in one.operands)
-            if steady and known and values.issuperset(one.results) and not sent_by(one):
-                made.update(dict.fromkeys(one.results, one))
-        return made
+        makers: dict[str, Instruction] = {}
+        for instruction in self.program.forward:
+            steady = isinstance(instruction, Convert) or (isinstance(instruction, Compute) and _is_steady(instruction))
+            known = all(name in makers or name in analysis.fixed for name in instruction.operands)
+            if steady and known and values.issuperset(instruction.results) and not sent_by(instruction):
+                makers.update(dict.fromkeys(instruction.results, instruction))
+        return makers
 
     def _without_unread(
         self, forward: Sequence[Instruction], backward: Sequence[Instruction], constants: set[str]
@@ -278,71 +281,73 @@ class _Dividing:
         constants = constants | {name + AGAIN for name in constants}
         left: tuple[list[Instruction], list[Instruction]] = [], []
         for half, instructions in ((1, backward), (0, forward)):
-            for one in reversed(instructions):
-                is_constant = bool(one.results) and constants.issuperset(one.results)
-                if is_constant and not read.intersection(one.results):
+            for instruction in reversed(instructions):
+                is_constant = bool(instruction.results) and constants.issuperset(instruction.results)
+                if is_constant and not read.intersection(instruction.results):
                     continue
-                read.update(one.operands)
-                left[half].append(one)
+                read.update(instruction.operands)
+                left[half].append(instruction)
         return left[0][::-1], left[1][::-1]
 
-    def _making(self, given: Sequence[str], made: Mapping[str, Instruction]) -> Program:
+    def _making(self, names: Sequence[str], makers: Mapping[str, Instruction]) -> Program:
         """The program that delivers some constants."""
         needed: set[str] = set()
-        waiting = list(given)
+        waiting = list(names)
         while waiting:
             name = waiting.pop()
-            if name in made and name not in needed:
+            if name in makers and name not in needed:
                 needed.add(name)
-                waiting += made[name].operands
+                waiting += makers[name].operands
         program = self.program
-        forward = [one for one in program.forward if needed.intersection(one.results)]
+        forward = [instruction for instruction in program.forward if needed.intersection(instruction.results)]
         forms = dict(program.forms)
         return replace(
             program,
-            forward=tuple(_of_their_own(forward, given, program, forms)),
+            forward=tuple(_of_their_own(forward, names, program, forms)),
             backward=(),
             saved=(),
-            delivered=tuple(given),
+            delivered=tuple(names),
             mutations=(),
-            cotangents=(None,) * len(given),
+            cotangents=(None,) * len(names),
             gradients={},
             forms=forms,
             given=(),
         )
 
 
-def _is_steady(one: Compute) -> bool:
+def _is_steady(kernel: Compute) -> bool:
     """Whether a kernel makes the same whenever it runs, and changes nothing."""
-    return isinstance(one.target, torch._ops.OpOverload) and not is_random(one.target) and not one.writes
+    return isinstance(kernel.target, torch._ops.OpOverload) and not is_random(kernel.target) and not kernel.writes
 
 
 def _of_their_own(
-    forward: Sequence[Instruction], given: Sequence[str], program: Program, forms: dict[str, Form]
+    forward: Sequence[Instruction], constants: Sequence[str], program: Program, forms: dict[str, Form]
 ) -> list[Instruction]:
     """The instructions, with copies of what is kept of a larger memory that would else stay whole."""
     root = memories(forward, program.spmd.graph.source_of)
     of_root: dict[str, list[str]] = {}
-    for name in given:
+    for name in constants:
         if root[name] not in program.spmd.graph.source_of:
             of_root.setdefault(root[name], []).append(name)
     parts = {
         name
         for base, names in of_root.items()
         for name in names
-        if sum(forms[one].num_bytes for one in names) < forms[base].num_bytes
+        if sum(forms[part].num_bytes for part in names) < forms[base].num_bytes
         and all(_is_dense(forms[n]) for n in names)
     }
     written: list[Instruction] = []
-    for one in forward:
-        names = {name: f"{name}@whole" for name in one.results if name in parts}
+    for instruction in forward:
+        names = {name: f"{name}@whole" for name in instruction.results if name in parts}
         if not names:
-            written.append(one)
+            written.append(instruction)
             continue
-        written.append(with_results(one, [names.get(name, name) for name in one.results]))
+        written.append(with_results(instruction, [names.get(name, name) for name in instruction.results]))
         for name, whole in names.items():
             forms[whole] = forms[name]
-            written.append(Compute(_COPY, (Ref(whole),), (), (name,), ((),), (forms[name],), (None,), one.origin))
+            written.append(
+                Compute(_COPY, (Ref(whole),), (), (name,), ((),), (forms[name],), (None,), instruction.origin)
+            )
     return written
 
 

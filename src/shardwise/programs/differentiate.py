@@ -111,8 +111,8 @@ class _Writer:
         used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
         ends = (*map(self.resolve, delivered), *(value for _, value in mutations), *used)
         forward = before_first_use(written, self.casts, ends)
-        made = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
-        saved = tuple(name for name in used if name in made)
+        available = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
+        saved = tuple(name for name in used if name in available)
         return Program(
             self.local.rank,
             self.spmd,
@@ -336,20 +336,20 @@ class _Writer:
 
     def _backward_of(self, entry: Called) -> list[Instruction]:
         """Write what the call does for cotangents of values; what it does for gradients of parameters is returned."""
-        given = tuple(self.cotangents.get(result) for result in entry.results)
-        if not any(given):
+        cotangents = tuple(self.cotangents.get(result) for result in entry.results)
+        if not any(cotangents):
             return []
         operands = tuple(self.forms[name] for name in entry.names)
-        forms = tuple(None if name is None else self.forms[name] for name in given)
+        forms = tuple(None if name is None else self.forms[name] for name in cotangents)
         kind = self.kinds.backward(entry.call, operands, forms)
         entry.backward = kind
         origin = Origin(entry.local.op, entry.local.source, "input")
         late_origin = Origin(entry.local.op, entry.local.source, "weight")
         weights = {i for i, name in enumerate(entry.names) if name in self.parameter_values}
         late: list[Instruction] = []
-        names = self._forward_names(entry) | {f"c{i}": name for i, name in enumerate(given) if name is not None}
+        names = self._forward_names(entry) | {f"c{i}": name for i, name in enumerate(cotangents) if name is not None}
         if kind.opaque:
-            self._differentiate(entry, kind, given, origin, names)
+            self._differentiate(entry, kind, cotangents, origin, names)
         else:
             for name in {name for kernel in kind.kernels for name in kernel.results}:
                 names[name] = f"{entry.results[0]}'{name}"
@@ -378,7 +378,7 @@ class _Writer:
         return name
 
     def _differentiate(
-        self, entry: Called, kind: BackwardKind, given: Sequence[str | None], origin: Origin, names: dict[str, str]
+        self, entry: Called, kind: BackwardKind, cotangents: Sequence[str | None], origin: Origin, names: dict[str, str]
     ) -> None:
         """The backward of a call that only autograd can differentiate."""
         wanted = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
@@ -386,9 +386,9 @@ class _Writer:
         names.update({name: result for (_, name), result in zip(wanted, results, strict=True)})
         forms = tuple(form for form in kind.forms if form is not None)
         self.forms.update(zip(results, forms, strict=True))
-        args = (Ref(f"{entry.results[0]}.tape"), *(Ref(name) for name in given if name is not None))
+        args = (Ref(f"{entry.results[0]}.tape"), *(Ref(name) for name in cotangents if name is not None))
         places = tuple((i,) for i in range(len(results)))
-        target = Differentiate(tuple(name is not None for name in given))
+        target = Differentiate(tuple(name is not None for name in cotangents))
         shares = (None,) * len(results)
         self.backward.append(Compute(target, args, (), results, places, forms, shares, origin))
 
@@ -429,7 +429,9 @@ class _Writer:
         conversions = self._travelling(entry, backward=backward)
         if backward:
             operands = tuple(map(self._to_reduce, conversions))
-            results = tuple(f"{name}>{one.value}" for name, one in zip(operands, conversions, strict=True))
+            results = tuple(
+                f"{name}>{conversion.value}" for name, conversion in zip(operands, conversions, strict=True)
+            )
         else:
             operands = tuple(self.resolve(conversion.value) for conversion in conversions)
             results = tuple(conversion.result for conversion in conversions)

@@ -38,7 +38,7 @@ class ExchangeWriter:
     _flights: int = field(default=0)
 
     def on_the_spot(self, travellers: Travellers) -> Convert:
-        forms, shares = self._made(travellers)
+        forms, shares = self._forms_and_shares(travellers)
         return Convert(
             travellers.conversions,
             travellers.backward,
@@ -54,7 +54,7 @@ class ExchangeWriter:
         """The message leaves; the message arrives."""
         flight = f"flight {self._flights}"
         self._flights += 1
-        forms, shares = self._made(travellers)
+        forms, shares = self._forms_and_shares(travellers)
         conversions, backward = travellers.conversions, travellers.backward
         origin, of_parameters = self.origin(conversions[0], backward), travellers.of_parameters
         departure = Depart(flight, conversions, backward, travellers.operands, origin, of_parameters)
@@ -76,7 +76,7 @@ class ExchangeWriter:
         part: Part = "input" if backward else "forward"
         return Origin(op.name if op else conversion.op, op.source if op else "", part)
 
-    def _made(self, travellers: Travellers) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
+    def _forms_and_shares(self, travellers: Travellers) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
         """Per result its form, and the operand whose memory it has, if any."""
         forms, shares = [], []
         named = zip(travellers.conversions, travellers.operands, travellers.results, strict=True)

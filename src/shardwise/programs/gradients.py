@@ -25,17 +25,17 @@ def gradients_of(
     """
     root = memories(backward)
     origins = {name: instruction.origin for instruction in backward for name in instruction.results}
-    made = origins.keys()
+    backward_names = origins.keys()
     gradients: dict[str, str] = {}
     taken: set[str] = set()
-    own: dict[str, list[Compute]] = {}  # complete cotangent -> what is made of it
+    copies: dict[str, list[Compute]] = {}  # complete cotangent -> what is made of it
     for source in graph.sources:
         name = cotangents.get(source.value)
         if name is None:
             continue
         memory, dtype = root.get(name, name), graph.by_name[source.value].kept_dtype
         dense = forms[name].num_bytes >= prod(forms[name].shape) * forms[name].dtype.itemsize  # not expanded
-        if forms[name].dtype == dtype and dense and memory in made and memory not in taken:
+        if forms[name].dtype == dtype and dense and memory in backward_names and memory not in taken:
             taken.add(memory)
             gradients[source.value] = name
             continue
@@ -46,10 +46,10 @@ def gradients_of(
             copied = Compute(aten.clone.default, (Ref(name),), kwargs, (result,), ((),), (form,), (None,), origin)
         else:
             copied = cast(name, result, form, origins.get(name, Origin("", source.names[0], "weight")))
-        own.setdefault(name, []).append(copied)
+        copies.setdefault(name, []).append(copied)
     last = _last_writes(backward, root)
     due: dict[int, list[Compute]] = {}
-    for name, made_of_it in own.items():
+    for name, made_of_it in copies.items():
         due.setdefault(last.get(root.get(name, name), -1), []).extend(made_of_it)  # -1: of what was given
     written: list[Instruction] = list(due.get(-1, ()))
     for position, instruction in enumerate(backward):

@@ -28,12 +28,12 @@ def split_backward(program: Program) -> tuple[Program, Program]:
     whole = mark_overwrites_of_backward(replace(program, backward=tuple(ordered)))
     check_program(whole)
     first, second = whole.backward[:count], whole.backward[count:]
-    made = {name for instruction in first for name in instruction.results}
+    first_results = {name for instruction in first for name in instruction.results}
     read = dict.fromkeys(name for instruction in second for name in instruction.operands)
-    early = {source: name for source, name in program.gradients.items() if name in made}
-    late = {source: name for source, name in program.gradients.items() if name not in made}
-    given = {*program.saved, *(name for name in program.cotangents if name)}
-    handed = {name: name for name in read if name in made}
+    early = {source: name for source, name in program.gradients.items() if name in first_results}
+    late = {source: name for source, name in program.gradients.items() if name not in first_results}
+    start_names = {*program.saved, *(name for name in program.cotangents if name)}
+    handed = {name: name for name in read if name in first_results}
     of_first = {name for instruction in first for name in instruction.operands}
     return (
         replace(
@@ -45,7 +45,7 @@ def split_backward(program: Program) -> tuple[Program, Program]:
         replace(
             whole,
             backward=second,
-            saved=tuple(name for name in read if name in made or name in given),
+            saved=tuple(name for name in read if name in first_results or name in start_names),
             cotangents=(None,) * len(program.cotangents),
             gradients=late,
         ),
@@ -57,8 +57,8 @@ def _needed_by_cotangents(program: Program) -> list[bool]:
     into memory that is read later."""
     sources = program.spmd.graph.source_of
     wanted = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
-    given = {*program.saved, *(name for name in program.cotangents if name)}
-    root = memories(program.backward, given)
+    start_names = {*program.saved, *(name for name in program.cotangents if name)}
+    root = memories(program.backward, start_names)
     chosen = [False] * len(program.backward)
     while True:
         flights, read = set[str](), {root.get(name, name) for name in wanted}  # memory that is read later
@@ -82,15 +82,15 @@ def _needed_by_cotangents(program: Program) -> list[bool]:
 
 def _before_overwrites(instructions: tuple[Instruction, ...], chosen: list[bool], root: dict[str, str]) -> list[int]:
     """Instructions that are not chosen, and read what a later chosen kernel overwrites."""
-    found, overwritten = [], set[str]()
+    readers, overwritten = [], set[str]()
     for index in reversed(range(len(instructions))):
         instruction = instructions[index]
         if chosen[index]:
             if isinstance(instruction, Compute):
                 overwritten.update(root.get(name, name) for name in instruction.writes)
         elif any(root.get(name, name) in overwritten for name in instruction.operands):
-            found.append(index)
-    return found
+            readers.append(index)
+    return readers
 
 
 __all__ = ["split_backward"]

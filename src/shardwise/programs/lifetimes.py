@@ -97,30 +97,30 @@ def _made_again(program: Program) -> Program:
 
     def needed(names: Iterable[str]) -> list[int]:
         """Positions in forward of what makes some names from what is there, in order."""
-        found: set[int] = set()
+        positions: set[int] = set()
         waiting = [name for name in names if name in dropped and name not in again]
         while waiting:
             position = maker[waiting.pop()]
-            if position in found:
+            if position in positions:
                 continue
             for i in together.get(position, (position,)):
-                found.add(i)
+                positions.add(i)
                 instruction = forward[i]
                 operands = instruction.operands
                 if isinstance(instruction, Arrive):
-                    found.add(departure[instruction.flight])
+                    positions.add(departure[instruction.flight])
                     operands = forward[departure[instruction.flight]].operands
                 waiting += [name for name in operands if name in dropped and name not in again]
-        return sorted(found)
+        return sorted(positions)
 
     for instruction in program.backward:
         begin = begins.setdefault(instruction.origin.op, len(backward))
         repeated: list[Instruction] = []
         for position in needed(instruction.operands):
-            made = _again(forward[position], again)
-            again.update(zip(forward[position].results, made.results, strict=True))
-            forms.update(zip(made.results, forms_of(made), strict=True))
-            repeated.append(made)
+            duplicate = _again(forward[position], again)
+            again.update(zip(forward[position].results, duplicate.results, strict=True))
+            forms.update(zip(duplicate.results, forms_of(duplicate), strict=True))
+            repeated.append(duplicate)
         early, late = _sent_ahead(repeated, {again.get(name, name) for name in instruction.operands})
         if early:
             leaves = _behind(backward, begin, early)
@@ -172,12 +172,12 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
 
 def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
     """The instruction a second time, on values that were made a second time."""
-    made = with_results(instruction, [name + AGAIN for name in instruction.results])
-    renamed = {**again, **dict(zip(instruction.results, made.results, strict=True))}
-    made = with_operands(made, lambda name: renamed.get(name, name))
-    if isinstance(made, (Depart, Arrive)):
-        made = replace(made, flight=made.flight + AGAIN)
-    return replace(made, origin=replace(made.origin, again=True))
+    duplicate = with_results(instruction, [name + AGAIN for name in instruction.results])
+    renamed = {**again, **dict(zip(instruction.results, duplicate.results, strict=True))}
+    duplicate = with_operands(duplicate, lambda name: renamed.get(name, name))
+    if isinstance(duplicate, (Depart, Arrive)):
+        duplicate = replace(duplicate, flight=duplicate.flight + AGAIN)
+    return replace(duplicate, origin=replace(duplicate.origin, again=True))
 
 
 def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[Instruction], list[Instruction]]:
@@ -185,15 +185,15 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[I
     these, with what they need, so that they travel beside what is done before; and the rest, in which they arrive."""
     early: list[Instruction] = []
     late: list[Instruction] = []
-    for made in repeated:
-        if isinstance(made, Convert) and _travels_alone(made) and read >= set(made.results):
-            needs = _ancestors(made, late)
-            if not any(isinstance(own, (Depart, Arrive)) or sent_by(own) for own in needs):
-                departure, arrival = _apart(made)
+    for duplicate in repeated:
+        if isinstance(duplicate, Convert) and _travels_alone(duplicate) and read >= set(duplicate.results):
+            needs = _ancestors(duplicate, late)
+            if not any(isinstance(need, (Depart, Arrive)) or sent_by(need) for need in needs):
+                departure, arrival = _apart(duplicate)
                 early += [*needs, departure]
-                late = [*(own for own in late if own not in needs), arrival]
+                late = [*(instruction for instruction in late if instruction not in needs), arrival]
                 continue
-        late.append(made)
+        late.append(duplicate)
     return early, late
 
 
@@ -203,17 +203,17 @@ def _travels_alone(convert: Convert) -> bool:
 
 def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
     """Those of the instructions ahead of it that make what it needs, with all kernels of an operator that writes."""
-    writing = {own.origin.op for own in instructions if isinstance(own, Compute) and own.writes}
-    wanted, ops, found, grows = set(instruction.operands), set[str](), set[int](), True
+    writing = {earlier.origin.op for earlier in instructions if isinstance(earlier, Compute) and earlier.writes}
+    wanted, ops, ancestors, grows = set(instruction.operands), set[str](), set[int](), True
     while grows:
         grows = False
-        for i, own in enumerate(instructions):
-            if i not in found and (wanted.intersection(own.results) or own.origin.op in ops):
-                found.add(i)
-                wanted.update(own.operands)
-                ops.update(writing.intersection((own.origin.op,)))
+        for i, earlier in enumerate(instructions):
+            if i not in ancestors and (wanted.intersection(earlier.results) or earlier.origin.op in ops):
+                ancestors.add(i)
+                wanted.update(earlier.operands)
+                ops.update(writing.intersection((earlier.origin.op,)))
                 grows = True
-    return [own for i, own in enumerate(instructions) if i in found]
+    return [earlier for i, earlier in enumerate(instructions) if i in ancestors]
 
 
 def _apart(convert: Convert) -> tuple[Depart, Arrive]:
@@ -228,7 +228,7 @@ def _apart(convert: Convert) -> tuple[Depart, Arrive]:
 def _behind(backward: Sequence[Instruction], begin: int, early: Sequence[Instruction]) -> int:
     """Where messages leave for an operator whose backward begins there: behind the message ahead of them, and what they
     send."""
-    needs = {name for own in early for name in own.operands}
+    needs = {name for instruction in early for name in instruction.operands}
     leaves = next((i + 1 for i in reversed(range(begin)) if _waits(backward[i])), begin)
     return max((i + 1 for i in range(leaves, len(backward)) if needs.intersection(backward[i].results)), default=leaves)
 
@@ -242,10 +242,8 @@ def _waits(instruction: Instruction) -> bool:
 
 def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
     """A message with parameters that backward gathers again leaves before the one ahead of it is waited for."""
-    arrivals = [
-        i for i, one in enumerate(backward) if isinstance(one, Arrive) and one.of_parameters and one.origin.again
-    ]
-    leaves = {one.flight: i for i, one in enumerate(backward) if isinstance(one, Depart)}
+    arrivals = [i for i, x in enumerate(backward) if isinstance(x, Arrive) and x.of_parameters and x.origin.again]
+    leaves = {x.flight: i for i, x in enumerate(backward) if isinstance(x, Depart)}
     moved: dict[int, int] = {}  # position of an arrival -> that of the departure which goes ahead of it
     for earlier, later in pairwise(arrivals):
         arrival = backward[later]
@@ -255,20 +253,20 @@ def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
             moved[earlier] = departure
     away = set(moved.values())
     ordered: list[Instruction] = []
-    for i, instruction in enumerate(backward):
+    for i, x in enumerate(backward):
         if i in moved:
             ordered.append(backward[moved[i]])
         if i not in away:
-            ordered.append(instruction)
+            ordered.append(x)
     return ordered
 
 
 def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:
     """Whether something that a departure sends is only made after ``begin``."""
-    made = {name for instruction in backward[begin:departure] for name in instruction.results}
-    return bool(made.intersection(backward[departure].operands))
+    results = {name for instruction in backward[begin:departure] for name in instruction.results}
+    return bool(results.intersection(backward[departure].operands))
 
 
 def _saved(program: Program, backward: Sequence[Instruction]) -> tuple[str, ...]:
-    made = {name for instruction in program.forward for name in instruction.results} | {*program.spmd.graph.source_of}
-    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in made)
+    there = {name for instruction in program.forward for name in instruction.results} | {*program.spmd.graph.source_of}
+    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in there)

@@ -83,15 +83,15 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     kwargs = tuple((key, _told(map_refs(arg, slot))) for key, arg in op.kwargs)
     if takes_runs(rule.lowering):
         kwargs += (("runs", _runs(layouts[op.operands[0]])),)
-    found = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, CUSTOM.version)
-    names = dict(zip(found.sources, order, strict=True)) | dict(zip(found.outputs, op.results, strict=True))
+    lowered = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, CUSTOM.version)
+    names = dict(zip(lowered.sources, order, strict=True)) | dict(zip(lowered.outputs, op.results, strict=True))
 
     def named(name: str) -> str:
         return names.get(name) or f"{op.name}.{name}"
 
     def renamed(item: PlacedOp) -> PlacedOp:
         inner = item.op
-        own = Op(
+        inner_op = Op(
             f"{op.name}.{inner.name}",
             inner.target,
             tuple(map_refs(arg, lambda name: Ref(named(name))) for arg in inner.args),
@@ -100,9 +100,9 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
             op.source,
             op.scope,
         )
-        return replace(item, op=own)
+        return replace(item, op=inner_op)
 
-    return list(map(renamed, found.items)), tuple(replace(value, name=named(value.name)) for value in found.values)
+    return list(map(renamed, lowered.items)), tuple(replace(value, name=named(value.name)) for value in lowered.values)
 
 
 def _told(arg: Any) -> Any:
@@ -236,8 +236,8 @@ def lower_all(
     placed: list[PlacedOp] = []
     values = list(graph.values)
     for op in graph.ops:
-        found, added = lower(PlacedOp(op, rules[op.name], strategies[op.name]), graph, mesh)
-        placed.extend(found)
+        placed_ops, added = lower(PlacedOp(op, rules[op.name], strategies[op.name]), graph, mesh)
+        placed.extend(placed_ops)
         values.extend(added)
     return tuple(placed), replace(graph, values=tuple(values), ops=tuple(item.op for item in placed))
 
@@ -249,10 +249,10 @@ def lowered_operators(names: Collection[str], graph: Graph, lowered: Graph) -> f
 
 def lowered_by_model(graph: Graph, lowered: Graph) -> dict[str, list[str]]:
     """Operator of the model -> the operators of the lowered graph that it has become."""
-    found: dict[str, list[str]] = {}
+    operators: dict[str, list[str]] = {}
     for op in lowered.ops:
-        found.setdefault(_of_model(op.name, graph), []).append(op.name)
-    return found
+        operators.setdefault(_of_model(op.name, graph), []).append(op.name)
+    return operators
 
 
 def model_operators(names: Iterable[str], graph: Graph) -> frozenset[str]:

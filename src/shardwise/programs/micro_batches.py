@@ -142,7 +142,7 @@ def _numbered_alone(alone: Graph, whole: Graph, batch: int) -> Graph:
         twin = whole.op_by_name.get(op.name)
         if op.target not in STREAMS or twin is None:
             continue
-        shape, full = (own.by_name[of.results[0]].shape for own, of in ((alone, op), (whole, twin)))
+        shape, full = (graph.by_name[of.results[0]].shape for graph, of in ((alone, op), (whole, twin)))
         if differing := [dim for dim, (part, size) in enumerate(zip(shape, full, strict=True)) if part != size]:
             dim = differing[0]
             changes: dict[str, Any] = {"sizes": full, "offsets": (0,) * len(full), "lengths": shape}
@@ -168,12 +168,12 @@ class _Writer:
     alone: Graph | None
     values: dict[str, Value] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
-    made: dict[tuple[str, Any], str] = field(default_factory=dict)  # what was derived from a value
+    derived: dict[tuple[str, Any], str] = field(default_factory=dict)  # what was derived from a value
 
     def __post_init__(self) -> None:
         self.graph = self.split.graph
         self.types = TypeInference()
-        self.given: list[Value] = []  # what a step gives to a pass beside its samples
+        self.step_values: list[Value] = []  # what a step gives to a pass beside its samples
 
     def write(self) -> Graph:
         graph = self.graph
@@ -186,7 +186,7 @@ class _Writer:
             self._add(op)
         assert graph.loss is not None, "a loss was asked for"
         loss = self._once(graph.loss, graph.producer.get(graph.loss)) if self.split.loss_once else graph.loss
-        sources = (*graph.sources, *(Source(value.name, "constant", (value.name,)) for value in self.given))
+        sources = (*graph.sources, *(Source(value.name, "constant", (value.name,)) for value in self.step_values))
         order = [s.value for s in sources] + [name for op in self.ops for name in op.results]
         written = Graph(
             tuple(self.values[name] for name in order),
@@ -201,7 +201,7 @@ class _Writer:
 
     def _source(self, value: Value) -> None:
         self.values[value.name] = value
-        self.given.append(value)
+        self.step_values.append(value)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -282,10 +282,10 @@ class _Writer:
             return self._numbered(op, split)
         call = Call(op.target, op.args, op.kwargs)
         if rule.localize is not None:
-            found = [rule.localize(op, self._context(op, split, at)) for at in (start, self.split.batch - self.size)]
-            if found[0] != found[1]:
+            calls = [rule.localize(op, self._context(op, split, at)) for at in (start, self.split.batch - self.size)]
+            if calls[0] != calls[1]:
                 raise _MovesWithSamples
-            call = found[0]
+            call = calls[0]
         return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
 
     def _context(self, op: Op, split: Split, start: int) -> LocalContext:
@@ -299,7 +299,7 @@ class _Writer:
         for factor in rule.factors:
             piece = (0, factor.size) if factor.name != split.factor else self._part(factor.size, start)
             pieces.setdefault(base_name(factor.name), []).append(Piece(factor.size, *piece))
-        return LocalContext(shapes[0], shapes[1], {name: tuple(own) for name, own in pieces.items()})
+        return LocalContext(shapes[0], shapes[1], {name: tuple(factor_parts) for name, factor_parts in pieces.items()})
 
     def _numbered(self, op: Op, split: Split) -> Op:
         """A random operator: its elements keep their numbers in the whole batch."""
@@ -326,16 +326,16 @@ class _Writer:
     def _once(self, name: str, op: Op | None) -> str:
         """A value in the first pass, zero in the others."""
         key = (name, "once")
-        if key not in self.made:
+        if key not in self.derived:
             is_first = self._emit(op, "is_first", aten.eq.Scalar, (Ref(FIRST), 0), ("is_first", None))
-            self.made[key] = self._emit(op, "once", aten.where.ScalarOther, (Ref(is_first), Ref(name), 0), key)
-        return self.made[key]
+            self.derived[key] = self._emit(op, "once", aten.where.ScalarOther, (Ref(is_first), Ref(name), 0), key)
+        return self.derived[key]
 
     def _samples(self, name: str, place: Place, op: Op) -> str:
         """A pass's samples of a value that is the same in every pass: made for them alone, or else taken out of it."""
         key = (name, place)
-        if key in self.made:
-            return self.made[key]
+        if key in self.derived:
+            return self.derived[key]
         maker = self.graph.producer.get(name)
         if maker is not None and len(maker.results) == 1 and maker.name not in self.split.local:
             places = Places.of(self.split.factored.rules[maker.name])
@@ -352,9 +352,9 @@ class _Writer:
                             raise _MovesWithSamples
                         else:
                             operands.append(self._samples(operand, where, op))
-                    number = sum(value == name for value, _ in self.made)
+                    number = sum(value == name for value, _ in self.derived)
                     end = f".of_pass{number or ''}"
-                    self.made[key] = result = name + end
+                    self.derived[key] = result = name + end
                     part = replace(local, name=maker.name + end, results=(result,))
                     self._append(part, maker, tuple(operands), where_of_result=place)
                     return result
@@ -365,8 +365,10 @@ class _Writer:
         count = self._emit(op, "rows", aten.arange.default, (self.size * rows,), ("rows", self.size * rows))
         first = self._emit(op, "first_row", aten.mul.Tensor, (Ref(FIRST), rows), ("first", rows))
         index = self._emit(op, "index", aten.add.Tensor, (Ref(count), Ref(first)), ("index", rows))
-        self.made[key] = self._emit(op, "of_pass", aten.index_select.default, (Ref(name), place.dim, Ref(index)), key)
-        return self.made[key]
+        self.derived[key] = self._emit(
+            op, "of_pass", aten.index_select.default, (Ref(name), place.dim, Ref(index)), key
+        )
+        return self.derived[key]
 
     # -- the list ------------------------------------------------------------------------------------------------------
 
@@ -399,10 +401,10 @@ class _Writer:
 
     def _emit(self, op: Op | None, word: str, target: Any, args: tuple[Arg, ...], key: tuple[Any, Any]) -> str:
         """An operator of the pass alone, made once; it belongs to the operator that needs it."""
-        if key in self.made:
-            return self.made[key]
-        number = sum(own.name.startswith(f"/{word}_of_pass") for own in self.ops)
-        result = self.made[key] = f"_shardwise_{word}_{number}"
+        if key in self.derived:
+            return self.derived[key]
+        number = sum(emitted.name.startswith(f"/{word}_of_pass") for emitted in self.ops)
+        result = self.derived[key] = f"_shardwise_{word}_{number}"
         (value,) = self.types.results(target, args, (), self.values.__getitem__)
         self.values[result] = replace(value, name=result)
         source = "" if op is None else op.source
@@ -416,13 +418,13 @@ class _MovesWithSamples(Exception):
 
 def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, device: torch.device) -> dict[str, Any]:
     """What a step gives to a pass beside its samples: source -> tensor. ``whole``: the values of the prelude."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for source in graph.sources:
         if source.value == FIRST:
-            given[FIRST] = torch.tensor(first, dtype=torch.int64, device=device)
+            values[FIRST] = torch.tensor(first, dtype=torch.int64, device=device)
         elif source.value.startswith(_WHOLE):
-            given[source.value] = whole[source.value.removeprefix(_WHOLE)]
-    return given
+            values[source.value] = whole[source.value.removeprefix(_WHOLE)]
+    return values
 
 
 __all__ = [

@@ -75,8 +75,8 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     if primitive == "keep_one":
         return local(_first if all(coordinates[axis] == 0 for axis in move.axes) else _zeros)
     if primitive == "slice":
-        own = Part(before, coordinates, after, coordinates)
-        return local(lambda tensors: own.read(tensors[0]))
+        kept_part = Part(before, coordinates, after, coordinates)
+        return local(lambda tensors: kept_part.read(tensors[0]))
     if primitive == "zero_pad":
         place = Part(after, coordinates, before, coordinates)
         return local(lambda tensors: place.write(tensors[0].new_zeros(shape), tensors[0]))
@@ -119,7 +119,7 @@ def _window_move(
     """Slices (or the whole) to windows: rows come from the ranks that hold them. Backward: they go back there, and a
     row that was in several windows gets the sum."""
     atoms = move.source.local_atoms(coordinates), move.target.local_atoms(coordinates)
-    opened = [_opened(own, cut) for own in (atoms[::-1] if backward else atoms)]  # (before, after)
+    opened = [_opened(sizes, cut) for sizes in (atoms[::-1] if backward else atoms)]  # (before, after)
     dim, size = cut.dim + cut.atom, move.source.dims[cut.dim][cut.atom].size
     index = move.target.index_along(cut.dim, cut.atom, coordinates)
     spread = bool(move.source.dims[cut.dim][cut.atom].axes)
@@ -133,7 +133,7 @@ def _window_move(
 
     def rows_of(device: int, owner: int) -> list[tuple[int, int]]:
         """(row, length) of what the window of a device takes from the slice of another, in order."""
-        return [(start, stop - start) for own, start, stop in segments(cut.ranges[device], size, count) if own == owner]
+        return [(start, stop - start) for at, start, stop in segments(cut.ranges[device], size, count) if at == owner]
 
     def take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
         parts = [tensor.narrow(dim, start, length) for start, length in runs]
@@ -192,7 +192,7 @@ def _window_move(
 
 def _opened(atoms: tuple[tuple[int, ...], ...], cut: Windows) -> tuple[int, ...]:
     """A local shape with the dim of the windows as its atoms."""
-    return tuple(size for d, own in enumerate(atoms) for size in (own if d == cut.dim else (prod(own),)))
+    return tuple(size for d, sizes in enumerate(atoms) for size in (sizes if d == cut.dim else (prod(sizes),)))
 
 
 class Part:
@@ -209,12 +209,12 @@ class Part:
         for d, sizes in enumerate(local):
             at = len(self.whole)
             if have.atoms[d] != other.atoms[d]:
-                own = rows(have, d, holder)
-                common = sorted(set(own) & set(rows(other, d, member)))
-                where = {row: i for i, row in enumerate(own)}
+                local_rows = rows(have, d, holder)
+                common = sorted(set(local_rows) & set(rows(other, d, member)))
+                where = {row: i for i, row in enumerate(local_rows)}
                 self.index.append((at, torch.tensor([where[row] for row in common], dtype=torch.int64)))
                 self.opened += (len(common),)
-                self.whole += (len(own),)
+                self.whole += (len(local_rows),)
                 shape.append(len(common))
                 continue
             cuts = []

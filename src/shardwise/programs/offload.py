@@ -48,13 +48,13 @@ def offloaded(program: Program) -> Program:
     if not waiting:
         return program
     forms = dict(program.forms)
-    for own in waiting:
-        forms[own.value + ON_HOST] = forms[own.value + BACK] = program.forms[own.value]
+    for item in waiting:
+        forms[item.value + ON_HOST] = forms[item.value + BACK] = program.forms[item.value]
     forward = _leaving(program, waiting)
     backward = _coming(program, waiting, forms)
-    gone = {name for own in waiting for name in (own.value, *_names(program.forward, own.views))}
+    gone = {name for item in waiting for name in (item.value, *_names(program.forward, item.views))}
     saved = dict.fromkeys(name for name in program.saved if name not in gone)
-    saved.update(dict.fromkeys(own.value + ON_HOST for own in waiting))
+    saved.update(dict.fromkeys(item.value + ON_HOST for item in waiting))
     return replace(program, forward=forward, backward=backward, saved=tuple(saved), forms=forms)
 
 
@@ -74,23 +74,23 @@ def _waiting(program: Program) -> tuple[_Waiting, ...]:
     for name in program.saved:
         if name in maker and root[name] not in stay:
             read.setdefault(root[name], []).append(name)
-    found = []
+    waiting = []
     for memory, names in read.items():
-        made = forward[maker[memory]]
-        if not isinstance(made, Compute) or made.origin.op not in wanted or made.origin.part != "forward":
+        producer = forward[maker[memory]]
+        if not isinstance(producer, Compute) or producer.origin.op not in wanted or producer.origin.part != "forward":
             continue
         value = names[0] if len(names) == 1 else memory
         views = _views(forward, maker, names, value)
         if views is not None and _is_dense(program, value) and program.forms[value].num_bytes >= SMALLEST_BYTES:
-            found.append(_Waiting(value, views, made.origin))
-    return tuple(sorted(found, key=lambda own: maker[own.value]))
+            waiting.append(_Waiting(value, views, producer.origin))
+    return tuple(sorted(waiting, key=lambda item: maker[item.value]))
 
 
 def _views(
     forward: Sequence[Instruction], maker: Mapping[str, int], names: Sequence[str], value: str
 ) -> tuple[int, ...] | None:
     """Positions of what makes names from a value in whose memory they are, in order; None where that takes more."""
-    found: set[int] = set()
+    positions: set[int] = set()
     for name in names:
         while name != value:
             instruction = forward[maker[name]]
@@ -98,9 +98,9 @@ def _views(
             is_view = isinstance(instruction, Compute) and not instruction.writes
             if not is_view or shared is None or set(instruction.operands) != {shared}:
                 return None
-            found.add(maker[name])
+            positions.add(maker[name])
             name = shared
-    return tuple(sorted(found))
+    return tuple(sorted(positions))
 
 
 def _is_dense(program: Program, name: str) -> bool:
@@ -126,10 +126,10 @@ def _leaving(program: Program, waiting: Sequence[_Waiting]) -> tuple[Instruction
     last_of = {i.origin.op: at for at, i in enumerate(program.forward) if isinstance(i, Compute)}
     maker = {name: i for i, instruction in enumerate(program.forward) for name in instruction.results}
     leaves: dict[int, list[Copy]] = {}
-    for own in waiting:
-        form = program.forms[own.value]
-        at = max(maker[own.value], last_of.get(own.origin.op, 0))  # its kernels may write to what others of them made
-        leaves.setdefault(at, []).append(Copy(own.value, own.value + ON_HOST, "host", form, own.origin, apart=True))
+    for item in waiting:
+        form = program.forms[item.value]
+        at = max(maker[item.value], last_of.get(item.origin.op, 0))  # its kernels may write to what others made
+        leaves.setdefault(at, []).append(Copy(item.value, item.value + ON_HOST, "host", form, item.origin, apart=True))
     listed: list[Instruction] = []
     away: list[Copy] = []
     for i, instruction in enumerate(program.forward):
@@ -152,27 +152,27 @@ def _landed(copy: Copy) -> Land:
 def _coming(program: Program, waiting: Sequence[_Waiting], forms: dict[str, Form]) -> tuple[Instruction, ...]:
     """Backward, in which a value starts to come when the one that is needed before it is waited for. ``forms`` gets
     those of the views that are made again."""
-    owner = {name: own for own in waiting for name in (own.value, *_names(program.forward, own.views))}
+    owner = {name: item for item in waiting for name in (item.value, *_names(program.forward, item.views))}
     first: dict[str, int] = {}
     for i, instruction in enumerate(program.backward):
         for name in instruction.operands:
             if name in owner:
                 first.setdefault(owner[name].value, i)
-    order = sorted((own for own in waiting if own.value in first), key=lambda own: first[own.value])
+    order = sorted((item for item in waiting if item.value in first), key=lambda item: first[item.value])
     needed: dict[int, list[int]] = {}
-    for number, own in enumerate(order):
-        needed.setdefault(first[own.value], []).append(number)
+    for number, item in enumerate(order):
+        needed.setdefault(first[item.value], []).append(number)
     back: dict[str, str] = {}
     copies = [
         Copy(
-            own.value + ON_HOST,
-            own.value + BACK,
+            item.value + ON_HOST,
+            item.value + BACK,
             "device",
-            program.forms[own.value],
-            program.backward[first[own.value]].origin,
+            program.forms[item.value],
+            program.backward[first[item.value]].origin,
             apart=True,
         )
-        for own in order
+        for item in order
     ]
     listed: list[Instruction] = []
     for i, instruction in enumerate(program.backward):

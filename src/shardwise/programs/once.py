@@ -61,17 +61,17 @@ def converted_once(spmd: Spmd, wanted: Callable[[str, Conversion | None], bool])
     used.update(read.keys())
     into = {conversion.value: conversion for conversion in spmd.conversions}
     written = {value for _, value in spmd.mutations}
-    found: set[str] = set()
+    converted: set[str] = set()
     for source in spmd.graph.sources:
         name, conversion = source.value, into.get(source.value)
         is_parameter = source.kind == "parameter" and name not in written and used[name] <= 1
         again = conversion is not None and conversion.result in spmd.lifetimes.conversions
         if is_parameter and not again and wanted(name, conversion):
-            found.add(name)
+            converted.add(name)
     messages = [{c.value for c in conversions_of(step)} for step in spmd.steps if not isinstance(step, Step)]
-    while apart := {name for together in messages if not together <= found for name in together & found}:
-        found -= apart
-    return frozenset(found)
+    while apart := {name for together in messages if not together <= converted for name in together & converted}:
+        converted -= apart
+    return frozenset(converted)
 
 
 def repeated(program: Program) -> Repeated:
@@ -83,8 +83,8 @@ def repeated(program: Program) -> Repeated:
     made_ahead = [name for instruction in ahead for name in instruction.results]
     read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
     read |= {*program.delivered, *(value for _, value in program.mutations)}
-    given = tuple(name for name in made_ahead if name in read)
-    there = {*program.spmd.graph.source_of, *given, *(name for instruction in rest for name in instruction.results)}
+    ahead_names = tuple(name for name in made_ahead if name in read)
+    there = {*program.spmd.graph.source_of, *ahead_names, *(name for i in rest for name in i.results)}
     made_late = {name for instruction in backward.instructions for name in instruction.results}
     read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
     each = replace(
@@ -94,9 +94,9 @@ def repeated(program: Program) -> Repeated:
         saved=tuple(name for name in read_late if name in there and name not in made_late),
         gradients=backward.gradients,
         forms=forms,
-        given=given,
+        given=ahead_names,
     )
-    first = replace(empty, forward=tuple(ahead), delivered=given, cotangents=(None,) * len(given))
+    first = replace(empty, forward=tuple(ahead), delivered=ahead_names, cotangents=(None,) * len(ahead_names))
     sums = tuple(backward.gradients[source] for source in behind.gradients)
     last = replace(
         empty,
@@ -188,10 +188,10 @@ class _Reductions:
                     sent[instruction.flight] = operands
                     written.append(replace(instruction, operands=operands))
                 else:
-                    forms, shares = self._made(instruction, operands)
+                    forms, shares = self._forms_and_shares(instruction, operands)
                     written.append(replace(instruction, operands=operands, forms=forms, shares=shares))
             elif isinstance(instruction, Arrive):
-                forms, shares = self._made(instruction, sent[instruction.flight])
+                forms, shares = self._forms_and_shares(instruction, sent[instruction.flight])
                 written.append(replace(instruction, forms=forms, shares=shares))
             else:
                 written.append(instruction)
@@ -206,7 +206,7 @@ class _Reductions:
         written.append(cast(total, result, self.forms[result], reduction.origin))
         return result
 
-    def _made(
+    def _forms_and_shares(
         self, instruction: Convert | Arrive, operands: Sequence[str]
     ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
         """The forms and shares of what is made of some operands."""

@@ -27,14 +27,14 @@ def mark_overwrites(program: Program) -> Program:
 
 def mark_overwrites_of_backward(program: Program) -> Program:
     """The same, for a backward in another order."""
-    held = {*program.saved, *(name for name in program.cotangents if name), *program.gradients.values()}
-    return replace(program, backward=_marked(program.backward, held))
+    protected = {*program.saved, *(name for name in program.cotangents if name), *program.gradients.values()}
+    return replace(program, backward=_marked(program.backward, protected))
 
 
-def _marked(instructions: Sequence[Instruction], held: set[str]) -> tuple[Instruction, ...]:
-    root = memories(instructions, held)
-    made = {name for instruction in instructions for name in instruction.results}
-    kept = {root.get(name, name) for name in held}
+def _marked(instructions: Sequence[Instruction], protected: set[str]) -> tuple[Instruction, ...]:
+    root = memories(instructions, protected)
+    results = {name for instruction in instructions for name in instruction.results}
+    kept = {root.get(name, name) for name in protected}
     last: dict[str, int] = {}
     for i, instruction in enumerate(instructions):
         for name in instruction.operands:
@@ -44,7 +44,7 @@ def _marked(instructions: Sequence[Instruction], held: set[str]) -> tuple[Instru
         if isinstance(instruction, (Convert, Depart)) and len(instruction.operands) == 1:
             memory = root.get(instruction.operands[0], instruction.operands[0])
             reduces = [message.kind for message in sent_by(instruction)][:1] == ["all_reduce"]
-            free = reduces and memory in made and memory not in kept and last[memory] == i
+            free = reduces and memory in results and memory not in kept and last[memory] == i
             instruction = replace(instruction, overwrites=free)
         marked.append(instruction)
     return tuple(marked)

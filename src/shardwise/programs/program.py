@@ -71,7 +71,7 @@ def factor_pieces(
     rule: OpRule, strategy: Strategy, mesh: Mesh, coordinates: Mapping[str, int]
 ) -> dict[str, tuple[Piece, ...]]:
     """The part of every (undivided) factor that the rank at ``coordinates`` works on."""
-    found: dict[str, list[Piece]] = {}
+    pieces_of: dict[str, list[Piece]] = {}
     for factor in rule.factors:
         axes = strategy.axes_of.get(factor.name, ())
         count, index = 1, 0
@@ -79,8 +79,8 @@ def factor_pieces(
             count *= mesh.sizes[axis]
             index = index * mesh.sizes[axis] + coordinates[axis]
         piece = Piece(factor.size, *piece_of(strategy, factor.name, factor.size, index, count))
-        found.setdefault(base_name(factor.name), []).append(piece)
-    return {name: tuple(pieces) for name, pieces in found.items()}
+        pieces_of.setdefault(base_name(factor.name), []).append(piece)
+    return {name: tuple(pieces) for name, pieces in pieces_of.items()}
 
 
 def _with_operands(op: Op, call: Call, operands: tuple[str, ...]) -> Call:

@@ -86,15 +86,15 @@ class Propagation:
         order: dict[tuple[str, Place], tuple[str, ...]] = {}
         for value, where in self.sources.items():
             if value not in self.movable:
-                for place in {own for own in where.values() if isinstance(own, Place)}:
-                    order[value, place] = tuple(axis for axis, own in where.items() if own == place)
-        found: dict[str, Strategy] = {}
+                for place in {location for location in where.values() if isinstance(location, Place)}:
+                    order[value, place] = tuple(axis for axis, location in where.items() if location == place)
+        strategies: dict[str, Strategy] = {}
         for op in self.graph.ops:
             choices, places = self.choices[op.name], self._places[op.name]
             ordered: dict[str, AxisChoice] = {}
             for choice in dict.fromkeys(choices.values()):
-                axes = sorted((a for a, own in choices.items() if own == choice), key=self.mesh.order.__getitem__)
-                written = [a for a, own in self._fixed.get(op.name, ()) if own == choice]
+                axes = sorted((a for a, c in choices.items() if c == choice), key=self.mesh.order.__getitem__)
+                written = [a for a, c in self._fixed.get(op.name, ()) if c == choice]
                 operands = zip(op.operands, (places.operand(i, choice) for i in range(len(op.operands))), strict=True)
                 at = [(value, where) for value, where in operands if isinstance(where, Place)]
                 known = next((order[key] for key in at if sorted(order.get(key, ())) == sorted(axes)), None)
@@ -108,13 +108,13 @@ class Propagation:
                 results = zip(op.results, (places.result(i, choice) for i in range(len(op.results))), strict=True)
                 for key in (*at, *((value, where) for value, where in results if isinstance(where, Place))):
                     order.setdefault(key, tuple(axes))
-            found[op.name] = Strategy.of(ordered)
+            strategies[op.name] = Strategy.of(ordered)
         for value, where in self.sources.items():
-            for place in {own for own in where.values() if isinstance(own, Place)}:
+            for place in {location for location in where.values() if isinstance(location, Place)}:
                 axes = [a for a in order.get((value, place), ()) if where.get(a) == place]
                 for axis in axes:
                     where[axis] = where.pop(axis)
-        return found
+        return strategies
 
     def _count(self, op: str, choice: AxisChoice, axis: str) -> None:
         if isinstance(choice, Split):

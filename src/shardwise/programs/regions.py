@@ -144,7 +144,7 @@ def _cuts(program: Program) -> list[int]:
     codes: dict[object, int] = {}
     tokens = [codes.setdefault(_content(program.forward[i]), len(codes)) for i in positions]
     alive = _alive(program)
-    found: list[int] = []
+    boundaries: list[int] = []
 
     def search(start: int, stop: int) -> None:
         stretch = _longest(tokens, start, stop)
@@ -161,12 +161,12 @@ def _cuts(program: Program) -> list[int]:
         begin = min(starts, key=lambda s: (alive[positions[s + period]], s))
         count = (end - begin) // period
         cuts = [begin + i * period for i in range(count + 1)]
-        found.extend(positions[c] if c < len(positions) else len(program.forward) for c in cuts)
+        boundaries.extend(positions[c] if c < len(positions) else len(program.forward) for c in cuts)
         search(start, begin)
         search(cuts[-1], stop)
 
     search(0, len(tokens))
-    return sorted(set(found))
+    return sorted(set(boundaries))
 
 
 def _between_operators(instructions: Sequence[Instruction], positions: Sequence[int], start: int) -> bool:
@@ -246,7 +246,7 @@ def _with_common(program: Program, labels: Sequence[int], last: int) -> tuple[Pr
             ahead.update(instruction.results)
     there = set(ahead)
     written = {name for instruction in program.forward for name in _writes(instruction)}
-    found: dict[object, list[int]] = {}
+    twins_of: dict[object, list[int]] = {}
     same: dict[str, str] = {}
 
     def key(instruction: Compute) -> object:
@@ -260,13 +260,13 @@ def _with_common(program: Program, labels: Sequence[int], last: int) -> tuple[Pr
         if seeded or _writes(instruction) or written.intersection((*instruction.results, *instruction.operands)):
             continue
         if ahead.issuperset(same.get(name, name) for name in instruction.operands):
-            twins = found.setdefault(key(instruction), [])
+            twins = twins_of.setdefault(key(instruction), [])
             first = program.forward[twins[0] if twins else i]
             same.update(zip(instruction.results, first.results, strict=True))
             ahead.update(first.results)
             twins.append(i)
     shared = []
-    for twins in sorted(found.values()):
+    for twins in sorted(twins_of.values()):
         first = program.forward[twins[0]]
         if len(twins) > 1 and there.issuperset(same.get(name, name) for name in first.operands):
             there.update(first.results)
@@ -325,43 +325,43 @@ def _backward_labels(program: Program, of_op: dict[str, int], last: int) -> list
 
 def _sorted(instructions: Sequence[Labelled], inside: Callable[[Instruction], bool]) -> list[Labelled]:
     """Kernels between two messages, those of the later layers first: what they read has no smaller label."""
-    found: list[Labelled] = []
+    ordered: list[Labelled] = []
     run: list[Labelled] = []
     for item in instructions:
         if inside(item[0]):
             run.append(item)
             continue
-        found += sorted(run, key=lambda one: -one[1])
+        ordered += sorted(run, key=lambda labelled: -labelled[1])
         run = []
-        found.append(item)
-    return found + sorted(run, key=lambda one: -one[1])
+        ordered.append(item)
+    return ordered + sorted(run, key=lambda labelled: -labelled[1])
 
 
 def _float_up(instructions: Sequence[Instruction], labels: Sequence[int]) -> list[Labelled]:
     """Exchanges of parameters go up to the start of their region, as far as what they need is there and no other
     exchange is passed: so that layers look alike wherever a bucket ends."""
-    found: list[Labelled] = []
+    floated: list[Labelled] = []
     for item in zip(instructions, labels, strict=True):
-        place = len(found)
+        place = len(floated)
         if _of_parameters(item[0]):
             operands = set(item[0].operands)
-            while place and _may_pass(found[place - 1], item, operands.intersection(found[place - 1][0].results)):
+            while place and _may_pass(floated[place - 1], item, operands.intersection(floated[place - 1][0].results)):
                 place -= 1
-        found.insert(place, item)
-    return found
+        floated.insert(place, item)
+    return floated
 
 
 def _sink(instructions: Sequence[Labelled]) -> list[Labelled]:
     """Exchanges of gradients go down to the end of their region in the same manner."""
-    found: list[Labelled] = []  # from the end
+    sunk: list[Labelled] = []  # from the end
     for item in reversed(instructions):
-        place = len(found)
+        place = len(sunk)
         if _of_parameters(item[0]):
             results = set(item[0].results)
-            while place and _may_pass(found[place - 1], item, results.intersection(found[place - 1][0].operands)):
+            while place and _may_pass(sunk[place - 1], item, results.intersection(sunk[place - 1][0].operands)):
                 place -= 1
-        found.insert(place, item)
-    return found[::-1]
+        sunk.insert(place, item)
+    return sunk[::-1]
 
 
 def _may_pass(other: Labelled, item: Labelled, needed: set[str]) -> bool:
@@ -372,22 +372,22 @@ def _sections(
     instructions: Sequence[Labelled], inside: Callable[[Instruction], bool]
 ) -> tuple[list[At | Instruction], dict[int, list[Section]]]:
     """The list with runs of kernels of one region as sections, and the sections of each region."""
-    found: list[At | Instruction] = []
+    listed: list[At | Instruction] = []
     sections: dict[int, list[list[Kernel]]] = {}
     current: int | None = None
     for instruction, label in instructions:
         if not inside(instruction):
-            found.append(instruction)
+            listed.append(instruction)
             current = None
             continue
         assert isinstance(instruction, (Compute, Convert))
         of_region = sections.setdefault(label, [])
         if label != current:
-            found.append(At(label, len(of_region)))
+            listed.append(At(label, len(of_region)))
             of_region.append([])
         of_region[-1].append(instruction)
         current = label
-    return found, {label: [tuple(section) for section in of_region] for label, of_region in sections.items()}
+    return listed, {label: [tuple(section) for section in of_region] for label, of_region in sections.items()}
 
 
 def _regions(program: Program, halves: Sequence[tuple[Sequence[Section], Sequence[Section]]]) -> tuple[Region, ...]:
@@ -410,15 +410,15 @@ def _regions(program: Program, halves: Sequence[tuple[Sequence[Section], Sequenc
     inputs: list[tuple[str, ...]] = []
     late: list[tuple[str, ...]] = []
     for number, both in enumerate(halves):
-        own = {name for name, (region, _) in home.items() if region == number}
+        names_inside = {name for name, (region, _) in home.items() if region == number}
         read = [dict.fromkeys(n for section in sections for k in section for n in k.operands) for sections in both]
-        inputs.append(tuple(name for name in read[0] if name not in own))
-        late.append(tuple(name for name in read[1] if name not in own and name not in read[0]))
+        inputs.append(tuple(name for name in read[0] if name not in names_inside))
+        late.append(tuple(name for name in read[1] if name not in names_inside and name not in read[0]))
         outside.update(dict.fromkeys((*inputs[-1], *late[-1])))
-    made: dict[tuple[int, int], list[str]] = {}
+    outputs: dict[tuple[int, int], list[str]] = {}
     for name in home:
         if name in outside:
-            made.setdefault(home[name], []).append(name)
+            outputs.setdefault(home[name], []).append(name)
     _check_writes(program, home)
     return tuple(
         Region(
@@ -426,8 +426,8 @@ def _regions(program: Program, halves: Sequence[tuple[Sequence[Section], Sequenc
             tuple(both[1]),
             inputs[number],
             late[number],
-            tuple(made.get((number, 0), ())),
-            tuple(made.get((number, 1), ())),
+            tuple(outputs.get((number, 0), ())),
+            tuple(outputs.get((number, 1), ())),
         )
         for number, both in enumerate(halves)
     )

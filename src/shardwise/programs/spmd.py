@@ -222,15 +222,15 @@ def with_buckets(spmd: Spmd, buckets: Sequence[Bucket]) -> Spmd:
                 continue
             _check_bucket(bucket, conversion, available, parameters)
         steps.append(bucket or conversion)
-        available.update(one.result for one in conversions_of(steps[-1]))
+        available.update(entry.result for entry in conversions_of(steps[-1]))
     return replace(spmd, steps=tuple(steps))
 
 
 def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parameters: set[str]) -> None:
     """``first``: the member that is needed first; ``available``: the values that there are where it stands."""
-    kinds = {tuple((move.cell, move.axes) for move in one.moves) for one in bucket.conversions}
-    late = [one.origin for one in bucket.conversions if one.value not in available]
-    computed = [one.origin for one in bucket.conversions if bucket.of_parameters and one.value not in parameters]
+    kinds = {tuple((move.cell, move.axes) for move in c.moves) for c in bucket.conversions}
+    late = [c.origin for c in bucket.conversions if c.value not in available]
+    computed = [c.origin for c in bucket.conversions if bucket.of_parameters and c.value not in parameters]
     why = ""
     if bucket.conversions[0] is not first:
         why = f"{first.origin} is needed before {bucket.conversions[0].origin}"
@@ -298,7 +298,7 @@ class Builder:
         self.route, self.shared = route or fewest_bytes, shared or {}
         self.steps: list[Step | Conversion] = []
         self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
-        self._made: dict[tuple[str, Layout], str] = {}
+        self._results: dict[tuple[str, Layout], str] = {}
         self._count: dict[str, int] = {}
 
     def add(self, placed: PlacedOp) -> None:
@@ -331,17 +331,17 @@ class Builder:
         if source.canonical() == target:
             return name
         key = (origin, target)
-        if key not in self._made:
+        if key not in self._results:
             moves = self.route(info, source, target)
             self._count[origin] = self._count.get(origin, 0) + 1
             result = f"{origin}:{self._count[origin]}"
-            self._made[key] = result
+            self._results[key] = result
             self.layouts[result] = target
             itemsizes = info.dtype.itemsize, info.grad_itemsize
             self.steps.append(
                 Conversion(name, origin, result, source, target, moves, info.requires_grad, *itemsizes, op)
             )
-        return self._made[key]
+        return self._results[key]
 
 
 def fewest_bytes(value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:

@@ -26,12 +26,12 @@ def state_groups(parameters: Sequence[tuple[Parameter, int]]) -> list[list[Param
     """Parameters, each with its bytes, in groups that are updated together: in their order, and of up to
     ``GROUP_BYTES`` where there are several. Those whose states stay count as nothing."""
     groups: list[list[Parameter]] = []
-    held = 0
+    group_bytes = 0
     for parameter, num_bytes in parameters:
-        own = num_bytes * waits(num_bytes)
-        if not groups or (held and held + own > GROUP_BYTES):
+        state_bytes = num_bytes * waits(num_bytes)
+        if not groups or (group_bytes and group_bytes + state_bytes > GROUP_BYTES):
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(parameter)
-        held += own
+        group_bytes += state_bytes
     return groups

@@ -35,15 +35,15 @@ class Conversion:
             return ()
         moves = self.moves[::-1] if backward else self.moves
         itemsize = self.grad_itemsize if backward else self.itemsize
-        found = (collective_of(move, itemsize, backward=backward) for move in moves)
-        return tuple(collective for collective in found if collective is not None)
+        collectives = (collective_of(move, itemsize, backward=backward) for move in moves)
+        return tuple(collective for collective in collectives if collective is not None)
 
 
 def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tuple[Collective, ...]:
     """The messages of conversions that travel together, in order."""
     members = [conversion.collectives(backward=backward) for conversion in conversions]
     return tuple(
-        Collective(together[0].kind, together[0].axes, sum(one.num_bytes for one in together))
+        Collective(together[0].kind, together[0].axes, sum(collective.num_bytes for collective in together))
         for together in zip(*members, strict=True)
     )
 

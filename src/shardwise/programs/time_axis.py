@@ -216,10 +216,10 @@ class _Axis:
         if any(components.get(name) == components.get(loss) for name in written if name in components):
             components = self._components(self.of_inputs)  # a count that is kept, and divides the loss as well
         entering = {name for name, where in self.where.items() if _is_partial(where) and name in components}
-        found = {components[name] for name in written if name in components} & {components[n] for n in entering}
-        found.discard(components.get(loss, ""))
-        local = {op.name for op in self.graph.ops if any(components.get(name) in found for name in op.results)}
-        return local - self.splits.keys(), {name for name in entering if components[name] in found}
+        statistics = {components[name] for name in written if name in components} & {components[n] for n in entering}
+        statistics.discard(components.get(loss, ""))
+        local = {op.name for op in self.graph.ops if any(components.get(name) in statistics for name in op.results)}
+        return local - self.splits.keys(), {name for name in entering if components[name] in statistics}
 
     def _components(self, apart: frozenset[str]) -> dict[str, str]:
         """Computed values without samples -> a name that those have in common which are connected by operators without
@@ -274,13 +274,13 @@ class _Axis:
     def _written_by_passes(self, local: set[str], statistics: set[str]) -> tuple[str, ...]:
         """The buffers that hold running statistics, and what their modules count beside them."""
         names = {buffer: self.graph.source_of[buffer].names[0] for buffer, _ in self.graph.mutations}
-        own = {
+        buffers = {
             buffer
             for buffer, value in self.graph.mutations
             if value in statistics or (value in self.graph.producer and self.graph.producer[value].name in local)
         }
-        owners = {names[buffer].rpartition(".")[0] for buffer in own}
-        return tuple(b for b, _ in self.graph.mutations if b in own or names[b].rpartition(".")[0] in owners)
+        owners = {names[buffer].rpartition(".")[0] for buffer in buffers}
+        return tuple(b for b, _ in self.graph.mutations if b in buffers or names[b].rpartition(".")[0] in owners)
 
 
 def _is_partial(where: Where) -> bool:

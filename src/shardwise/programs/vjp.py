@@ -223,7 +223,7 @@ class _Recorder(DispatchMode):
         names, forms, places, shares, writes = [], [], [], [], []
         for place, tensor in tensors:
             if id(tensor) in self.names:  # in place, or returned twice
-                writes += [own] if (own := self.names[id(tensor)]) not in names else []
+                writes += [written] if (written := self.names[id(tensor)]) not in names else []
                 continue
             name = f"{self.prefix}{self.count}"
             self.count += 1
@@ -315,7 +315,7 @@ class _Traced:
             if not of_results or not wanted:
                 return BackwardKind((), none, none, (), True)
             with recorder:
-                found = iter(
+                derivatives = iter(
                     torch.autograd.grad(
                         [tensor for tensor, _ in of_results],
                         wanted,
@@ -323,7 +323,7 @@ class _Traced:
                         allow_unused=True,
                     )
                 )
-            gradients = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
+            gradients = [next(derivatives) if tensor.requires_grad else None for tensor in self.inputs]
             names = tuple(None if gradient is None else recorder.name_of(gradient) for gradient in gradients)
             forms = tuple(None if gradient is None else Form.of(gradient) for gradient in gradients)
             results = frozenset(recorder.name_of(tensor) for _, tensor in self.outputs)
@@ -375,13 +375,13 @@ def _made_from_nothing(kernels: Sequence[Kernel]) -> frozenset[str]:
     """What depends on no operand of the call, by kernels that give the same whenever they are called."""
     root = _memories(kernels)
     overwritten = {root.get(name, name) for kernel in kernels for name in kernel.writes}
-    found: set[str] = set()
+    constants: set[str] = set()
     for kernel in kernels:
         written = any(root[name] in overwritten for name in kernel.results)
         drawn = isinstance(kernel.target, OpOverload) and is_random(kernel.target)
-        if not written and not drawn and found.issuperset(kernel.operands):
-            found.update(kernel.results)
-    return frozenset(found)
+        if not written and not drawn and constants.issuperset(kernel.operands):
+            constants.update(kernel.results)
+    return frozenset(constants)
 
 
 def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:
@@ -390,9 +390,9 @@ def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:
     memory = {root.get(name, name) for name in wanted}
     kept = []
     for kernel in reversed(kernels):
-        made = {root.get(name, name) for name in (*kernel.results, *kernel.writes)}
+        touched = {root.get(name, name) for name in (*kernel.results, *kernel.writes)}
         views_only = kernel.is_view and not wanted.intersection(kernel.results)
-        if memory.intersection(made) and not views_only:
+        if memory.intersection(touched) and not views_only:
             wanted.update(kernel.operands)
             memory.update(root.get(name, name) for name in kernel.operands)
             kept.append(kernel)
@@ -438,8 +438,8 @@ def _without_twins(
                 same[name] = twin
                 continue
         kept.append(kernel)
-    found = tuple(None if name is None else same.get(name, name) for name in cotangents)
-    return tuple(needed_kernels(kept, {name for name in found if name is not None})), found
+    merged = tuple(None if name is None else same.get(name, name) for name in cotangents)
+    return tuple(needed_kernels(kept, {name for name in merged if name is not None})), merged
 
 
 def _workspace(kernels: Sequence[Kernel], results: Sequence[str]) -> int:

@@ -14,14 +14,14 @@ from shardwise.runtime.shards import cut_block, join_blocks
 
 
 def deliver(
-    blocks: Sequence[Block], held: Mapping[int, Tensor], target: Layout, target_place: Placement
+    blocks: Sequence[Block], shards: Mapping[int, Tensor], target: Layout, target_place: Placement
 ) -> dict[int, Tensor]:
     """What every rank of the target's placement holds after a transfer. ``held``: what the global ranks of the source
     hold."""
     messages: dict[int, list[tuple[Block, Tensor]]] = defaultdict(list)
     for block in blocks:
-        messages[block.receiver].append((block, cut_block(held[block.sender], block)))
-    like = next(iter(held.values()))
+        messages[block.receiver].append((block, cut_block(shards[block.sender], block)))
+    like = next(iter(shards.values()))
     return {
         rank: join_blocks(target.local_shape(target_place.coordinates(rank)), messages[rank], like)
         for rank in target_place.ranks

@@ -111,10 +111,10 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
         messages = messages or _wrong_messages(ranks.sides)
         for rank, values in enumerate(actual):
             wrong.update(dict.fromkeys(_wrong_dtypes(expected, values, rank)))
-        found: dict[Key, Difference] = {}
-        ranks.compare(expected, actual, found)
+        differences: dict[Key, Difference] = {}
+        ranks.compare(expected, actual, differences)
         moved = moved_in_step(before, disturbed, expected, step, unit)
-        for key, difference in found.items():
+        for key, difference in differences.items():
             if ("gradient", key[1]) in expected and key[0] == "parameter":
                 continue  # judged by its gradient: an optimizer works element by element
             floor = max(1.0, (compared.passes + 1) / 2) if key[0] == "loss" else 1.0
@@ -136,8 +136,8 @@ def stored_module(module: torch.nn.Module, plan: Plan) -> torch.nn.Module:
 
 def _unit(graph: Graph) -> float:
     """The spacing at 1 of the coarsest dtype that the graph computes with."""
-    found = {value.dtype for value in graph.values if value.dtype.is_floating_point}
-    return max((torch.finfo(dtype).eps for dtype in found), default=torch.finfo(torch.float64).eps)
+    dtypes = {value.dtype for value in graph.values if value.dtype.is_floating_point}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float64).eps)
 
 
 def _share(difference: Difference, bound: float) -> float:

@@ -40,14 +40,16 @@ def wrong_result(
     written = {name for program in programs for name in _written(program)}
     for op in spmd.graph.ops:
         for name in op.results:
-            held = [own.get(program.resolve(name)) for own, program in zip(values, programs, strict=True)]
-            if any(tensor is None for tensor in held) or any(p.resolve(name) in written for p in programs):
+            results = [
+                rank_values.get(program.resolve(name)) for rank_values, program in zip(values, programs, strict=True)
+            ]
+            if any(tensor is None for tensor in results) or any(p.resolve(name) in written for p in programs):
                 continue
             largest = max(
                 [magnitude(expected[name]), *(1e-3 * magnitude(expected[operand]) for operand in op.operands)]
             )
             layout = spmd.layouts[name]
-            whole = _summed(layout, [tensor for tensor in held if tensor is not None])
+            whole = _summed(layout, [tensor for tensor in results if tensor is not None])
             for rank, tensor in enumerate(whole):
                 want = shard(expected[name], replace(layout, states=()), spmd.mesh.coordinates(rank))
                 if not difference(want, tensor, largest) <= tolerance:
@@ -77,9 +79,9 @@ def _written(program: Program) -> list[str]:
     return [name for i in program.forward if isinstance(i, Compute) for name in i.writes]
 
 
-def _summed(layout: Layout, held: Sequence[Tensor]) -> list[Tensor]:
+def _summed(layout: Layout, shards: Sequence[Tensor]) -> list[Tensor]:
     """What the ranks hold together of a partial value, on each of them."""
-    whole = list(held)
+    whole = list(shards)
     for state, kind in PARTIAL_KINDS.items():
         axes = tuple(axis for axis, on_axis in layout.states if on_axis == state)
         if not axes:

@@ -50,15 +50,15 @@ class OneDeviceOfPasses(OneDevice):
 
 
 class RanksOfPasses(Ranks):
-    """The ranks of the virtual cluster, making the passes of a step one after another. ``found``: per rank the
-    gradients of the last step, as the programs make them."""
+    """The ranks of the virtual cluster, making the passes of a step one after another. ``gradients``: per rank those
+    of the last step, as the programs make them."""
 
     def __init__(
         self, start: Start, plan: Plan, passes: Passes, spmds: Mapping[int, Spmd], prelude: Spmd | None
     ) -> None:
         super().__init__(replace(start, spmd=spmds[passes.sizes[0]]))
         self.passes, self.split = passes, with_samples_in(plan)
-        self.found: list[dict[str, torch.Tensor]] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
         kinds = Kinds()
         self.by_size = {size: list(map(repeated, self._programs(spmd, kinds))) for size, spmd in spmds.items()}
         for parts in chain.from_iterable(self.by_size.values()):
@@ -80,7 +80,7 @@ class RanksOfPasses(Ranks):
         for optimizer in self.optimizers:
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
-        self.found = [{} for _ in self.tensors]
+        self.gradients = [{} for _ in self.tensors]
         whole = self._whole(step)
         totals: dict[int, torch.Tensor] = {}  # by rank, in the dtype of the model's loss
         records: list[tuple[tuple[Collective, ...], tuple[Collective, ...]]] = []
@@ -101,37 +101,47 @@ class RanksOfPasses(Ranks):
         """The passes of one size: losses are added to ``totals``, and gradients to those of the parameters. What the
         first pass and what is done once communicate, forward and backward."""
         parts = self.by_size[size]
-        ahead, each, behind = ([getattr(one, which) for one in parts] for which in ("ahead", "each", "behind"))
+        ahead, per_pass, behind = ([getattr(part, which) for part in parts] for which in ("ahead", "each", "behind"))
         sums: list[dict[str, torch.Tensor]] = [{} for _ in self.tensors]
         forward: list[Collective] = []
         backward: list[Collective] = []
-        given: list[VirtualValues] = []
+        ahead_values: list[VirtualValues] = []
         for start in starts:
             self.cluster.record.clear()
-            bindings = self._bindings(each[0].spmd, step, start, size, whole)
+            bindings = self._bindings(per_pass[0].spmd, step, start, size, whole)
             if start == starts[0]:
-                made = run_forward(self.cluster, ahead, bindings)
-                given = [{name: own[name] for name in p.given} for p, own in zip(each, made, strict=True)]
-            bindings = [{**own, **more} for own, more in zip(bindings, given, strict=True)]
-            values = run_forward(self.cluster, each, bindings)
+                ahead_results = run_forward(self.cluster, ahead, bindings)
+                ahead_values = [
+                    {name: results[name] for name in p.given}
+                    for p, results in zip(per_pass, ahead_results, strict=True)
+                ]
+            bindings = [{**binding, **delivered} for binding, delivered in zip(bindings, ahead_values, strict=True)]
+            values = run_forward(self.cluster, per_pass, bindings)
             forward += self._recorded() if start == starts[0] else ()
             ones = [
-                {name: torch.ones_like(own[v]) for name, v in zip(p.cotangents, p.delivered, strict=True) if name}
-                for p, own in zip(each, values, strict=True)
+                {
+                    name: torch.ones_like(rank_values[v])
+                    for name, v in zip(p.cotangents, p.delivered, strict=True)
+                    if name
+                }
+                for p, rank_values in zip(per_pass, values, strict=True)
             ]
             self.cluster.record.clear()
-            gradients = run_backward(self.cluster, each, values, ones)
+            gradients = run_backward(self.cluster, per_pass, values, ones)
             backward += self._recorded() if start == starts[0] else ()
             is_last = start + size == sum(self.passes.sizes)
-            for rank, (program, own, found) in enumerate(zip(each, values, gradients, strict=True)):
-                loss = own[program.delivered[0]].detach()
+            for rank, (program, rank_values, rank_gradients) in enumerate(
+                zip(per_pass, values, gradients, strict=True)
+            ):
+                loss = rank_values[program.delivered[0]].detach()
                 totals[rank] = totals[rank] + loss if rank in totals else loss
-                for source, gradient in found.items():
+                for source, gradient in rank_gradients.items():
                     sums[rank][source] = sums[rank][source] + gradient if source in sums[rank] else gradient.clone()
-                self._write(rank, program, own, is_last=is_last)
+                self._write(rank, program, rank_values, is_last=is_last)
         self.cluster.record.clear()
         summed = [
-            {name: own[source] for source, name in one.sums.items()} for one, own in zip(parts, sums, strict=True)
+            {name: rank_sums[source] for source, name in part.sums.items()}
+            for part, rank_sums in zip(parts, sums, strict=True)
         ]
         reduced = run_backward(self.cluster, behind, summed, [{} for _ in summed])
         backward += self._recorded()
@@ -148,8 +158,8 @@ class RanksOfPasses(Ranks):
         outputs = self.prelude[0].spmd.outputs
         names = [out.name for out in outputs if isinstance(out, Ref)]
         return [
-            dict(zip(self.passes.whole, (own[program.resolve(name)] for name in names), strict=True))
-            for program, own in zip(self.prelude, values, strict=True)
+            dict(zip(self.passes.whole, (rank_values[program.resolve(name)] for name in names), strict=True))
+            for program, rank_values in zip(self.prelude, values, strict=True)
         ]
 
     def _bindings(
@@ -158,15 +168,15 @@ class RanksOfPasses(Ranks):
         """What every rank's program starts from; ``start``: None for the whole batch."""
         bindings: list[VirtualValues] = []
         batch = sum(self.passes.sizes)
-        for own, coordinates, values in zip(self.tensors, self.cluster.coordinates, whole, strict=True):
-            binding: VirtualValues = dict(own) | values_of_step(spmd.graph, values, start or 0, CPU)
+        for shards, coordinates, values in zip(self.tensors, self.cluster.coordinates, whole, strict=True):
+            binding: VirtualValues = dict(shards) | values_of_step(spmd.graph, values, start or 0, CPU)
             inputs = iter(self.inputs)
             for source in spmd.graph.sources:
                 if source.kind == "input":
-                    given = next(inputs)
+                    rows = next(inputs)
                     if start is not None and source.names[0] in self.split:
-                        given = rows_of_pass(given, start, size, batch)
-                    binding[source.value] = shard(given, spmd.layouts[source.value], coordinates).clone()
+                        rows = rows_of_pass(rows, start, size, batch)
+                    binding[source.value] = shard(rows, spmd.layouts[source.value], coordinates).clone()
                 elif source.names[0] == SEED:
                     binding[source.value] = torch.tensor(step)
             bindings.append({name: value for name, value in binding.items() if name in spmd.graph.source_of})
@@ -184,8 +194,8 @@ class RanksOfPasses(Ranks):
         """Add gradients to those of the parameters."""
         for source in stored(self.spmd):
             if source.value in gradients:
-                before, found = self.found[rank].get(source.value), gradients[source.value]
-                self.found[rank][source.value] = found.clone() if before is None else before + found
+                before, gradient = self.gradients[rank].get(source.value), gradients[source.value]
+                self.gradients[rank][source.value] = gradient.clone() if before is None else before + gradient
 
     def _write(self, rank: int, program: Program, values: VirtualValues, *, is_last: bool) -> None:
         """Write the buffers that a pass writes."""
@@ -197,11 +207,11 @@ class RanksOfPasses(Ranks):
     def _finish(self, rank: int, loss: torch.Tensor) -> Values:
         """What a rank has at the end of a step."""
         collected: Values = dict.fromkeys((("loss", name) for name in self.losses), loss)
-        own = self.tensors[rank]
+        shards = self.tensors[rank]
         for source in stored(self.spmd):
-            if source.value in self.found[rank]:
-                gradient = self.found[rank][source.value]
-                own[source.value].grad = gradient.clone().to(own[source.value].dtype)
+            if source.value in self.gradients[rank]:
+                gradient = self.gradients[rank][source.value]
+                shards[source.value].grad = gradient.clone().to(shards[source.value].dtype)
                 collected["gradient", source.names[0]] = gradient
         return collected | self._updated(rank)
 

@@ -115,10 +115,10 @@ def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> t
         before.adopt(original)
         ranks.adopt(original)
         expected = original.step(step)
-        found: dict[Key, Difference] = {}
-        ranks.compare(expected, ranks.step(step), found)
-        wrong = sorted((d for d in found.values() if not d.error <= tolerance), key=lambda d: -d.error)
-        judged = {key: ("gradient", _parameter(key, start.captured)) in expected for key in found}
+        differences: dict[Key, Difference] = {}
+        ranks.compare(expected, ranks.step(step), differences)
+        wrong = sorted((d for d in differences.values() if not d.error <= tolerance), key=lambda d: -d.error)
+        judged = {key: ("gradient", _parameter(key, start.captured)) in expected for key in differences}
         if hopeless := [d for d in wrong if not (d.error <= USELESS or judged[d.kind, d.name])]:
             return tuple((d, None) for d in hopeless), ()
         moved = moved_in_step(before, disturbed, expected, step) if wrong else {}

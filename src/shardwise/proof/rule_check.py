@@ -96,8 +96,8 @@ class RuleReport:
         lines = [
             f"{self.operator}: {self.num_splits} splits, {verdict}, worst error of the others {self.max_error:.2g}"
         ]
-        lines += [f"  sample {i}  {'no rule' if own is None else own}" for i, own in enumerate(self.rules)]
-        return "\n".join([*lines, *(f"  {found}" for found in (*self.wrong, *self.missing))])
+        lines += [f"  sample {i}  {'no rule' if rule is None else rule}" for i, rule in enumerate(self.rules)]
+        return "\n".join([*lines, *(f"  {fault}" for fault in (*self.wrong, *self.missing))])
 
 
 def check_rule(
@@ -128,17 +128,17 @@ def check_rule(
     errors: list[float] = []
     for number, sample in enumerate(samples):
         call = _Call.of(target, sample, dtype)
-        found = rule_of(call.op, call.graph)
-        rules.append(found)
-        own = found or whole_rule(call.op, call.graph)
-        for strategy, mesh in _strategies(own, call):
-            error, where = _run(call, own, strategy, mesh)
+        registered = rule_of(call.op, call.graph)
+        rules.append(registered)
+        rule = registered or whole_rule(call.op, call.graph)
+        for strategy, mesh in _strategies(rule, call):
+            error, where = _run(call, rule, strategy, mesh)
             if error <= tolerance:
                 errors.append(error)
             else:
                 sizes = " x ".join(str(size) for _, size in mesh.axes)
                 wrong.append(WrongSplit(number, f"{strategy.format(mesh)} ({sizes})", error, where))
-        missing += [MissingSplit(number, *split) for split in (_missing(call, own, tolerance) if find_missing else ())]
+        missing += [MissingSplit(number, *split) for split in (_missing(call, rule, tolerance) if find_missing else ())]
     count = len(errors) + len(wrong)
     return RuleReport(str(target), tuple(rules), tuple(wrong), tuple(missing), count, max(errors, default=0.0))
 
@@ -162,10 +162,10 @@ class _Call:
 
         def argument(value: Any, label: str) -> Any:
             if isinstance(value, Tensor):
-                own = value.detach()
-                if dtype is not None and own.is_floating_point():
-                    own = own.to(dtype)
-                tensors.append(own.clone().requires_grad_(value.requires_grad))
+                tensor = value.detach()
+                if dtype is not None and tensor.is_floating_point():
+                    tensor = tensor.to(dtype)
+                tensors.append(tensor.clone().requires_grad_(value.requires_grad))
                 labels.append(label)
                 return Ref(f"x{len(tensors) - 1}")
             if isinstance(value, (list, tuple)):
@@ -226,8 +226,8 @@ def _gradients(
     if not flowing or not wanted:
         return tuple(torch.zeros_like(t) if t.requires_grad else None for t in operands)
     ends, starts = zip(*flowing, strict=True)
-    found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True, materialize_grads=True))
-    return tuple(next(found) if t.requires_grad else None for t in operands)
+    gradients = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True, materialize_grads=True))
+    return tuple(next(gradients) if t.requires_grad else None for t in operands)
 
 
 # ---------------------------------------------------------------------------------------------------- wrong splits
@@ -265,15 +265,17 @@ def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple
         stored.setdefault(name, layout.without_windows.moved(whole))
     spmd = build_spmd(call.graph, rules, Choice({call.op.name: strategy}, stored), mesh)
     cluster = VirtualCluster(mesh)
-    held = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
+    operand_shards = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
     kinds = Kinds()
     programs = [differentiate(localize(spmd, rank), kinds, loss_only=False) for rank in range(mesh.num_devices)]
-    bindings = [{f"x{i}": pieces[rank].clone() for i, pieces in enumerate(held)} for rank in range(mesh.num_devices)]
+    bindings = [
+        {f"x{i}": pieces[rank].clone() for i, pieces in enumerate(operand_shards)} for rank in range(mesh.num_devices)
+    ]
     values = run_forward(cluster, programs, bindings)
     outputs = [out.name for out in spmd.outputs]
-    found = [
-        (_error(own[program.resolve(name)], call.results[i]), f"result {i} on rank {rank}")
-        for rank, (program, own) in enumerate(zip(programs, values, strict=True))
+    errors = [
+        (_error(rank_values[program.resolve(name)], call.results[i]), f"result {i} on rank {rank}")
+        for rank, (program, rank_values) in enumerate(zip(programs, values, strict=True))
         for i, name in enumerate(outputs)
     ]
     delivered = delivered_values(spmd, loss_only=False)
@@ -294,8 +296,8 @@ def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple
             want = shard(gradient, bare, cluster.coordinates[rank])
             have = gradients[rank].get(f"x{i}", torch.zeros_like(want))
             error = _error(have, want, max(_largest(gradient), 1e-6 * largest))
-            found.append((error, f"gradient of {call.labels[i]} on rank {rank}"))
-    return max(found, key=lambda item: item[0] if item[0] == item[0] else float("inf"))
+            errors.append((error, f"gradient of {call.labels[i]} on rank {rank}"))
+    return max(errors, key=lambda item: item[0] if item[0] == item[0] else float("inf"))
 
 
 def _scatter(full: Tensor, layout: Layout, cluster: VirtualCluster) -> list[Tensor]:
@@ -307,7 +309,7 @@ def _scatter(full: Tensor, layout: Layout, cluster: VirtualCluster) -> list[Tens
         first = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
         parts = [first, whole - first]
     bare = layout.moved(dict.fromkeys(layout.partial_axes, "I"))
-    pieces = [shard(part, bare, own).clone() for part, own in zip(parts, cluster.coordinates, strict=True)]
+    pieces = [shard(part, bare, at).clone() for part, at in zip(parts, cluster.coordinates, strict=True)]
     return pieces
 
 
@@ -347,10 +349,10 @@ def _missing(call: _Call, rule: OpRule, tolerance: float) -> Iterator[tuple[tupl
     # Not size 2: its slices have size 1, which may broadcast where it means nothing.
     sizes = sorted({size for tensor in call.operands for size in tensor.shape if size > 2})
     for size in sizes:
-        places = [[None, *(d for d, own in enumerate(t.shape) if own == size)] for t in call.operands]
+        places = [[None, *(d for d, length in enumerate(t.shape) if length == size)] for t in call.operands]
         count = 1
-        for own in places:
-            count *= len(own)
+        for dims_of_operand in places:
+            count *= len(dims_of_operand)
         if count > MOST_TRIALS:
             continue
         for dims in product(*places):
@@ -375,12 +377,14 @@ def _has(rule: OpRule, dims: Sequence[int | None]) -> bool:
     sizes = {factor.name: factor.size for factor in rule.factors}
     through = {name: window.factor for name, window in rule.windows}
 
-    def slices(factor: str, own: Dims, dim: int | None) -> bool:
-        leading = [next((through.get(name, name) for name in names if sizes[name] > 1), "") for names in own]
+    def slices(factor: str, dims_of_operand: Dims, dim: int | None) -> bool:
+        leading = [
+            next((through.get(name, name) for name in names if sizes[name] > 1), "") for names in dims_of_operand
+        ]
         return [d for d, name in enumerate(leading) if name == factor] == ([] if dim is None else [dim])
 
     return any(
-        all(slices(factor.name, own, dim) for own, dim in zip(rule.operands, dims, strict=True))
+        all(slices(factor.name, dims_of_operand, dim) for dims_of_operand, dim in zip(rule.operands, dims, strict=True))
         for factor in rule.factors
         if factor.kind != "whole"
     )
@@ -401,20 +405,20 @@ def _put_together(call: _Call, dims: Sequence[int | None], size: int, parts: int
             slices.append(tensor_results(_call(call.op, _slices(leaves, dims, start, stop))))
     except Exception:  # slices that the operator does not take are no split
         return ""
-    if any(len(own) != len(call.results) for own in slices):
+    if any(len(slice_results) != len(call.results) for slice_results in slices):
         return ""
     whole: list[Tensor] = []
     words: list[str] = []
     for i, result in enumerate(call.results):
-        together, word = _combined([own[i] for own in slices], result, tolerance)
+        together, word = _combined([slice_results[i] for slice_results in slices], result, tolerance)
         if together is None:
             return ""
         whole.append(together)
         words.append(word)
     if len({word.partition(" ")[0] for word in words}) > 1:
         return ""  # some results are slices and others summands: no kind of factor
-    found = _gradients(whole, call.seeds, leaves)
-    pairs = [(a, b) for a, b in zip(found, call.gradients, strict=True) if a is not None and b is not None]
+    gradients = _gradients(whole, call.seeds, leaves)
+    pairs = [(a, b) for a, b in zip(gradients, call.gradients, strict=True) if a is not None and b is not None]
     largest = max((_largest(want) for _, want in pairs), default=0.0)
     right = all(_error(have, want, max(_largest(want), 1e-6 * largest)) <= tolerance for have, want in pairs)
     return ", ".join(words) if right else ""

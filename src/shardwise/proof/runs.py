@@ -143,17 +143,19 @@ class OneDevice:
         """Those of parameters, buffers and inputs, as captured."""
         graph, tensors = self.captured.graph, self.tensors
         inputs = (leaf for leaf in flatten((self.args, self.kwargs))[0] if isinstance(leaf, torch.Tensor))
-        held = (next(inputs) if one.kind == "input" else tensors.get(one.names[0]) for one in graph.sources)
-        pairs = zip(held, graph.sources, strict=True)
-        return Dtypes((tensor, graph.by_name[one.value].dtype) for tensor, one in pairs if tensor is not None)
+        tensors_of_sources = (
+            next(inputs) if source.kind == "input" else tensors.get(source.names[0]) for source in graph.sources
+        )
+        pairs = zip(tensors_of_sources, graph.sources, strict=True)
+        return Dtypes((tensor, graph.by_name[source.value].dtype) for tensor, source in pairs if tensor is not None)
 
     def _output(self) -> Any:
         """What the call returns: with parameters and inputs of the module as they are computed with."""
         if self.precision is None:
             return call_module(self.module, self.args, self.kwargs, self.loss)
         args, kwargs, targets, named = divide_targets(self.module, self.args, dict(self.kwargs), self.loss)
-        own = self.captured.graph.by_name
-        cast = {name: p.to(own[name].dtype) for name, p in self.module.named_parameters() if name in own}
+        values = self.captured.graph.by_name
+        cast = {name: p.to(values[name].dtype) for name, p in self.module.named_parameters() if name in values}
         computed = self.precision.computed
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(computed(x.dtype)), (args, kwargs))
         output = torch.func.functional_call(self.module, cast, args, kwargs)
@@ -180,16 +182,16 @@ class Ranks:
         self.full = {name: tensor.detach() for name, tensor in named.items()}
         self.tensors: list[dict[str, torch.Tensor]] = []
         for rank in range(spmd.mesh.num_devices):
-            own: dict[str, torch.Tensor] = {}
+            shards: dict[str, torch.Tensor] = {}
             for source in stored(spmd):
                 local = self.part(source, self.full[source.names[0]], rank).clone()
-                own[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
+                shards[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
             for source in spmd.graph.sources:
                 if source.kind == "constant" and source.value in self.captured.constants:
-                    own[source.value] = start.constant(source.value).clone()
-            self.tensors.append(own)
+                    shards[source.value] = start.constant(source.value).clone()
+            self.tensors.append(shards)
         self.optimizers = [
-            optimizer_of(start.optimizer, [t for t in own.values() if t.requires_grad]) for own in self.tensors
+            optimizer_of(start.optimizer, [t for t in shards.values() if t.requires_grad]) for shards in self.tensors
         ]
         self.forward_record: tuple[Collective, ...] = ()
         self.backward_record: tuple[Collective, ...] = ()
@@ -205,23 +207,23 @@ class Ranks:
         gradients = run_backward(self.cluster, self.programs, values, [_ones(p, v) for p, v in self._both(values)])
         self.backward_record = self._recorded()
         return [
-            self._collect(rank, own, gradient)
-            for rank, (own, gradient) in enumerate(zip(values, gradients, strict=True))
+            self._collect(rank, rank_values, gradient)
+            for rank, (rank_values, gradient) in enumerate(zip(values, gradients, strict=True))
         ]
 
     def adopt(self, device: OneDevice) -> None:
         """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
         tensors = device.tensors
-        for rank, (own, optimizer) in enumerate(zip(self.tensors, self.optimizers, strict=True)):
+        for rank, (shards, optimizer) in enumerate(zip(self.tensors, self.optimizers, strict=True)):
             for source in stored(self.spmd):
                 whole = tensors[source.names[0]]
                 with torch.no_grad():
-                    own[source.value].copy_(self.part(source, whole.detach(), rank))
+                    shards[source.value].copy_(self.part(source, whole.detach(), rank))
                 if optimizer is None or device.optimizer is None:
                     continue
-                optimizer.state.pop(own[source.value], None)
+                optimizer.state.pop(shards[source.value], None)
                 if state := device.optimizer.state.get(whole):
-                    optimizer.state[own[source.value]] = state_of_part(
+                    optimizer.state[shards[source.value]] = state_of_part(
                         state, whole, partial(self.part, source, rank=rank)
                     )
 
@@ -252,8 +254,8 @@ class Ranks:
     def bindings(self, step: int) -> list[VirtualValues]:
         """What every rank's program starts from."""
         bindings: list[VirtualValues] = []
-        for own, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
-            binding: VirtualValues = dict(own)
+        for shards, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
+            binding: VirtualValues = dict(shards)
             inputs = iter(self.inputs)
             for source in self.spmd.graph.sources:
                 if source.kind == "input":
@@ -282,19 +284,19 @@ class Ranks:
         return zip(self.programs, values, strict=True)
 
     def _recorded(self) -> tuple[Collective, ...]:
-        found = tuple(self.cluster.record)
+        collectives = tuple(self.cluster.record)
         self.cluster.record.clear()
-        return found
+        return collectives
 
     def _collect(self, rank: int, values: VirtualValues, gradients: Mapping[str, torch.Tensor]) -> Values:
         collected: Values = {}
-        own, program = self.tensors[rank], self.programs[rank]
+        shards, program = self.tensors[rank], self.programs[rank]
         sources_held = {s.value: values[s.value] for s in self.spmd.graph.sources if s.value in values}
         leaves = [values[program.resolve(o.name)] if isinstance(o, Ref) else None for o in self.spmd.outputs]
         leaves = taken_apart(leaves, self.captured.memories, sources_held)
-        written_back([own[buffer] for buffer, _ in program.mutations], [values[v] for _, v in program.mutations])
+        written_back([shards[buffer] for buffer, _ in program.mutations], [values[v] for _, v in program.mutations])
         leaves = live(
-            leaves, self.captured.memories, {name: own[name] for name in whole_buffers(self.spmd) if name in own}
+            leaves, self.captured.memories, {name: shards[name] for name in whole_buffers(self.spmd) if name in shards}
         )
         for i, out in enumerate(self.spmd.outputs):
             if isinstance(out, Ref):
@@ -302,16 +304,16 @@ class Ranks:
                 collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
         for source in stored(self.spmd):
             if source.value in gradients:
-                own[source.value].grad = gradients[source.value].clone().to(own[source.value].dtype)
+                shards[source.value].grad = gradients[source.value].clone().to(shards[source.value].dtype)
                 collected["gradient", source.names[0]] = gradients[source.value].clone()
         return collected | self._updated(rank)
 
     def _updated(self, rank: int) -> Values:
         """Step the optimizer of a rank: the parameters and buffers that it has then."""
-        own, optimizer = self.tensors[rank], self.optimizers[rank]
+        shards, optimizer = self.tensors[rank], self.optimizers[rank]
         if optimizer is not None:
             optimizer.step()
-        return {(s.kind, s.names[0]): own[s.value].detach().clone() for s in stored(self.spmd)}
+        return {(s.kind, s.names[0]): shards[s.value].detach().clone() for s in stored(self.spmd)}
 
 
 def state_of_part(
@@ -319,7 +321,9 @@ def state_of_part(
 ) -> dict[str, torch.Tensor]:
     """An optimizer's state for the part of a tensor, from that for the whole one."""
     return {
-        key: (part(one) if one.shape == whole.shape else one).clone() for key, one in state.items() if one is not None
+        key: (part(entry) if entry.shape == whole.shape else entry).clone()
+        for key, entry in state.items()
+        if entry is not None
     }
 
 

@@ -60,7 +60,7 @@ class Pipelined:
         self.order = order_of(self.schedule, len(self.places), len(passes.sizes))
         kinds = Kinds()
         self.clusters = [VirtualCluster(stage.mesh) for stage in plan.stages]
-        plain = {size: [self._programs(spmd, kinds) for spmd in one.spmds] for size, one in bounds.items()}
+        plain = {size: [self._programs(spmd, kinds) for spmd in bound.spmds] for size, bound in bounds.items()}
         self.parts = {size: [list(map(repeated, programs)) for programs in stages] for size, stages in plain.items()}
         for parts in (part for stages in self.parts.values() for programs in stages for part in programs):
             for program in (parts.ahead, parts.each, parts.behind):
@@ -82,8 +82,11 @@ class Pipelined:
         for number in range(len(plan.stages)):
             self._hold(number)
         self.optimizers = {
-            ranks: [optimizer_of(start.optimizer, [t for t in own.values() if t.requires_grad]) for own in held]
-            for ranks, held in self.tensors.items()
+            ranks: [
+                optimizer_of(start.optimizer, [t for t in shards.values() if t.requires_grad])
+                for shards in place_shards
+            ]
+            for ranks, place_shards in self.tensors.items()
         }
         self.forward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
         self.backward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
@@ -115,27 +118,29 @@ class Pipelined:
         if self.passes.prelude is None:
             return {}
         prelude = only_read(self.passes.prelude)
-        given = {}
+        bindings = {}
         for source in prelude.sources:
             if source.kind == "input":
-                given[source.value] = self.inputs[source.names[0]].to(prelude.by_name[source.value].dtype)
+                bindings[source.value] = self.inputs[source.names[0]].to(prelude.by_name[source.value].dtype)
             else:
                 is_constant = source.kind == "constant"
-                given[source.value] = self.start.constant(source.value) if is_constant else self.full[source.names[0]]
-        found = interpret(prelude, given)
-        return {name: found[name].detach() for name in self.passes.whole}
+                bindings[source.value] = (
+                    self.start.constant(source.value) if is_constant else self.full[source.names[0]]
+                )
+        values = interpret(prelude, bindings)
+        return {name: values[name].detach() for name in self.passes.whole}
 
     def _hold(self, number: int) -> None:
         """The shards of a stage."""
-        one = self.bounds[self.passes.sizes[0]]
-        part, spmd, ranks = one.cut.parts[number], one.spmds[number], self.plan.stages[number].placement.ranks
+        bound = self.bounds[self.passes.sizes[0]]
+        part, spmd, ranks = bound.cut.parts[number], bound.spmds[number], self.plan.stages[number].placement.ranks
         self.layouts[ranks].update({s.names[0]: spmd.layouts[s.value] for s in part.sources})
-        for own, coordinates in zip(self.tensors[ranks], self.clusters[number].coordinates, strict=True):
+        for shards, coordinates in zip(self.tensors[ranks], self.clusters[number].coordinates, strict=True):
             for source in part.sources:
-                if source.kind not in ("parameter", "buffer") or source.names[0] in own or source.names[0] == SEED:
+                if source.kind not in ("parameter", "buffer") or source.names[0] in shards or source.names[0] == SEED:
                     continue
                 local = shard(self.full[source.names[0]], spmd.layouts[source.value], coordinates).clone()
-                own[source.names[0]] = local.requires_grad_(source.kind == "parameter" and source.trainable)
+                shards[source.names[0]] = local.requires_grad_(source.kind == "parameter" and source.trainable)
 
     def step(self, step: int) -> list[Values]:
         """Make a step: what every rank has then."""
@@ -150,16 +155,16 @@ class Pipelined:
             ranks: [
                 {
                     ("gradient", name): t.grad.clone().to(self.made_in[name])
-                    for name, t in own.items()
+                    for name, t in shards.items()
                     if t.grad is not None
                 }
-                for own in held
+                for shards in place_shards
             ]
-            for ranks, held in self.tensors.items()
+            for ranks, place_shards in self.tensors.items()
         }
         for optimizer in self._optimizers():
             optimizer.step()
-        found: dict[int, Values] = {}
+        values_of_rank: dict[int, Values] = {}
         for ranks in self.places:
             for device, rank in enumerate(ranks):
                 have: Values = gradients[ranks][device]
@@ -168,15 +173,15 @@ class Pipelined:
                     have[kind, name] = tensor.detach().clone()
                 if ranks == self.plan.stages[-1].placement.ranks:
                     have["loss", self.loss] = run.losses[device]
-                found[rank] = have
-        return [found[rank] for rank in sorted(found)]
+                values_of_rank[rank] = have
+        return [values_of_rank[rank] for rank in sorted(values_of_rank)]
 
     def adopt(self, device: OneDevice) -> None:
         """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
         tensors = device.tensors
-        for ranks, held in self.tensors.items():
-            for number, (own, optimizer) in enumerate(zip(held, self.optimizers[ranks], strict=True)):
-                for name, tensor in own.items():
+        for ranks, place_shards in self.tensors.items():
+            for number, (shards, optimizer) in enumerate(zip(place_shards, self.optimizers[ranks], strict=True)):
+                for name, tensor in shards.items():
                     part = partial(self._local, ranks, name, device=number)
                     with torch.no_grad():
                         tensor.copy_(part(tensors[name].detach()))
@@ -202,32 +207,34 @@ class Pipelined:
         )
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [one for optimizers in self.optimizers.values() for one in optimizers if one is not None]
+        return [
+            optimizer for optimizers in self.optimizers.values() for optimizer in optimizers if optimizer is not None
+        ]
 
     def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, Difference]) -> None:
         """Note how far every rank is from what one device has of its stages (``comparison``)."""
-        for ranks, held in self.tensors.items():
-            for device, (rank, own) in enumerate(zip(ranks, held, strict=True)):
-                self._compare(ranks, device, rank, own, expected, actual[rank], worst)
+        for ranks, place_shards in self.tensors.items():
+            for device, (rank, shards) in enumerate(zip(ranks, place_shards, strict=True)):
+                self._compare(ranks, device, rank, shards, expected, actual[rank], worst)
 
     def _compare(
         self,
         ranks: tuple[int, ...],
         device: int,
         rank: int,
-        held: Mapping[str, Tensor],
+        shards: Mapping[str, Tensor],
         expected: Values,
         have: Values,
         worst: dict[Key, Difference],
     ) -> None:
-        wanted = {key: x for key, x in expected.items() if key in have or (key[0] == "gradient" and key[1] in held)}
+        wanted = {key: x for key, x in expected.items() if key in have or (key[0] == "gradient" and key[1] in shards)}
 
         def local(key: Key, whole: Tensor, _: int) -> Tensor:
             return whole if key[0] == "loss" else self._local(ranks, key[1], whole, device)
 
-        own: dict[Key, Difference] = {}
-        compare(wanted, [have], local, own)
-        for key, difference in own.items():
+        differences: dict[Key, Difference] = {}
+        compare(wanted, [have], local, differences)
+        for key, difference in differences.items():
             if key not in worst or not difference.error <= worst[key].error:
                 worst[key] = replace(difference, rank=rank)
 
@@ -239,15 +246,15 @@ class Pipelined:
     def _add_shared(self) -> None:
         """The gradients of parameters that several places have, added up."""
         places: dict[str, list[tuple[int, ...]]] = {}
-        for ranks, held in self.tensors.items():
-            for name in held[0]:
+        for ranks, place_shards in self.tensors.items():
+            for name in place_shards[0]:
                 places.setdefault(name, []).append(ranks)
         for name, where in places.items():
             for device in range(len(where[0])) if len(where) > 1 else ():
                 tensors = [self.tensors[ranks][device][name] for ranks in where]
-                found = [tensor.grad for tensor in tensors if tensor.grad is not None]
-                for tensor in tensors if found else ():
-                    tensor.grad = torch.stack(found).sum(0)
+                gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+                for tensor in tensors if gradients else ():
+                    tensor.grad = torch.stack(gradients).sum(0)
 
 
 class _Run:
@@ -261,7 +268,7 @@ class _Run:
         self.values: dict[tuple[int, int], list[VirtualValues]] = {}  # of a stage and a micro-batch, per device
         self.sent: dict[tuple[int, int], Held] = {}
         self.returned: dict[tuple[int, int], Held] = {}
-        self.given: dict[tuple[int, int], list[VirtualValues]] = {}  # what is made ahead, of a stage and a size
+        self.ahead_values: dict[tuple[int, int], list[VirtualValues]] = {}  # what is made ahead, of a stage and a size
         self.sums: dict[tuple[int, int], Held] = {}  # gradients of micro-batches, by source
         self.losses: dict[int, Tensor] = {}  # in the dtype of the model's loss
 
@@ -299,48 +306,52 @@ class _Run:
 
     def _forward(self, stage: int, micro_batch: int, size: int) -> None:
         ranks = self.ranks
-        one, cluster = ranks.bounds[size], ranks.clusters[stage]
-        part, spmd, parts = one.cut.parts[stage], one.spmds[stage], ranks.parts[size][stage]
-        programs = [own.each for own in parts]
-        held = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
+        bound, cluster = ranks.bounds[size], ranks.clusters[stage]
+        part, spmd, parts = bound.cut.parts[stage], bound.spmds[stage], ranks.parts[size][stage]
+        programs = [repeated_parts.each for repeated_parts in parts]
+        shards = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
         bindings = []
-        for device, own in enumerate(held):
-            binding = self._bound(part, spmd, own, device, micro_batch, size)
+        for device, device_shards in enumerate(shards):
+            binding = self._bound(part, spmd, device_shards, device, micro_batch, size)
             received = self.sent[stage - 1, micro_batch][device] if stage else {}
             bindings.append({**binding, **{s.value: received[s.value] for s in part.sources if s.kind == "activation"}})
         cluster.record.clear()
-        if (stage, size) not in self.given:
-            made = run_forward(cluster, [own.ahead for own in parts], bindings)
-            self.given[stage, size] = [
-                {name: own[name] for name in program.given} for program, own in zip(programs, made, strict=True)
+        if (stage, size) not in self.ahead_values:
+            made_ahead = run_forward(cluster, [rank_parts.ahead for rank_parts in parts], bindings)
+            self.ahead_values[stage, size] = [
+                {name: results[name] for name in program.given}
+                for program, results in zip(programs, made_ahead, strict=True)
             ]
-        bindings = [{**own, **made} for own, made in zip(bindings, self.given[stage, size], strict=True)]
+        bindings = [
+            {**binding, **delivered}
+            for binding, delivered in zip(bindings, self.ahead_values[stage, size], strict=True)
+        ]
         values = run_forward(cluster, programs, bindings)
         if micro_batch == 0:
             ranks.forward_records[stage] = tuple(cluster.record)
         self.values[stage, micro_batch] = values
         outputs = {
-            out.name: own.name
-            for out, own in zip(part.outputs, spmd.outputs, strict=True)
-            if isinstance(out, Ref) and isinstance(own, Ref)
+            out.name: program_out.name
+            for out, program_out in zip(part.outputs, spmd.outputs, strict=True)
+            if isinstance(out, Ref) and isinstance(program_out, Ref)
         }
         self.sent[stage, micro_batch] = [
-            {name: own[program.resolve(outputs[name])].clone() for name in one.cut.sends(stage)}
-            for program, own in zip(programs, values, strict=True)
+            {name: rank_values[program.resolve(outputs[name])].clone() for name in bound.cut.sends(stage)}
+            for program, rank_values in zip(programs, values, strict=True)
         ]
         is_last = micro_batch == len(self.sizes) - 1
-        for device, (program, own) in enumerate(zip(programs, values, strict=True)):
+        for device, (program, rank_values) in enumerate(zip(programs, values, strict=True)):
             if stage == self.last:
-                loss = own[program.delivered[0]].detach()
+                loss = rank_values[program.delivered[0]].detach()
                 self.losses[device] = self.losses[device] + loss if device in self.losses else loss
             for buffer, value in program.mutations:
                 name = part.source_of[buffer].names[0]
                 if is_last or name in ranks.passes.statistics:
                     with torch.no_grad():
-                        held[device][name].copy_(own[value])
+                        shards[device][name].copy_(rank_values[value])
 
     def _bound(
-        self, part: Graph, spmd: Spmd, own: Mapping[str, Tensor], device: int, micro_batch: int, size: int
+        self, part: Graph, spmd: Spmd, shards: Mapping[str, Tensor], device: int, micro_batch: int, size: int
     ) -> VirtualValues:
         """What a device's program starts from, but for what it receives."""
         ranks, coordinates = self.ranks, spmd.mesh.coordinates(device)
@@ -359,34 +370,37 @@ class _Run:
                 binding[source.value] = ranks.start.constant(source.value).clone()
             elif source.kind in ("parameter", "buffer"):
                 # A copy: a later micro-batch may write the buffer before this one's backward reads it.
-                binding[source.value] = own[name].detach() if source.kind == "parameter" else own[name].clone()
+                binding[source.value] = shards[name].detach() if source.kind == "parameter" else shards[name].clone()
         return binding
 
     def _backward(
         self, stage: int, micro_batch: int, size: int, programs: Sequence[Program], *, is_weight: bool = False
     ) -> None:
         ranks = self.ranks
-        one, cluster = ranks.bounds[size], ranks.clusters[stage]
-        part, spmd = one.cut.parts[stage], one.spmds[stage]
+        bound, cluster = ranks.bounds[size], ranks.clusters[stage]
+        part, spmd = bound.cut.parts[stage], bound.spmds[stage]
         values = self.values[stage, micro_batch]
         if not is_weight:
             of_output = dict(zip(spmd.cotangents, part.cotangents or (), strict=True))
             delivered = delivered_values(spmd, loss_only=True)
-            for device, (program, own) in enumerate(zip(programs, values, strict=True)):
+            for device, (program, values_of) in enumerate(zip(programs, values, strict=True)):
                 for name, seed in zip(delivered, program.cotangents, strict=True):
                     if seed is not None:
                         back = self.returned[stage + 1, micro_batch][device] if name in of_output else {}
-                        own[seed] = back[of_output[name]] if back else torch.ones_like(own[program.resolve(name)])
+                        values_of[seed] = (
+                            back[of_output[name]] if back else torch.ones_like(values_of[program.resolve(name)])
+                        )
         cotangents = [
-            {name: own[name] for name in p.cotangents if name} for p, own in zip(programs, values, strict=True)
+            {name: values_of[name] for name in p.cotangents if name}
+            for p, values_of in zip(programs, values, strict=True)
         ]
         cluster.record.clear()
-        found = run_backward(cluster, programs, values, cotangents)
+        rank_gradients = run_backward(cluster, programs, values, cotangents)
         if micro_batch == 0:
             ranks.backward_records[stage] += tuple(cluster.record)
         returned: Held = []
         sums = self.sums.setdefault((stage, size), [{} for _ in values])
-        for total, values_of_device, gradients in zip(sums, values, found, strict=True):
+        for total, values_of_device, gradients in zip(sums, values, rank_gradients, strict=True):
             returned.append({})
             for name, gradient in gradients.items():
                 source = part.source_of.get(name)
@@ -398,11 +412,11 @@ class _Run:
                     total[name] = total[name] + gradient if name in total else gradient.clone()
         if not is_weight:
             layouts = spmd.layouts
-            for device, own in enumerate(returned):
-                for name in self._wanted_back(one, stage):
-                    if name not in own:
+            for device, device_cotangents in enumerate(returned):
+                for name in self._wanted_back(bound, stage):
+                    if name not in device_cotangents:
                         shape = layouts[name].local_shape(spmd.mesh.coordinates(device))
-                        own[name] = torch.zeros(shape, dtype=part.by_name[name].dtype)
+                        device_cotangents[name] = torch.zeros(shape, dtype=part.by_name[name].dtype)
             self.returned[stage, micro_batch] = returned
 
     def end(self) -> None:
@@ -412,28 +426,28 @@ class _Run:
             cluster, parts = ranks.clusters[stage], ranks.parts[size][stage]
             sources = ranks.bounds[size].cut.parts[stage].source_of
             summed = [
-                {name: total[source] for source, name in own.sums.items()}
-                for own, total in zip(parts, sums, strict=True)
+                {name: total[source] for source, name in rank_parts.sums.items()}
+                for rank_parts, total in zip(parts, sums, strict=True)
             ]
             cluster.record.clear()
-            reduced = run_backward(cluster, [own.behind for own in parts], summed, [{} for _ in summed])
+            reduced = run_backward(cluster, [rank_parts.behind for rank_parts in parts], summed, [{} for _ in summed])
             if size == self.sizes[0]:
                 ranks.backward_records[stage] += tuple(cluster.record)
-            held = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
-            for own, total, found in zip(held, sums, reduced, strict=True):
-                for name, gradient in {**total, **found}.items():
+            shards = ranks.tensors[ranks.plan.stages[stage].placement.ranks]
+            for rank_shards, total, rank_reduced in zip(shards, sums, reduced, strict=True):
+                for name, gradient in {**total, **rank_reduced}.items():
                     stored = sources[name].names[0]
-                    tensor, ranks.made_in[stored] = own[stored], gradient.dtype
-                    made = gradient.to(tensor.dtype)
-                    tensor.grad = made.clone() if tensor.grad is None else tensor.grad + made
+                    tensor, ranks.made_in[stored] = rank_shards[stored], gradient.dtype
+                    added = gradient.to(tensor.dtype)
+                    tensor.grad = added.clone() if tensor.grad is None else tensor.grad + added
 
     @staticmethod
-    def _wanted_back(one: Bound, stage: int) -> tuple[str, ...]:
+    def _wanted_back(bound: Bound, stage: int) -> tuple[str, ...]:
         """The received values whose cotangents the stage before waits for."""
         if not stage:
             return ()
-        asked = set(one.cut.parts[stage - 1].cotangents or ())
-        return tuple(s.value for s in one.cut.parts[stage].sources if s.kind == "activation" and s.value in asked)
+        asked = set(bound.cut.parts[stage - 1].cotangents or ())
+        return tuple(s.value for s in bound.cut.parts[stage].sources if s.kind == "activation" and s.value in asked)
 
 
 __all__ = ["Pipelined"]

@@ -130,9 +130,9 @@ def verify(
     # As planned: in float64 other casts are no-ops.
     check_ambient(plan.precision.autocast, "around sw.verify")
     captured = capture(module, args, named, loss=loss, precision=plan.precision)
-    graph, own_inputs = widen(captured.graph), (args, named)
-    call = Example(module, own_inputs, loss, precision=plan.precision)
-    args, named = pytree.tree_map_only(torch.Tensor, widened, own_inputs)
+    graph, arguments = widen(captured.graph), (args, named)
+    call = Example(module, arguments, loss, precision=plan.precision)
+    args, named = pytree.tree_map_only(torch.Tensor, widened, arguments)
     initial = with_values(module, seed)
     reference = copied(initial).double()
     stored = None if plan.precision.is_models else stored_module(initial, plan)
@@ -165,15 +165,19 @@ def verify(
             earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
     differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
-    in_own = None
+    dtypes_report = None
     if stored is not None and is_in_passes:
         spmds, prelude = _programs(plan, narrow, None, training=training)
-        own = _in_own(start, spmds[narrow.sizes[0]], stored, call, plan)
-        compared = Compared(RanksOfPasses(own, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes))
-        in_own = in_dtypes(own, compared, plan, steps)
+        start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
+        compared = Compared(
+            RanksOfPasses(start_in_dtypes, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes)
+        )
+        dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
     elif stored is not None:
-        own = _in_own(start, program_of(plan, captured.graph, training=training), stored, call, plan)
-        in_own = in_dtypes(own, Compared(Ranks(own)), plan, steps)
+        start_in_dtypes = _start_in_dtypes(
+            start, program_of(plan, captured.graph, training=training), stored, call, plan
+        )
+        dtypes_report = in_dtypes(start_in_dtypes, Compared(Ranks(start_in_dtypes)), plan, steps)
     rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
     return Report(
         differences=differences,
@@ -186,7 +190,7 @@ def verify(
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,
         first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
-        in_dtypes=in_own,
+        in_dtypes=dtypes_report,
     )
 
 
@@ -223,14 +227,14 @@ def _pipeline_report(
         _listed(plan.alone(number), part, [ranks.forward_records[number], ranks.backward_records[number]])
         for number, part in enumerate(first.cut.parts)
     )
-    in_own = None
+    dtypes_report = None
     if stored is not None:
-        own_bounds = {
+        narrow_bounds = {
             size: bound(plan, graph, prelude=narrow.prelude, training=training) for size, graph in narrow.graphs.items()
         }
-        own = _in_own(start, _of_stages(own_bounds[narrow.sizes[0]].spmds), stored, call, plan)
-        compared = Compared(Pipelined(own, plan, narrow, own_bounds), _alone(narrow), len(narrow.sizes))
-        in_own = in_dtypes(own, compared, plan, steps)
+        start_in_dtypes = _start_in_dtypes(start, _of_stages(narrow_bounds[narrow.sizes[0]].spmds), stored, call, plan)
+        compared = Compared(Pipelined(start_in_dtypes, plan, narrow, narrow_bounds), _alone(narrow), len(narrow.sizes))
+        dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
     forward = tuple(c for record in ranks.forward_records for c in record)
     backward = tuple(c for record in ranks.backward_records for c in record)
     return Report(
@@ -242,7 +246,7 @@ def _pipeline_report(
         planned_backward=tuple(c for number in range(len(plan.stages)) for c in ranks.planned_backward(number)),
         matches_plan=listed,
         untraceable={name: why for program in ranks.first for name, why in program.untraceable.items()},
-        in_dtypes=in_own,
+        in_dtypes=dtypes_report,
     )
 
 
@@ -278,7 +282,7 @@ def _programs(
     return spmds, prelude
 
 
-def _in_own(start: Start, spmd: Spmd, stored: torch.nn.Module, call: Example, plan: Plan) -> Start:
+def _start_in_dtypes(start: Start, spmd: Spmd, stored: torch.nn.Module, call: Example, plan: Plan) -> Start:
     """The start of the comparison in the plan's own dtypes."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), call.arguments)
     return replace(start, spmd=spmd, module=stored, args=args, kwargs=kwargs, precision=plan.precision)
@@ -292,8 +296,8 @@ def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: floa
     ranks.adopt(OneDevice(start))
     programs = list(map(without_overwrites, ranks.programs))
     values = run_forward(ranks.cluster, programs, ranks.bindings(0))
-    found = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
-    return found or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
+    fault = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
+    return fault or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:
@@ -322,9 +326,9 @@ def need_values(inputs: Any, what: str = "verify") -> None:
 
 def with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """A copy on the CPU with the module's (initial) values."""
-    held = [*module.parameters(), *module.buffers()]
-    if any(t.is_meta for t in held):
-        twin = copied(module, {id(t): _empty(t) for t in held})  # not to_empty, which unties shared weights
+    tensors_of_model = [*module.parameters(), *module.buffers()]
+    if any(t.is_meta for t in tensors_of_model):
+        twin = copied(module, {id(t): _empty(t) for t in tensors_of_model})  # not to_empty, which unties shared weights
         tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
         with torch.no_grad():
             for name, full in full_tensors(module, seed):

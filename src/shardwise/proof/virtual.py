@@ -88,16 +88,16 @@ class VirtualCluster:
         flights: Sequence[dict[str, list[Tensor]]],
     ) -> None:
         first = exchanges[0]
-        held = [
+        tensors = [
             values[rank][exchange.operands[position]]
             for position in range(len(first.conversions))
             for rank, exchange in enumerate(exchanges)
         ]
         for together in zip(*(_in_order(c, first.backward) for c in first.conversions), strict=True):
-            held = self.perform_together(together, held, first.backward)
+            tensors = self.perform_together(together, tensors, first.backward)
         ranks = self.mesh.num_devices
         for rank, instruction in enumerate(exchanges):
-            arrived = held[rank::ranks]
+            arrived = tensors[rank::ranks]
             if isinstance(instruction, Depart):
                 flights[rank][instruction.flight] = arrived
             else:
@@ -117,11 +117,11 @@ class VirtualCluster:
 
     def convert(self, tensors: Sequence[Tensor], moves: Sequence[Move]) -> list[Tensor]:
         """Convert every rank's tensor through the moves, differentiably."""
-        held = list(tensors)
+        converted = list(tensors)
         for move in moves:
             if not (move.entry.forward == "none" and move.entry.backward == "none"):
-                held = list(_VirtualMove.apply(self, (move,), *held))
-        return held
+                converted = list(_VirtualMove.apply(self, (move,), *converted))
+        return converted
 
     def perform(self, move: Move, tensors: Sequence[Tensor], backward: bool) -> list[Tensor]:
         """One direction of a move on all ranks, in lockstep."""
@@ -157,7 +157,7 @@ class VirtualCluster:
 
 def run_forward(cluster: VirtualCluster, programs: Sequence[Program], sources: Sequence[Values]) -> list[Values]:
     """Every rank's values after forward, by name. ``sources``: per rank."""
-    values = [dict(own) for own in sources]
+    values = [dict(rank_sources) for rank_sources in sources]
     with torch.no_grad():
         cluster.execute([program.forward for program in programs], values)
     return values
@@ -169,14 +169,14 @@ def run_backward(
     """Every rank's gradients by source. ``values``: after forward, of which backward sees what is saved;
     ``cotangents``: per rank by the names in ``program.cotangents``."""
     left = [
-        {**{name: own[name] for name in program.saved}, **given}
-        for program, own, given in zip(programs, values, cotangents, strict=True)
+        {**{name: rank_values[name] for name in program.saved}, **rank_cotangents}
+        for program, rank_values, rank_cotangents in zip(programs, values, cotangents, strict=True)
     ]
     with torch.no_grad():
         cluster.execute([program.backward for program in programs], left)
     return [
-        {source: own[name] for source, name in program.gradients.items()}
-        for program, own in zip(programs, left, strict=True)
+        {source: rank_values[name] for source, name in program.gradients.items()}
+        for program, rank_values in zip(programs, left, strict=True)
     ]
 
 
@@ -282,6 +282,6 @@ class _VirtualMove(torch.autograd.Function):
         return (None, None, *(_fresh(result, cotangents) for result in results))
 
 
-def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
+def _fresh(result: Tensor, operands: Sequence[Tensor]) -> Tensor:
     """Never hand out a tensor (or a view of one) that came in: ranks must not share."""
-    return result.clone() if any(result is tensor or result._base is not None for tensor in given) else result
+    return result.clone() if any(result is tensor or result._base is not None for tensor in operands) else result

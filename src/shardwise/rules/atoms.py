@@ -52,13 +52,13 @@ class _Cuts:
 
 
 def factor_graph(
-    graph: Graph, rules: Mapping[str, OpRule], given: Mapping[str, tuple[tuple[int, ...], ...]] | None = None
+    graph: Graph, rules: Mapping[str, OpRule], fixed_atoms: Mapping[str, tuple[tuple[int, ...], ...]] | None = None
 ) -> Factored:
-    """Divide the factors of all rules at the fixed point of the graph's cut points. ``given``: atoms that some values
-    have from outside."""
+    """Divide the factors of all rules at the fixed point of the graph's cut points. ``fixed_atoms``: those
+    that some values have from outside."""
     value_cuts = {v.name: tuple(_Cuts(size) for size in v.shape) for v in graph.values}
-    for name, known in (given or {}).items():
-        for cuts, sizes in zip(value_cuts[name], known, strict=True):
+    for name, sizes_of_dims in (fixed_atoms or {}).items():
+        for cuts, sizes in zip(value_cuts[name], sizes_of_dims, strict=True):
             stride = 1
             for size in reversed(sizes):
                 stride *= size

@@ -27,8 +27,8 @@ def attention_rule(op: Op, graph: Graph) -> OpRule | None:
     query, key = (graph.by_name[name].shape for name in op.operands[:2])
     if rule is None or query[-2] != key[-2]:
         return rule
-    found = ((name, variant(op, graph)) for name, variant in _BY_RINGS.items())
-    return replace(rule, variants=tuple((name, variant) for name, variant in found if variant is not None))
+    variants = ((name, variant(op, graph)) for name, variant in _BY_RINGS.items())
+    return replace(rule, variants=tuple((name, variant) for name, variant in variants if variant is not None))
 
 
 def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:

@@ -57,22 +57,22 @@ def band_of(mask: str, graph: Graph) -> Band:
     value = graph.by_name[mask]
     if value.dtype != torch.bool or len(value.shape) < 2:
         return EVERYTHING
-    met = set[str]()
-    made: list[Op] = []
+    visited = set[str]()
+    producers: list[Op] = []
 
     def visit(name: str) -> None:
         op = graph.producer.get(name)
-        if op is not None and op.name not in met and len(met) < _MOST_OPERATORS:
-            met.add(op.name)
+        if op is not None and op.name not in visited and len(visited) < _MOST_OPERATORS:
+            visited.add(op.name)
             for operand in op.operands:
                 visit(operand)
-            made.append(op)
+            producers.append(op)
 
     visit(mask)
-    if len(met) == _MOST_OPERATORS:
+    if len(visited) == _MOST_OPERATORS:
         return EVERYTHING
-    names = dict.fromkeys(name for op in made for name in (*op.operands, *op.results))
-    return _band(mask, tuple(made), tuple(graph.by_name[name] for name in names))
+    names = dict.fromkeys(name for op in producers for name in (*op.operands, *op.results))
+    return _band(mask, tuple(producers), tuple(graph.by_name[name] for name in names))
 
 
 @lru_cache(maxsize=256)
@@ -83,11 +83,11 @@ def _band(mask: str, ops: tuple[Op, ...], values: tuple[Value, ...]) -> Band:
 
 
 def _within(name: str, graph: Graph, known: Mapping[str, Abstract]) -> Band:
-    found, op = known.get(name), graph.producer.get(name)
-    if isinstance(found, Choice) and (found.query, found.key) == (-2, -1) and found.on.dtype == torch.bool:
-        seen = found.seen if found.on.item() else found.seen.complement()
-        return EVERYTHING if seen is None else _band_of(seen)
-    if found is None and op is not None and op.target in _AND and graph.by_name[name].dtype == torch.bool:
+    value, op = known.get(name), graph.producer.get(name)
+    if isinstance(value, Choice) and (value.query, value.key) == (-2, -1) and value.on.dtype == torch.bool:
+        visible = value.seen if value.on.item() else value.seen.complement()
+        return EVERYTHING if visible is None else _band_of(visible)
+    if value is None and op is not None and op.target in _AND and graph.by_name[name].dtype == torch.bool:
         bands = [_within(arg.name, graph, known) for arg in op.args if isinstance(arg, Ref)]
         return bands[0].within(bands[-1])
     return EVERYTHING

@@ -100,7 +100,7 @@ def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
     """How the windows slide along every spatial dim."""
     args = arguments(op)
     sizes, kernel = (graph.by_name[name].shape[-count:] for name in op.operands[:2])
-    strides, dilations = (each(args[name], count) for name in ("stride", "dilation"))
+    strides, dilations = (per_dim(args[name], count) for name in ("stride", "dilation"))
     padding = args["padding"]
     maps = []
     for i in range(count):
@@ -109,12 +109,12 @@ def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
             total = sliding_map.span - 1 if padding == "same" else 0
             maps.append(replace(sliding_map, before=total // 2, after=total - total // 2))
         else:
-            pad = each(padding, count)[i]
+            pad = per_dim(padding, count)[i]
             maps.append(replace(sliding_map, before=pad, after=pad))
     return tuple(maps)
 
 
-def each(value: Any, count: int) -> tuple[int, ...]:
+def per_dim(value: Any, count: int) -> tuple[int, ...]:
     """One number per spatial dim: an argument may give one for all."""
     numbers = (value,) if isinstance(value, int) else tuple(value)
     return numbers * count if len(numbers) == 1 else numbers

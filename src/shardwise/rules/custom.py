@@ -136,7 +136,7 @@ def overload_of(operator: Any) -> OpOverload:
 def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
     """What can be said without a call: numbers of tensors, kinds and linear groups."""
     pattern, faults = template.pattern, []
-    for what, tensors, declared in (
+    for tensors_word, tensors, declared in (
         ("operands", pattern.operands, target._schema.arguments),
         ("results", pattern.results, target._schema.returns),
     ):
@@ -144,7 +144,7 @@ def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
         least = len([name for name in types if name == "Tensor"])
         most = len(types) if all(name in ("Tensor", "Optional[Tensor]") for name in types) else len(tensors)
         if not least <= len(tensors) <= max(most, least):
-            faults.append(f"it has {len(tensors)} {what}, the operator has {least}: {target._schema}")
+            faults.append(f"it has {len(tensors)} {tensors_word}, the operator has {least}: {target._schema}")
     kinds = {name: template.kinds.get(name, "parallel") for dims in pattern.operands + pattern.results for dim in dims
              for name in dim if name != ELLIPSIS}  # fmt: skip
     for name, kind in kinds.items():

@@ -47,22 +47,22 @@ def _function(op: Op, graph: Graph) -> OpRule | None:
 
 @lru_cache(maxsize=1000)
 def _is_elementwise(function: str, text: str, lowest: torch.dtype, operands: tuple[_Operand, ...]) -> bool:
-    shape = max((own for own, _, _ in operands), key=len, default=())
+    shape = max((operand_shape for operand_shape, _, _ in operands), key=len, default=())
     sizes = [shape] + [
         (*shape[:dim], size, *shape[dim + 1 :]) for dim in range(len(shape)) for size in (1, 2 * shape[dim] + 1)
     ]
-    found = []
+    calls_of_sizes = []
     for size in sizes:
         kernels = _Kernels()
-        types = [(size if own else (), dtype, grad) for own, dtype, grad in operands]
+        types = [(size if is_whole else (), dtype, grad) for is_whole, dtype, grad in operands]
         try:
             _run(kernels, function, text, lowest, types)
         except Exception:  # whatever its Python raises for this size: then its sizes matter
             return False
         if not kernels.elementwise(size):
             return False
-        found.append(kernels.calls)
-    return all(calls == found[0] for calls in found)
+        calls_of_sizes.append(kernels.calls)
+    return all(calls == calls_of_sizes[0] for calls in calls_of_sizes)
 
 
 def _run(kernels: _Kernels, function: str, text: str, lowest: torch.dtype, operands: Sequence[_Operand]) -> None:
@@ -114,8 +114,8 @@ def _functional(func: OpOverload) -> OpOverload:
     """``aten.mul.Tensor`` for ``aten.mul_.Tensor``."""
     name, overload = func._schema.name.partition("::")[2], func._overloadname
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and func.namespace == "aten" else None
-    found: OpOverload = getattr(packet, overload, func)
-    return found
+    functional: OpOverload = getattr(packet, overload, func)
+    return functional
 
 
 FUNCTIONS: RuleTable = {FUNCTION: _function}

@@ -101,7 +101,7 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
         sizes={"k0": kernel[0], "k1": kernel[1], "x0": counts[0], "x1": counts[1]},
         linear=((0,),),
         localize=localize,
-        windows={f"x{i}": Window(f"y{i}", own.transposed) for i, own in enumerate(maps)},
+        windows={f"x{i}": Window(f"y{i}", sliding_map.transposed) for i, sliding_map in enumerate(maps)},
     )
 
 

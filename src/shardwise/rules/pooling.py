@@ -18,7 +18,7 @@ from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleFunction, RuleTable, build, single
 from shardwise.rules.calls import any_split, unchanged
-from shardwise.rules.convolution import each, spatial
+from shardwise.rules.convolution import per_dim, spatial
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings.reductions import max_dim
 from shardwise.rules.rule import Call, FactorKind, LocalContext, Localize, Lowering, OpRule, Ranges, Window
@@ -89,9 +89,9 @@ def _pooling(count: int) -> RuleFunction:
     def function(op: Op, graph: Graph) -> OpRule:
         args = arguments(op)
         sizes = graph.by_name[op.operands[0]].shape[-count:]
-        kernel = each(args["kernel_size"], count)
-        stride = each(args["stride"], count) if args.get("stride") else kernel
-        padding, dilation = each(args["padding"], count), each(args.get("dilation", 1), count)
+        kernel = per_dim(args["kernel_size"], count)
+        stride = per_dim(args["stride"], count) if args.get("stride") else kernel
+        padding, dilation = per_dim(args["padding"], count), per_dim(args.get("dilation", 1), count)
         maps = [Sliding(sizes[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(count)]
         rows: list[_Rows] = [sliding_map.aligned for sliding_map in maps]
         averages = "dilation" not in args

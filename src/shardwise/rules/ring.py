@@ -125,8 +125,8 @@ def zigzag(
         last = _met(last, last_q, first_k, first_v)
         is_before = blocks >= step
 
-        def chosen(one: Tensor, other: Tensor, before: Tensor = is_before) -> Tensor:
-            return torch.where(before, one, other)
+        def chosen(first: Tensor, second: Tensor, before: Tensor = is_before) -> Tensor:
+            return torch.where(before, first, second)
 
         met = _met(
             _Seen(*map(chosen, first, last)), chosen(first_q, last_q), chosen(first_k, last_k), chosen(first_v, last_v)

@@ -230,9 +230,10 @@ def _over_bins(
     if not bins[i]:
         return _over_bins(x, output, bins, pool, (*offsets, 0))
     dim = x.dim() - len(output) + i
-    one = (*output[:i], 1, *output[i + 1 :])
+    single_row = (*output[:i], 1, *output[i + 1 :])
     parts = [
-        _over_bins(x.narrow(dim, begin, end - begin), one, bins, pool, (*offsets, begin)) for begin, end in bins[i]
+        _over_bins(x.narrow(dim, begin, end - begin), single_row, bins, pool, (*offsets, begin))
+        for begin, end in bins[i]
     ]
     return tuple(torch.cat(results, dim) for results in zip(*parts, strict=True))
 

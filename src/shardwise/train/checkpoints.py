@@ -83,7 +83,7 @@ class Shares:
         """Where the elements of every tensor are."""
         pieces: dict[str, Piece] = {}
         chunks: dict[str, list[Chunk]] = defaultdict(list)
-        for file in (file for own in self.files for file in own):
+        for file in (file for rank_files in self.files for file in rank_files):
             for piece, chunk in file.chunks():
                 pieces[piece.name] = piece
                 chunks[piece.name].append(chunk)
@@ -220,11 +220,11 @@ def finish_saving(par: torch.nn.Module) -> None:
     saver.under_way = None
 
 
-def several(given: Any) -> list[Any]:
+def several(value: Any) -> list[Any]:
     """One, several or none of something, as a list."""
-    if given is None:
+    if value is None:
         return []
-    return [given] if hasattr(given, "state_dict") else list(given)
+    return [value] if hasattr(value, "state_dict") else list(value)
 
 
 def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> State:
@@ -251,7 +251,7 @@ def values_of(
             raise ShardwiseError(f"the metric {name} is {metric}: no file says which checkpoint is better by it")
     values = {
         "step": step,
-        "schedulers": [_encoded(one, f"scheduler {at}") for at, one in enumerate(schedulers)],
+        "schedulers": [_encoded(scheduler, f"scheduler {at}") for at, scheduler in enumerate(schedulers)],
         "scaler": None if scaler is None else _encoded(scaler, "scaler"),
         "data": None if data is None else _encoded(data, "data"),
         "extra": encode(extra, "extra"),
@@ -260,18 +260,18 @@ def values_of(
     return values
 
 
-def _encoded(one: Resumable, what: str) -> Any:
-    if not hasattr(one, "state_dict"):
-        fault = f"{what} is a {type(one).__name__}, which has no state_dict(): nothing says where it is"
+def _encoded(resumable: Resumable, what: str) -> Any:
+    if not hasattr(resumable, "state_dict"):
+        fault = f"{what} is a {type(resumable).__name__}, which has no state_dict(): nothing says where it is"
         raise ShardwiseError(problem(fault, fix="leave it out; for data sw.DataLoader has one"))
-    return encode(one.state_dict(), what)
+    return encode(resumable.state_dict(), what)
 
 
 def _agree(saver: _Saver, path: Path, state: State, token: str) -> tuple[dict[str, Any], str]:
     """Brings the saver up to date with what all ranks hold; returns the optimizers' states that are no tensors, and
     rank 0's ``token``. One exchange where nothing has changed since the last save."""
-    own = offers_of(state.parts)
-    structure = _digest([own, dict(state.tied), state.names])
+    offers = offers_of(state.parts)
+    structure = _digest([offers, dict(state.tied), state.names])
     common = {name: _digest(value) for name, value in {**state.values, "path": str(path)}.items()}
     everywhere = from_all((structure, common, state.plain, token))
     for rank, (_, other, *_) in enumerate(everywhere):
@@ -292,7 +292,7 @@ def _agree(saver: _Saver, path: Path, state: State, token: str) -> tuple[dict[st
         saver.shares = share_out(state)
         saver.staged.clear()
         saver.structures = structures
-    plain = {name: dict(kept) for _, _, own, _ in everywhere for name, kept in own.items()}
+    plain = {name: dict(kept) for _, _, states, _ in everywhere for name, kept in states.items()}
     return plain, everywhere[0][3]
 
 
@@ -300,7 +300,7 @@ def share_out(state: State) -> Shares:
     """Who writes what of the states of all ranks. Every rank calls this."""
     offered = from_all((offers_of(state.parts), dict(state.tied), state.names))
     tied = {name: first for _, some, _ in offered for name, first in some.items()}
-    offers = [own for own, *_ in offered]
+    offers = [offer for offer, *_ in offered]
     return Shares(shared_out(offers), offers, tied, _merged([names for *_, names in offered]))
 
 

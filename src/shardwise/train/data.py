@@ -85,14 +85,14 @@ class DataLoader:
 
     def _check_alike(self) -> None:
         """Raise ShardwiseError, on all ranks, where they would not draw the same samples."""
-        own = {
+        settings = {
             "samples in the data set": self._length,
             "seed": self.seed,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
-        everywhere = from_all(own)
+        everywhere = from_all(settings)
         for rank, other in enumerate(everywhere):
             for name, value in other.items():
                 if value != everywhere[0][name]:
@@ -157,8 +157,8 @@ class DataLoader:
             if len(samples) < self.batch_size and (self.drop_last or not samples):
                 return
             start, stop = self._parts.rows(len(samples))
-            own = samples[start:stop] or samples[:1]
-            yield len(samples), self._parts.cut(self._collate(own), len(samples))
+            local_samples = samples[start:stop] or samples[:1]
+            yield len(samples), self._parts.cut(self._collate(local_samples), len(samples))
 
     def steps(self) -> Iterator[Sequence[int]]:
         """The samples of every step of the rest of the epoch, over all ranks."""
@@ -184,13 +184,13 @@ class DataLoader:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ShardwiseError for a data set of another length, and for a loader that is shuffled otherwise."""
-        own = self.state_dict()
+        current = self.state_dict()
         for name, what in (("length", "samples in the data set"), ("seed", "seed"), ("shuffle", "shuffle")):
-            if state[name] != own[name]:
+            if state[name] != current[name]:
                 raise ShardwiseError(
                     problem(
-                        f"the run had {what} {state[name]!r}, and goes on with {own[name]!r}: samples would be lost or "
-                        "repeated",
+                        f"the run had {what} {state[name]!r}, and goes on with {current[name]!r}: samples would be "
+                        "lost or repeated",
                         fix="give the same data set and seed, or start a new epoch: load without data=",
                     )
                 )
@@ -211,8 +211,9 @@ class _Batches:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for samples in self.loader.steps():
             start, stop = self.loader._parts.rows(len(samples))
-            own = samples[start:stop] or samples[:1]  # a rank without a sample learns from another what one looks like
-            yield [(self.loader.epoch, index) for index in own]
+            # A rank without a sample learns from another what one looks like.
+            indices = samples[start:stop] or samples[:1]
+            yield [(self.loader.epoch, index) for index in indices]
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -253,23 +254,23 @@ class _Parts:
     def __init__(self, par: torch.nn.Module) -> None:
         self.layouts: dict[str, Layout] = {}
         self.with_samples: frozenset[str] = frozenset()
-        found = splits_in(par)
-        local = [path for path, own in found.items() if own.inputs == "local"]
-        if local and len(found) > 1:
-            what = f"the batches are for one of the parallel modules {', '.join(found)}, and nothing says for which"
+        splits = splits_in(par)
+        local = [path for path, split in splits.items() if split.inputs == "local"]
+        if local and len(splits) > 1:
+            what = f"the batches are for one of the parallel modules {', '.join(splits)}, and nothing says for which"
             raise ShardwiseError(problem(what, fix="give that one as par="))
         if local:
-            own = found[local[0]]
-            self.position, self.layouts = own.device_number, own.plan.input_layouts
-            samples = next((entry.shape[0] for entry in own.plan.inputs if entry.shape), None)
+            split = splits[local[0]]
+            self.position, self.layouts = split.device_number, split.plan.input_layouts
+            samples = next((entry.shape[0] for entry in split.plan.inputs if entry.shape), None)
             self.with_samples = frozenset(
-                entry.name for entry in own.plan.inputs if entry.shape and entry.shape[0] == samples
+                entry.name for entry in split.plan.inputs if entry.shape and entry.shape[0] == samples
             )
 
     def rows(self, num_samples: int) -> Rows:
         """The samples of a batch that this rank needs for some input."""
-        found = [self._range(self.layouts[name], 0, num_samples) for name in self.with_samples]
-        return (min(a for a, _ in found), max(b for _, b in found)) if found else (0, num_samples)
+        ranges = [self._range(self.layouts[name], 0, num_samples) for name in self.with_samples]
+        return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else (0, num_samples)
 
     def cut(self, batch: Any, num_samples: int) -> Any:
         """This rank's part of what was collated of its samples."""

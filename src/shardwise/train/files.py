@@ -126,9 +126,9 @@ def _source(part: Part, piece: Piece) -> torch.Tensor:
     for box in part.boxes:
         if (box.offsets, box.sizes) == (piece.offsets, piece.sizes):
             return part.at(box)
-        found = box.common(piece.offsets, piece.sizes)
-        if found is not None and found.sizes == piece.sizes:
-            return part.at(found)
+        common = box.common(piece.offsets, piece.sizes)
+        if common is not None and common.sizes == piece.sizes:
+            return part.at(common)
     raise AssertionError(f"a rank writes {piece.sizes} at {piece.offsets} of {piece.name}, which it does not hold")
 
 
@@ -187,14 +187,16 @@ class Reader:
         CheckpointError where one is missing or differs, or elements of the boxes are in no file or in two."""
         stored = self.manifest.tensors[name]
         for box in boxes:
-            found = self._chunks(stored, box)
+            chunks = self._chunks(stored, box)
             overlap = any(
-                one.common(two.offsets, two.sizes) for i, (one, _) in enumerate(found) for two, _ in found[:i]
+                first.common(second.offsets, second.sizes)
+                for i, (first, _) in enumerate(chunks)
+                for second, _ in chunks[:i]
             )
-            if sum(common.numel for common, _ in found) != box.numel or overlap:
+            if sum(common.numel for common, _ in chunks) != box.numel or overlap:
                 what = f"{self.folder} does not have every element of {name} once"
                 raise CheckpointError(problem(what, fix="load an older checkpoint"))
-            for common, position in found:
+            for common, position in chunks:
                 self._verify_blocks(stored, common, position)
 
     def prepare(self) -> None:
@@ -217,8 +219,8 @@ class Reader:
     @staticmethod
     def _chunks(stored: Stored, box: Box) -> list[tuple[Box, int]]:
         """What of a box lies in which chunks."""
-        found = ((box.common(chunk.offsets, chunk.sizes), at) for at, chunk in enumerate(stored.chunks))
-        return [(common, at) for common, at in found if common is not None]
+        common_boxes = ((box.common(chunk.offsets, chunk.sizes), at) for at, chunk in enumerate(stored.chunks))
+        return [(common, at) for common, at in common_boxes if common is not None]
 
     def _data(self, file: str) -> DataFile:
         return self.manifest.files[file]
@@ -274,8 +276,8 @@ def _blocks(stored: Stored, common: Box, position: int, size: int, count: int) -
     steps = np.zeros(count + 1, dtype=np.int64)
     np.add.at(steps, first, 1)
     np.add.at(steps, last + 1, -1)
-    found: np.ndarray = np.cumsum(steps)[:count] > 0
-    return found
+    is_touched: np.ndarray = np.cumsum(steps)[:count] > 0
+    return is_touched
 
 
 __all__ = ["Reader", "Staged", "Streamed", "write"]

@@ -76,12 +76,12 @@ def splits_in(module: torch.nn.Module) -> dict[str, Split]:
     """The parallel modules that a module is, or has in it, by path."""
     if isinstance(module, Split):
         return {"": module}
-    return {path: own for path, own in module.named_modules() if isinstance(own, Split)}
+    return {path: submodule for path, submodule in module.named_modules() if isinstance(submodule, Split)}
 
 
 def seeds_in(module: torch.nn.Module) -> dict[str, Split]:
     """The parallel modules, by the name of the number that their random numbers follow from."""
-    return {f"{path}.{SEED}".lstrip("."): own for path, own in splits_in(module).items()}
+    return {f"{path}.{SEED}".lstrip("."): split for path, split in splits_in(module).items()}
 
 
 def is_seed(name: str) -> bool:
@@ -102,7 +102,7 @@ def module_parts(module: torch.nn.Module) -> ModuleParts:
             parts[name] = _part_of(name, tensor, splits, owners)
         else:
             tied[name] = first
-    parts |= {name: Part.whole(own._seed) for name, own in seeds_in(module).items()}
+    parts |= {name: Part.whole(split._seed) for name, split in seeds_in(module).items()}
     return ModuleParts(parts, tied)
 
 
@@ -116,22 +116,22 @@ def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _part_of(name: str, tensor: torch.Tensor, splits: Mapping[str, Split], owners: Owners | None) -> Part:
     """``owners``: of the memory of shards, where not all of the module is parallel."""
-    for path, own in splits.items():
+    for path, split in splits.items():
         if name.startswith(f"{path}." if path else ""):
-            layout = own.layouts.get(name.removeprefix(f"{path}.") if path else name)
-            return _part_in(tensor, layout, own.coordinates)
-    held = None if owners is None else owners.of(tensor)
-    if held is None:
+            layout = split.layouts.get(name.removeprefix(f"{path}.") if path else name)
+            return _part_in(tensor, layout, split.coordinates)
+    shard = None if owners is None else owners.of(tensor)
+    if shard is None:
         return Part.whole(tensor)
-    coordinates = held.ranks.coordinates
-    if tuple(tensor.shape) != held.layout.local_shape(coordinates):
+    coordinates = shard.ranks.coordinates
+    if tuple(tensor.shape) != shard.layout.local_shape(coordinates):
         raise ShardwiseError(
             problem(
-                f"{name} is a view of this rank's part of {held.name}: nothing says which part of the whole it is",
+                f"{name} is a view of this rank's part of {shard.name}: nothing says which part of the whole it is",
                 fix="save the parallel module itself, or whole tensors",
             )
         )
-    return _part_in(tensor, held.layout, coordinates)
+    return _part_in(tensor, shard.layout, coordinates)
 
 
 def _part_in(tensor: torch.Tensor, layout: Layout | None, coordinates: Mapping[str, int]) -> Part:
@@ -162,8 +162,8 @@ def optimizer_parts(optimizers: Sequence[torch.optim.Optimizer], module: ModuleP
     plain: dict[str, dict[str, Any]] = {}
     names = names_in_groups(optimizers, module)
     for optimizer, groups in zip(optimizers, names, strict=True):
-        for group, own in zip(optimizer.param_groups, groups, strict=True):
-            for parameter, name in zip(group["params"], own, strict=True):
+        for group, names_of_group in zip(optimizer.param_groups, groups, strict=True):
+            for parameter, name in zip(group["params"], names_of_group, strict=True):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     full = state_name(name, key)
                     if isinstance(value, torch.Tensor):

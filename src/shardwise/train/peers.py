@@ -132,11 +132,11 @@ class Peers:
         shares = share_out(state)
         if self.apart:
             self.mirrored = [
-                Mirrored(file, rank, _NOBODY, False) for rank, own in enumerate(shares.files) for file in own
+                Mirrored(file, rank, _NOBODY, False) for rank, part in enumerate(shares.files) for file in part
             ]
         else:
             self.mirrored = mirrored(shares.files, shares.offers, self.machine_of)
-        every = [[one.file for one in self.mirrored if one.writer == rank] for rank in range(self.num_ranks)]
+        every = [[mirror.file for mirror in self.mirrored if mirror.writer == rank] for rank in range(self.num_ranks)]
         manifest = Manifest(
             step=0,
             num_ranks=self.num_ranks,
@@ -144,7 +144,7 @@ class Peers:
             metrics={},
             block_bytes=BLOCK_BYTES,
             files={
-                file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes)) for own in every for file in own
+                file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes)) for part in every for file in part
             },
             tensors=replace(shares, files=every).stored,
             tied=shares.model_names(),
@@ -153,15 +153,15 @@ class Peers:
         self.outdated = False
         self.memory.mkdir(parents=True, exist_ok=True)
         known = from_all([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
-        self.number, self.slot, self.filled = 1 + max((n for own in known for n in own), default=-1), 0, 0
+        self.number, self.slot, self.filled = 1 + max((n for part in known for n in part), default=-1), 0, 0
         self.buffers, fault = {}, ""
         try:
             self.folder.mkdir(exist_ok=True)
-            for one in self.mirrored:
+            for mirror in self.mirrored:
                 for slot in range(_NUM_SLOTS):
                     for copy in (False, True):
-                        if self.rank == (one.keeper if copy else one.writer):
-                            self._map(self._path(one, slot, copy=copy), one.file.num_bytes)
+                        if self.rank == (mirror.keeper if copy else mirror.writer):
+                            self._map(self._path(mirror, slot, copy=copy), mirror.file.num_bytes)
             if self.shares_folder[self.rank] == self.rank:
                 place(self.folder / _TENSORS, manifest.to_text())
         except OSError as error:
@@ -174,15 +174,15 @@ class Peers:
         """Wait for the copies of the step before: every rank does, ahead of meeting the others. Raises CollectiveError
         where one does not arrive, OSError where no note can be written."""
         landed, self.under_way = self.under_way, []
-        for one in landed:
+        for copy in landed:
             try:
-                one.work.wait()
+                copy.work.wait()
             except RuntimeError as error:
-                what = f"the copy of a state on its way between this rank and rank {one.peer} did not arrive: {error}"
-                raise CollectiveError(what, (one.peer,)) from error
-        for one in landed:
-            if one.note is not None:
-                place(one.note, one.text)
+                what = f"the copy of a state on its way between this rank and rank {copy.peer} did not arrive: {error}"
+                raise CollectiveError(what, (copy.peer,)) from error
+        for copy in landed:
+            if copy.note is not None:
+                place(copy.note, copy.text)
         if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
             self._forget_numbers()
 
@@ -191,25 +191,25 @@ class Peers:
         had under way, and met the others since. Raises OSError where no note can be written; what was started goes on.
         """
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
-        plain = {name: kept for own in from_all(dict(state.plain)) for name, kept in own.items()}
+        plain = {name: kept for rank_states in from_all(dict(state.plain)) for name, kept in rank_states.items()}
         note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": state.values, "plain": plain}
         text, here_now = json.dumps(note), []
-        for one in self.mirrored:
-            for copy, rank in ((False, one.writer), (True, one.keeper)):
+        for mirror in self.mirrored:
+            for copy, rank in ((False, mirror.writer), (True, mirror.keeper)):
                 if rank == self.rank:
-                    path = self._path(one, slot, copy=copy)
+                    path = self._path(mirror, slot, copy=copy)
                     _note(path).unlink(missing_ok=True)
-                    if not (copy and one.is_sent):
-                        Staged(one.file, self.buffers[path]).fill(state.parts)
+                    if not (copy and mirror.is_sent):
+                        Staged(mirror.file, self.buffers[path]).fill(state.parts)
                         here_now.append(path)
-        for tag, one in enumerate(self.mirrored):
-            if one.is_sent and one.writer == self.rank:
-                work = dist.isend(self.buffers[self._path(one, slot)], one.keeper, self.group, tag)
-                self._start(work, one.keeper, None)
-            elif one.is_sent and one.keeper == self.rank:
-                path = self._path(one, slot, copy=True)
-                work = dist.irecv(self.buffers[path], one.writer, self.group, tag)
-                self._start(work, one.writer, _note(path), text)
+        for tag, mirror in enumerate(self.mirrored):
+            if mirror.is_sent and mirror.writer == self.rank:
+                work = dist.isend(self.buffers[self._path(mirror, slot)], mirror.keeper, self.group, tag)
+                self._start(work, mirror.keeper, None)
+            elif mirror.is_sent and mirror.keeper == self.rank:
+                path = self._path(mirror, slot, copy=True)
+                work = dist.irecv(self.buffers[path], mirror.writer, self.group, tag)
+                self._start(work, mirror.writer, _note(path), text)
         self.filled += self.filled < _NUM_SLOTS
         for path in here_now:
             place(_note(path), text)
@@ -222,8 +222,8 @@ class Peers:
     def folder(self) -> Path:
         return self.memory / str(self.number)
 
-    def _path(self, one: Mirrored, slot: int, *, copy: bool = False) -> Path:
-        return self.folder / f"{one.file.name}-{slot}{_COPY * copy}"
+    def _path(self, mirror: Mirrored, slot: int, *, copy: bool = False) -> Path:
+        return self.folder / f"{mirror.file.name}-{slot}{_COPY * copy}"
 
     def _map(self, path: Path, num_bytes: int) -> None:
         with path.open("wb") as opened:
@@ -239,7 +239,7 @@ class Peers:
 
     # -- to resume -----------------------------------------------------------------------------------------------------
 
-    def found(self) -> list[Kept]:
+    def whole_states(self) -> list[Kept]:
         """The states that are whole, newest first; every rank calls this."""
         seen: dict[tuple[int, int, int], dict[str, int]] = defaultdict(dict)
         least: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -255,17 +255,17 @@ class Peers:
         ]
 
     def _notes(self) -> list[tuple[int, int, str, int, int, int]]:
-        found = []
+        notes = []
         for path in self.memory.glob(f"*/*{_NOTE}"):
             file, _, slot = path.name.removesuffix(_NOTE).removesuffix(_COPY).rpartition("-")
             with contextlib.suppress(OSError, ValueError, KeyError):  # a copy of it that was torn counts for nothing
                 note = json.loads(path.read_text())
-                found.append((int(path.parent.name), int(slot), file, note["step"], note["checked"], note["of"]))
-        return found
+                notes.append((int(path.parent.name), int(slot), file, note["step"], note["checked"], note["of"]))
+        return notes
 
     def manifest(self, kept: Kept) -> Manifest:
         """That of a state, from a machine that has it; every rank calls this. Raises ShardwiseError for none."""
-        texts = [found for found in from_all(self._texts(kept)) if found is not None]
+        texts = [text for text in from_all(self._texts(kept)) if text is not None]
         if not texts:
             what = f"no machine says what {min(kept.where)} and the other files of step {kept.step} hold"
             raise ShardwiseError(what)
@@ -354,14 +354,14 @@ def mirrored(
         for name, _, _, boxes in offered:
             holders[name] += [(rank, offsets, sizes) for offsets, sizes in boxes]
     machines = sorted({*machine_of})
-    ranks_of = [[rank for rank, machine in enumerate(machine_of) if machine == one] for one in machines]
+    ranks_of = [[rank for rank, machine in enumerate(machine_of) if machine == number] for number in machines]
     keeps = [0] * len(files)
-    found: list[Mirrored] = []
-    for writer, own in enumerate(files):
+    mirrors: list[Mirrored] = []
+    for writer, writer_files in enumerate(files):
         at = machines.index(machine_of[writer])
         after = ranks_of[(at + 1) % len(machines)]
         successor = after[ranks_of[at].index(writer) % len(after)]
-        for file in own:
+        for file in writer_files:
             groups: dict[tuple[int, bool], list[Piece]] = defaultdict(list)
             for _, piece in file.pieces:
                 others = [
@@ -375,15 +375,15 @@ def mirrored(
             base = file.name.removesuffix(".safetensors")
             for (keeper, is_sent), pieces in groups.items():
                 named = f"{base}-for-{keeper:05}{'-sent' * is_sent}.safetensors"
-                found.append(Mirrored(file_of(named, pieces), writer, keeper, is_sent))
-    return found
+                mirrors.append(Mirrored(file_of(named, pieces), writer, keeper, is_sent))
+    return mirrors
 
 
 def _within(piece: Piece, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether a piece lies in a box."""
     return all(
-        start <= own and own + size <= start + whole
-        for own, size, start, whole in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
+        start <= offset and offset + size <= start + whole
+        for offset, size, start, whole in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
     )
 
 

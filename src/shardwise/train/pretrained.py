@@ -112,8 +112,8 @@ def _files(
     """The tensors of every file, each with where it begins."""
     files: list[list[Piece]] = [[]]
     size = 0
-    for name, own in names.items():
-        stored = reader.manifest.tensors[MODEL + own]
+    for name, stored_name in names.items():
+        stored = reader.manifest.tensors[MODEL + stored_name]
         kind = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
         piece = Piece(name, kind, stored.shape, (0,) * len(stored.shape), stored.shape)
         if files[-1] and size + piece.num_bytes > max_file_bytes:
@@ -123,11 +123,11 @@ def _files(
         size += piece.num_bytes
     placed: list[list[tuple[int, Piece]]] = []
     for pieces in files:
-        start, own_places = 0, []
-        for piece in sorted(pieces, key=lambda one: -one.dtype.itemsize):
-            own_places.append((start, piece))
+        start, placed_pieces = 0, []
+        for piece in sorted(pieces, key=lambda item: -item.dtype.itemsize):
+            placed_pieces.append((start, piece))
             start += piece.num_bytes
-        placed.append(own_places)
+        placed.append(placed_pieces)
     return placed
 
 
@@ -158,8 +158,8 @@ def _finish(folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tu
     for name in file_names:
         (folder / f"{name}.part").rename(folder / name)
     if len(files) > 1:
-        places = {piece.name: name for name, own in zip(file_names, files, strict=True) for _, piece in own}
-        total = sum(piece.num_bytes for own in files for _, piece in own)
+        places = {piece.name: name for name, pieces in zip(file_names, files, strict=True) for _, piece in pieces}
+        total = sum(piece.num_bytes for pieces in files for _, piece in pieces)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX.replace("model", stem, 1)).write_text(json.dumps(index, indent=2))
 

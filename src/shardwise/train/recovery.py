@@ -30,7 +30,7 @@ from shardwise.train.checkpoints import (
 )
 from shardwise.train.manifest import BLOCK_BYTES, Manifest
 from shardwise.train.peers import Kept, PeerCopy, Peers
-from shardwise.train.resuming import Given, load_checkpoint, load_one
+from shardwise.train.resuming import Resumables, load_checkpoint, load_one
 from shardwise.train.retention import checkpoints_in, set_aside
 from shardwise.train.rounds import Rounds
 from shardwise.train.snapshots import Snapshot, Writer, forget_generations, snapshots_in
@@ -64,7 +64,7 @@ class Recovery:
     ) -> None:
         self.par, self.folder = par, None if folder is None else Path(folder)
         self.extra: Any = None
-        self._given = Given(several(optimizer), several(schedulers), scaler, data)
+        self._resumables = Resumables(several(optimizer), several(schedulers), scaler, data)
         places = tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, Split) else ()
         self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), places)
         self._generation = current.generation
@@ -81,36 +81,38 @@ class Recovery:
         """Load the newest state there is, in memory or in the folder; the number of steps that it has done, 0 without
         one. After ranks held copies that differ, the newest that a passed check has seen. Raises as
         ``sw.load_checkpoint``."""
-        copies = [(number, kept) for number, store in enumerate(self._stores) for kept in store.found()]
+        copies = [(number, kept) for number, store in enumerate(self._stores) for kept in store.whole_states()]
         snapshot, saved, limit, copy = self._choose(copies)
-        found = None
+        checkpoint = None
         if copy is not None:
             store, kept = self._stores[copy[0]], copy[1]
             manifest = store.manifest(kept)
             what = "was kept in memory" if store.apart else "machines that are left have copies of"
             self._say(f"goes on after step {kept.step}, which {what}")
             reader = partial(store.reader, kept)
-            found = load_one(store.memory, lambda: manifest, reader, self.par, self._given, skips=False)
+            checkpoint = load_one(store.memory, lambda: manifest, reader, self.par, self._resumables, skips=False)
         elif snapshot is not None:
             self._say(f"goes on after step {snapshot.step}, which was kept in memory")
-            found = load_one(snapshot.folder, snapshot.manifest, snapshot.reader, self.par, self._given, skips=False)
+            checkpoint = load_one(
+                snapshot.folder, snapshot.manifest, snapshot.reader, self.par, self._resumables, skips=False
+            )
         elif saved is not None:
             assert self.folder is not None
-            given = self._given
-            found = load_checkpoint(
+            resumables = self._resumables
+            checkpoint = load_checkpoint(
                 self.folder,
                 self.par,
-                given.optimizers,
-                schedulers=given.schedulers,
-                scaler=given.scaler,
-                data=given.data,
+                resumables.optimizers,
+                schedulers=resumables.schedulers,
+                scaler=resumables.scaler,
+                data=resumables.data,
                 not_after=limit,
             )
-            self._say(f"goes on after step {found.step}, which was saved as {found.path.name}")
+            self._say(f"goes on after step {checkpoint.step}, which was saved as {checkpoint.path.name}")
         elif self._generation is not None and self._generation.number:
             self._say("begins again: no step was kept or saved")
-        self._step = 0 if found is None else found.step
-        self.extra = None if found is None else found.extra
+        self._step = 0 if checkpoint is None else checkpoint.step
+        self.extra = None if checkpoint is None else checkpoint.extra
         from_all(None)  # all have read
         for store in self._stores:
             store.forget_after(self._step)
@@ -169,16 +171,16 @@ class Recovery:
         if here()[0] == 0:
             snapshots, steps = self._snapshots(), list[int]()
             suspect = self._generation is not None and self._generation.suspect
-            copies = sorted(copies, key=lambda own: -own[1].step)
-            checked = [*(one.checked for one in snapshots[:1]), *(one.checked for _, one in copies[:1])]
+            copies = sorted(copies, key=lambda kept: -kept[1].step)
+            checked = [*(state.checked for state in snapshots[:1]), *(state.checked for _, state in copies[:1])]
             limit = max(checked, default=-1) if suspect else None
             if self.folder is not None and self.folder.is_dir():
                 steps = [manifest.step for manifest in checkpoints_in(self.folder)[0].values()]
-            fitting = [one for one in snapshots if limit is None or one.step <= limit]
+            fitting = [snapshot for snapshot in snapshots if limit is None or snapshot.step <= limit]
             saved = max((step for step in steps if limit is None or step <= limit), default=None)
             newest = fitting[0] if fitting and (saved is None or fitting[0].step >= saved) else None
             known = max(-1 if saved is None else saved, -1 if newest is None else newest.step)
-            fits = (own for own in copies if (limit is None or own[1].step <= limit) and own[1].step > known)
+            fits = (kept for kept in copies if (limit is None or kept[1].step <= limit) and kept[1].step > known)
             copy = next(fits, None)
             choice = newest, saved, limit, copy
         return from_all(choice)[0]
@@ -190,9 +192,9 @@ class Recovery:
     # --------------------------------------------------------------------------------------------------------- to keep
 
     def _state(self, step: int, extra: Any) -> State:
-        given = self._given
-        state = state_of(self.par, given.optimizers, here()[0])
-        state.values.update(values_of(step, given.schedulers, given.scaler, given.data, extra, None))
+        resumables = self._resumables
+        state = state_of(self.par, resumables.optimizers, here()[0])
+        state.values.update(values_of(step, resumables.schedulers, resumables.scaler, resumables.data, extra, None))
         return state
 
     def _renew(self, state: State) -> None:

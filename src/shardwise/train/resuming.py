@@ -55,7 +55,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Given:
+class Resumables:
     """What is to go on besides the module. ``random``: the generators, too."""
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -90,13 +90,15 @@ def load_checkpoint(
     optimizer or kind of dtype: on all ranks, and nothing is changed then.
     """
     finish_saving(par)
-    given = Given(several(optimizer), several(schedulers), scaler, data, random)
+    resumables = Resumables(several(optimizer), several(schedulers), scaler, data, random)
     paths, is_folder = _candidates(Path(path_or_folder), here()[0], not_after)
     for path in paths:
         with shown_once("loading a checkpoint"):
-            found = load_one(path, partial(read_manifest, path), partial(Reader, path), par, given, skips=is_folder)
-        if found is not None:
-            return found
+            checkpoint = load_one(
+                path, partial(read_manifest, path), partial(Reader, path), par, resumables, skips=is_folder
+            )
+        if checkpoint is not None:
+            return checkpoint
     what = f"no checkpoint in {path_or_folder} is complete"
     raise CheckpointError(problem(what, fix="give a folder in which save_checkpoint has finished at least once"))
 
@@ -106,7 +108,7 @@ def load_one(
     read: Callable[[], Manifest],
     reader: Callable[[Manifest], Reader],
     par: torch.nn.Module,
-    given: Given,
+    resumables: Resumables,
     *,
     skips: bool,
 ) -> Checkpoint | None:
@@ -118,9 +120,9 @@ def load_one(
     try:
         manifest = read()
         source = rank if manifest.num_ranks == num_ranks else 0
-        load = _Load(path, manifest, reader(manifest), par, given.optimizers, source)
-        load.check_values(given.schedulers, given.scaler, given.data)
-        load.verify(given.random)
+        load = _Load(path, manifest, reader(manifest), par, resumables.optimizers, source)
+        load.check_values(resumables.schedulers, resumables.scaler, resumables.data)
+        load.verify(resumables.random)
     except CheckpointError as error:
         damage = error
     except ShardwiseError as error:
@@ -147,7 +149,7 @@ def load_one(
     if rank == 0 and load.converted:
         warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
     try:
-        return load.apply(given.schedulers, given.scaler, given.data, given.random)
+        return load.apply(resumables.schedulers, resumables.scaler, resumables.data, resumables.random)
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, ValueError) as error:
         what = f"{path} has states that what goes on does not take: {type(error).__name__}: {error}"
         fix = "not all of it is loaded: load another checkpoint, or make what was saved"
@@ -157,7 +159,9 @@ def load_one(
 def _nobodys(load: _Load | None) -> tuple[list[str], list[str]]:
     """What the checkpoint has of the model and no rank wants; the parameters whose states no rank's optimizer has.
     Every rank calls this."""
-    everywhere = [own for own in from_all(None if load is None else (load.left, load.forgotten)) if own is not None]
+    everywhere = [
+        lists for lists in from_all(None if load is None else (load.left, load.forgotten)) if lists is not None
+    ]
     return (
         sorted(set.intersection(*(set(left) for left, _ in everywhere))) if everywhere else [],
         sorted(set.intersection(*(set(forgotten) for _, forgotten in everywhere))) if everywhere else [],
@@ -171,27 +175,29 @@ def _another(path: Path, faults: Sequence[str]) -> ShardwiseError:
 
 def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path], bool]:
     """(checkpoints to try, newest first; whether a folder of several was given). As rank 0 sees it."""
-    found: list[Path] = []
+    candidates: list[Path] = []
     is_folder = False
     fault: ShardwiseError | None = None
     if rank == 0:
         why = ""
         try:
             if (path / FILE).is_file():
-                found = [path]
+                candidates = [path]
             elif path.is_dir():
                 complete, torn = checkpoints_in(path)
-                fits = [one for one, manifest in complete.items() if not_after is None or manifest.step <= not_after]
-                found, is_folder = list(reversed(fits)), True
+                fits = [
+                    place for place, manifest in complete.items() if not_after is None or manifest.step <= not_after
+                ]
+                candidates, is_folder = list(reversed(fits)), True
                 for name, reason in torn:
                     warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=3)
         except (OSError, ValueError) as error:  # no permission, a name that is none
             why = f": {error}"
-        if not found and not is_folder:
+        if not candidates and not is_folder:
             what = f"there is no checkpoint {str(path)!r}{why}"
             fault = CheckpointError(problem(what, fix="give the folder of one, or of several"))
     raise_first(CheckpointError, fault)
-    names, is_folder = from_all(([str(one) for one in found], is_folder))[0]
+    names, is_folder = from_all(([str(place) for place in candidates], is_folder))[0]
     return [Path(name) for name in names], is_folder
 
 
@@ -225,7 +231,7 @@ class _Load:
 
     def _parameters(self) -> dict[str, Part]:
         """Stored name -> this rank's part, of parameters and buffers. Raises ShardwiseError where they do not fit."""
-        found: dict[str, Part] = {}
+        parameters: dict[str, Part] = {}
         faults: list[str] = []
         changed: dict[str, list[str]] = {}
         for name, part in self.module.parts.items():
@@ -236,7 +242,7 @@ class _Load:
                 continue
             fault = _misfit(name, self.manifest.tensors[stored], part)
             faults += [fault] if fault else []
-            found[stored] = part
+            parameters[stored] = part
             before, after = self.manifest.tensors[stored].dtype, part.tensor.dtype
             if before != after:
                 changed.setdefault(f"{format_dtype(before)} to {format_dtype(after)}", []).append(name)
@@ -245,10 +251,10 @@ class _Load:
         self.left = [
             name.removeprefix(MODEL)
             for name in self.manifest.tensors
-            if name.startswith(MODEL) and name not in found and not is_seed(name)
+            if name.startswith(MODEL) and name not in parameters and not is_seed(name)
         ]
         self.converted = "; ".join(f"{listed(names)} is converted from {what}" for what, names in changed.items())
-        return found
+        return parameters
 
     def _canonical(self, name: str) -> str:
         """The name of a parameter as the checkpoint has it."""
@@ -257,14 +263,14 @@ class _Load:
     def _settings(self) -> list[list[Mapping[str, Any]]]:
         """The stored options of every group of every optimizer here. Raises ShardwiseError for other optimizers."""
         kinds, names, settings = (self.values.get(key) for key in ("kinds", "names", "settings"))
-        own = [kind_of(optimizer) for optimizer in self.optimizers]
-        if kinds != own or not isinstance(names, list) or not isinstance(settings, list):
+        own_kinds = [kind_of(optimizer) for optimizer in self.optimizers]
+        if kinds != own_kinds or not isinstance(names, list) or not isinstance(settings, list):
             has = f"states of {', '.join(map(str, kinds))}" if kinds else "no optimizer"
-            what = f"{self.path} has {has}, and {', '.join(own)} is to go on"
+            what = f"{self.path} has {has}, and {', '.join(own_kinds)} is to go on"
             raise ShardwiseError(
                 problem(what, fix="make the optimizer that was saved, or load without optimizer= and start a new one")
             )
-        found: list[list[Mapping[str, Any]]] = []
+        stored_settings: list[list[Mapping[str, Any]]] = []
         for position, groups in enumerate(names_in_groups(self.optimizers, self.module)):
             stored_names, stored = names[position], settings[position]
             group_of = {name: at for at, group in enumerate(stored_names) for name in group}
@@ -273,11 +279,13 @@ class _Load:
                 wanted = {group_of.get(self._canonical(name)) for name in group} or {at}
                 (chosen,) = wanted if len(wanted) == 1 else (None,)
                 if chosen is None or chosen >= len(stored):
-                    what = f"group {at} of {own[position]} ({listed(group)}) is no group of the one in {self.path}"
+                    what = (
+                        f"group {at} of {own_kinds[position]} ({listed(group)}) is no group of the one in {self.path}"
+                    )
                     raise ShardwiseError(problem(what, fix="make the same groups of parameters as when it was saved"))
                 mine.append({key: value for key, value in _section(stored[chosen]).items() if key != "params"})
-            found.append(mine)
-        return found
+            stored_settings.append(mine)
+        return stored_settings
 
     def _states(self) -> dict[int, dict[str, tuple[str, Part]]]:
         """Parameter (its identity) -> key -> (stored name, the part to fill)."""
@@ -286,24 +294,24 @@ class _Load:
             if full.startswith(STATE):
                 name, _, key = full.removeprefix(STATE).rpartition(".")
                 by_name.setdefault(name, []).append(key)
-        found: dict[int, dict[str, tuple[str, Part]]] = {}
+        states: dict[int, dict[str, tuple[str, Part]]] = {}
         for optimizer, groups in zip(self.optimizers, names_in_groups(self.optimizers, self.module), strict=True):
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 for parameter, name in zip(group["params"], names, strict=True):
-                    own = self._canonical(name)
-                    found[id(parameter)] = {
+                    canonical = self._canonical(name)
+                    states[id(parameter)] = {
                         key: (full, self._state(optimizer, group, parameter, name, full))
-                        for key in by_name.get(own, ())
-                        for full in (state_name(own, key),)
+                        for key in by_name.get(canonical, ())
+                        for full in (state_name(canonical, key),)
                     }
-        return found
+        return states
 
     def _forgotten(self) -> list[str]:
         """The parameters that the checkpoint has states of and no optimizer here."""
         names = names_in_groups(self.optimizers, self.module)
-        own = {self._canonical(name) for groups in names for group in groups for name in group}
+        names_here = {self._canonical(name) for groups in names for group in groups for name in group}
         kept = (full.removeprefix(STATE).rpartition(".")[0] for full in self.manifest.tensors if full.startswith(STATE))
-        return sorted(set(kept) - own)
+        return sorted(set(kept) - names_here)
 
     def _state(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, name: str, full: str
@@ -332,8 +340,8 @@ class _Load:
         if schedulers and count != len(schedulers):
             what = f"{self.path} has the states of {count} schedulers, and {len(schedulers)} are to go on"
             raise ShardwiseError(problem(what, fix="give as many as were saved, in their order"))
-        for name, given in (("scaler", scaler), ("data", data)):
-            if given is not None and self.values.get(name) is None:
+        for name, resumable in (("scaler", scaler), ("data", data)):
+            if resumable is not None and self.values.get(name) is None:
                 what = f"{self.path} has no state for {name}="
                 raise ShardwiseError(problem(what, fix=f"load without {name}=, or give it to save_checkpoint as well"))
         if isinstance(data, DataLoader):
@@ -359,14 +367,14 @@ class _Load:
         """Changes the others, then the module and the optimizers: what refuses its state does so before a tensor is."""
         for scheduler, state in zip(schedulers, self._schedulers, strict=False):
             scheduler.load_state_dict(state)
-        for name, given in (("scaler", scaler), ("data", data)):
-            if given is not None:
-                given.load_state_dict(self.values[name])
+        for name, resumable in (("scaler", scaler), ("data", data)):
+            if resumable is not None:
+                resumable.load_state_dict(self.values[name])
         wanted = self._wanted(random)
         for name, part in wanted:
             self.reader.read(name, part)
-        for name, own in seeds_in(self.par).items():
-            own._draws = own._draws or MODEL + name in self.parameters
+        for name, split in seeds_in(self.par).items():
+            split._draws = split._draws or MODEL + name in self.parameters
         for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
             self._resume(optimizer, settings)
         if random and wanted[-1][0] == self._random:
@@ -383,10 +391,10 @@ class _Load:
         plain = _section(self.values.get("plain"))
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                own = dict(_section(plain.get(self._canonical(names[id(parameter)]))))
-                own |= {key: part.tensor for key, (_, part) in self.states[id(parameter)].items()}
-                if own:
-                    optimizer.state[parameter] = own
+                state = dict(_section(plain.get(self._canonical(names[id(parameter)]))))
+                state |= {key: part.tensor for key, (_, part) in self.states[id(parameter)].items()}
+                if state:
+                    optimizer.state[parameter] = state
 
 
 def _misfit(name: str, stored: Stored, part: Part) -> str:
@@ -403,4 +411,4 @@ def _section(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-__all__ = ["Checkpoint", "Given", "load_checkpoint", "load_one"]
+__all__ = ["Checkpoint", "Resumables", "load_checkpoint", "load_one"]

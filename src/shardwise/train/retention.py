@@ -56,18 +56,18 @@ class Keep:
 def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path, str]]]:
     """(complete checkpoints, by ascending step and then by when they were written; what is left of others with the
     reason). A checkpoint that was being deleted is neither."""
-    found: dict[Path, Manifest] = {}
+    complete: dict[Path, Manifest] = {}
     torn: list[tuple[Path, str]] = []
     for path in sorted(folder.iterdir()):
         if path.name.endswith(INCOMPLETE):
             torn.append((path, "its save did not finish"))
         elif path.is_dir() and (path / FILE).exists() and not path.name.endswith((DELETED, DAMAGED)):
             try:
-                found[path] = read_manifest(path)
+                complete[path] = read_manifest(path)
             except ShardwiseError as error:
                 torn.append((path, str(error).split("\n", 1)[0]))
-    written = {path: _written(path) for path in found}
-    return dict(sorted(found.items(), key=lambda item: (item[1].step, written[item[0]]))), torn
+    written = {path: _written(path) for path in complete}
+    return dict(sorted(complete.items(), key=lambda item: (item[1].step, written[item[0]]))), torn
 
 
 def _written(path: Path) -> int:
@@ -91,9 +91,9 @@ def set_aside(folder: Path, step: int) -> None:
 
 def prune(new: Path, keep: Keep) -> Sequence[Path]:
     """Delete the checkpoints beside a new one that do not stay; which these were. One that cannot be deleted stays."""
-    found, _ = checkpoints_in(new.parent)
-    stay = {new, *keep.kept({path: (manifest.step, manifest.metrics) for path, manifest in found.items()})}
-    gone = [path for path in found if path not in stay]
+    checkpoints, _ = checkpoints_in(new.parent)
+    stay = {new, *keep.kept({path: (manifest.step, manifest.metrics) for path, manifest in checkpoints.items()})}
+    gone = [path for path in checkpoints if path not in stay]
     for path in gone:
         with contextlib.suppress(OSError):
             shutil.rmtree(path.rename(path.with_name(path.name + DELETED)))

@@ -66,12 +66,12 @@ class Rounds:
         slow: dict[int, tuple[float, float]] = {}
         for ranks in self._places or [range(len(self._busy[0]))]:
             busy = [[seconds[rank] for rank in ranks] for seconds in self._busy]
-            slow |= {rank: found for at, rank in enumerate(ranks) if (found := slowness(busy, at))}
+            slow |= {rank: pace for at, rank in enumerate(ranks) if (pace := slowness(busy, at))}
         for rank in slow.keys() - self._named:
-            own, others = slow[rank]
+            seconds, others = slow[rank]
             warnings.warn(
-                f"rank {rank} is {own / others - 1:.0%} slower than the others: in the last {_WINDOW} steps it was "
-                f"busy for {own:.4f} s of each, the others for {others:.4f} s in the median: all wait for it",
+                f"rank {rank} is {seconds / others - 1:.0%} slower than the others: in the last {_WINDOW} steps it was "
+                f"busy for {seconds:.4f} s of each, the others for {others:.4f} s in the median: all wait for it",
                 StragglerWarning,
                 stacklevel=4,
             )
@@ -84,9 +84,9 @@ def slowness(busy: list[list[float]], rank: int) -> tuple[float, float] | None:
     if len(busy[0]) == 1:
         return None
     others = [median(seconds[:rank] + seconds[rank + 1 :]) for seconds in busy]
-    own = [seconds[rank] for seconds in busy]
-    late = sum(mine > _SLOWER * theirs for mine, theirs in zip(own, others, strict=True))
-    average, usual = sum(own) / len(own), sum(others) / len(others)
+    rank_seconds = [seconds[rank] for seconds in busy]
+    late = sum(mine > _SLOWER * theirs for mine, theirs in zip(rank_seconds, others, strict=True))
+    average, usual = sum(rank_seconds) / len(rank_seconds), sum(others) / len(others)
     is_slow = average > _SLOWER * usual and average - usual > _LEAST_SECONDS and late >= _SHARE * len(busy)
     return (average, usual) if is_slow else None
 

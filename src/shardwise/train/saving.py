@@ -55,9 +55,9 @@ class Job:
 
     def remove_files(self) -> None:
         """Give the space of this rank's files back: a rank has said that it failed, so nothing will come of them."""
-        for one in self.files if _is_own(self.folder, self.token) else ():
+        for staged in self.files if _belongs_to(self.folder, self.token) else ():
             with contextlib.suppress(OSError):
-                (self.folder / one.file.name).unlink()
+                (self.folder / staged.file.name).unlink()
 
 
 class Saving:
@@ -97,7 +97,7 @@ class Saving:
 def _save(job: Job) -> None:
     """Raises CheckpointError, on every rank, where one of them fails."""
     try:
-        written = {one.file.name: write(job.folder / one.file.name, one) for one in job.files}
+        written = {staged.file.name: write(job.folder / staged.file.name, staged) for staged in job.files}
         if job.abandoned.is_set():
             raise InterruptedError("the call was interrupted")
         note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
@@ -106,7 +106,7 @@ def _save(job: Job) -> None:
         give_up(job.path, job.token, job.rank, str(error))
         job.remove_files()
         if job.rank:
-            _check_own(job)
+            _check_owner(job)
             raise _failed(job.path, f"rank {job.rank}: {error}") from error
     if job.rank == 0:
         _finish(job)
@@ -124,7 +124,7 @@ def _finish(job: Job) -> None:
         for note in notes:
             note.unlink()
         _place(job.folder, FILE, replace(job.manifest, files=files).to_text())
-        _check_own(job)
+        _check_owner(job)
         (job.folder / OWNER).unlink()
         os.rename(job.folder, job.path)
         _sync_folder(job.path.parent)
@@ -134,7 +134,7 @@ def _finish(job: Job) -> None:
             error = _failed(job.path, f"rank 0: {error}")
         # What was written gives its space back, that of ranks that hang, too; the folder and the reason stay, for the
         # other ranks to see.
-        for file in job.folder.glob("*.safetensors") if _is_own(job.folder, job.token) else ():
+        for file in job.folder.glob("*.safetensors") if _belongs_to(job.folder, job.token) else ():
             with contextlib.suppress(OSError):
                 file.unlink()
         raise error from None
@@ -147,7 +147,7 @@ def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
     """Wait until something is done. Raises CheckpointError when a rank says that it failed, or time runs out."""
     pause, until, waited = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds, 0.0
     while not is_done():
-        _check_own(job)
+        _check_owner(job)
         for rank in range(job.num_ranks):
             failed = job.folder / f"failed-{rank}"
             with contextlib.suppress(OSError):
@@ -166,13 +166,13 @@ def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
 def give_up(path: Path, token: str, rank: int, reason: str) -> CheckpointError:
     """Tell the other ranks that this one cannot save; the error to raise here."""
     folder = incomplete(path)
-    if _is_own(folder, token):
+    if _belongs_to(folder, token):
         with contextlib.suppress(OSError):
             (folder / f"failed-{rank}").write_text(reason)
     return _failed(path, f"rank {rank}: {reason}")
 
 
-def _is_own(folder: Path, token: str) -> bool:
+def _belongs_to(folder: Path, token: str) -> bool:
     """Whether a folder that fills is that of a save."""
     return _owner(folder) == token
 
@@ -185,7 +185,7 @@ def _owner(folder: Path) -> str | None:
         return None
 
 
-def _check_own(job: Job) -> None:
+def _check_owner(job: Job) -> None:
     """Raise CheckpointError where another save has begun in the folder of this one, or it is gone; for other ranks than
     0 it may just be complete."""
     owner = _owner(job.folder)

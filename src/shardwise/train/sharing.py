@@ -68,13 +68,13 @@ class PlannedFile:
 
 def offers_of(parts: Mapping[str, Part]) -> list[Offer]:
     """What this rank holds, in words. Raises ShardwiseError for a dtype that files do not hold."""
-    found: list[Offer] = []
+    offers: list[Offer] = []
     for name, part in sorted(parts.items()):
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         if dtype not in _SAFETENSORS:
             raise ShardwiseError(f"{name} is {dtype}, which safetensors files do not hold: {', '.join(_SAFETENSORS)}")
-        found.append((name, dtype, part.shape, tuple((box.offsets, box.sizes) for box in part.boxes)))
-    return found
+        offers.append((name, dtype, part.shape, tuple((box.offsets, box.sizes) for box in part.boxes)))
+    return offers
 
 
 def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
@@ -82,19 +82,19 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
     elements of one are nobody's."""
     holders: dict[tuple[str, Rows, Rows], list[int]] = defaultdict(list)
     kinds: dict[str, tuple[str, Rows]] = {}
-    for rank, own in enumerate(offers):
-        for name, dtype, shape, boxes in own:
+    for rank, rank_offers in enumerate(offers):
+        for name, dtype, shape, boxes in rank_offers:
             if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
                 raise ShardwiseError(f"{name} is {kinds[name]} on one rank and {(dtype, shape)} on rank {rank}")
             for offsets, sizes in boxes:
                 holders[name, offsets, sizes].append(rank)
-    held: dict[str, int] = dict.fromkeys(kinds, 0)
+    numel_held: dict[str, int] = dict.fromkeys(kinds, 0)
     for name, _, sizes in holders:
-        held[name] += prod(sizes)
-    wrong = [name for name, (_, shape) in kinds.items() if held[name] != prod(shape)]
+        numel_held[name] += prod(sizes)
+    wrong = [name for name, (_, shape) in kinds.items() if numel_held[name] != prod(shape)]
     if wrong:
         raise ShardwiseError(
-            f"the ranks hold {held[wrong[0]]:,} of the {prod(kinds[wrong[0]][1]):,} elements of {wrong[0]}"
+            f"the ranks hold {numel_held[wrong[0]]:,} of the {prod(kinds[wrong[0]][1]):,} elements of {wrong[0]}"
         )
     total = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
     largest = max(CUT_FROM_BYTES, total // (PIECES_OF_A_SHARE * len(offers)))
@@ -105,7 +105,7 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
         to_write += [(part, ranks) for part in cut(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
     load = [0] * len(offers)
     written: list[list[Piece]] = [[] for _ in offers]
-    for piece, ranks in sorted(to_write, key=lambda one: (-one[0].num_bytes, one[0].name, one[0].offsets)):
+    for piece, ranks in sorted(to_write, key=lambda item: (-item[0].num_bytes, item[0].name, item[0].offsets)):
         writer = min(ranks, key=load.__getitem__)
         load[writer] += piece.num_bytes
         written[writer].append(piece)
@@ -141,7 +141,8 @@ def _files(rank: int, num_ranks: int, pieces: Sequence[Piece]) -> list[PlannedFi
         count[piece.name] += 1
     name = f"shard-{rank:05}-of-{num_ranks:05}"
     return [
-        file_of(f"{name}{f'-{position}' if position else ''}.safetensors", own) for position, own in enumerate(by_file)
+        file_of(f"{name}{f'-{position}' if position else ''}.safetensors", part)
+        for position, part in enumerate(by_file)
     ]
 
 
@@ -151,7 +152,7 @@ def file_of(name: str, pieces: Sequence[Piece]) -> PlannedFile:
     it."""
     placed: list[tuple[int, Piece]] = []
     start = 0
-    for piece in sorted(pieces, key=lambda one: (one.num_bytes % _LINE_BYTES > 0, -one.dtype.itemsize, one.name)):
+    for piece in sorted(pieces, key=lambda item: (item.num_bytes % _LINE_BYTES > 0, -item.dtype.itemsize, item.name)):
         placed.append((start, piece))
         start += piece.num_bytes
     offsets = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}

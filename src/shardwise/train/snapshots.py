@@ -48,8 +48,8 @@ class Writer:
         folder.mkdir(exist_ok=True)
         self.staged = [[Staged(file, self._map(file, slot)) for file in self.files] for slot in range(_NUM_SLOTS)]
         if self.rank == 0:
-            every = (file for own in files for file in own)
-            data = {one.name: DataFile(0, one.num_bytes, no_checksums(one.num_bytes)) for one in every}
+            every = (entry for rank_files in files for entry in rank_files)
+            data = {entry.name: DataFile(0, entry.num_bytes, no_checksums(entry.num_bytes)) for entry in every}
             place(folder / _TENSORS, replace(manifest, files=data).to_text())
 
     def _map(self, file: PlannedFile, slot: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ class _Reader(Reader):
 
 def snapshots_in(memory: Path) -> list[Snapshot]:
     """Those of all generations that are whole, newest first."""
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     for folder in memory.iterdir():
         with contextlib.suppress(OSError, ShardwiseError):  # ended before its first step
             count = parse_manifest((folder / _TENSORS).read_text()).num_ranks
@@ -127,8 +127,10 @@ def snapshots_in(memory: Path) -> list[Snapshot]:
                 notes = _notes(folder, slot, count)
                 steps = {note["step"] for note in notes.values()}
                 if len(notes) == count and len(steps) == 1:
-                    found.append(Snapshot(folder, slot, steps.pop(), min(note["checked"] for note in notes.values())))
-    return sorted(found, key=lambda snapshot: -snapshot.step)
+                    snapshots.append(
+                        Snapshot(folder, slot, steps.pop(), min(note["checked"] for note in notes.values()))
+                    )
+    return sorted(snapshots, key=lambda snapshot: -snapshot.step)
 
 
 def no_checksums(num_bytes: int) -> str:
@@ -136,11 +138,11 @@ def no_checksums(num_bytes: int) -> str:
 
 
 def _notes(folder: Path, slot: int, count: int) -> dict[int, Any]:
-    found: dict[int, Any] = {}
+    notes: dict[int, Any] = {}
     for rank in range(count):
         with contextlib.suppress(FileNotFoundError):
-            found[rank] = json.loads((folder / f"note-{rank}-{slot}").read_text())
-    return found
+            notes[rank] = json.loads((folder / f"note-{rank}-{slot}").read_text())
+    return notes
 
 
 def forget_generations(memory: Path, before: int) -> None:
