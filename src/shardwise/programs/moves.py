@@ -20,7 +20,7 @@ from shardwise.layouts.layout import Layout, Windows
 from shardwise.layouts.windows import segments
 from shardwise.programs.forms import Form
 
-LARGE = 2**16  # elements of a tensor that a message between two gloo ranks does not copy
+LARGE = 2**18  # elements of a tensor that a message between two gloo ranks does not copy
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange"]
 
 
