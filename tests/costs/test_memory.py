@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from shardwise.costs.memory import Memory, busiest_program, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
+from shardwise.programs import moves
 from shardwise.programs.casts import computed_name
 from shardwise.programs.vjp import Kinds
 
@@ -42,13 +44,15 @@ def test_live_bytes_fall_when_tensors_go() -> None:
 # ---------------------------------------------------------------------------------------------------------- real ranks
 
 
-def _measured(text: str, name: str) -> tuple[int, int]:
-    """Live before a step, and the most beyond it, on this rank."""
+def _measured(text: str, name: str, large: int) -> tuple[int, int]:
+    """Live before a step, and the most beyond it, on this rank. ``large``: elements of a tensor that a message does not
+    copy."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     import step_memory as benchmark
 
     model, inputs = _model(name)
-    found = benchmark.measure(model, inputs, sw.Plan.from_json(text))
+    with mock.patch.object(moves, "LARGE", large):
+        found = benchmark.measure(model, inputs, sw.Plan.from_json(text))
     return found.before, found.beyond
 
 
@@ -92,6 +96,7 @@ MEGATRONS = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@t
 SEQUENCES: dict[str, Any] = {"mesh": sw.Mesh(tp=2), "strategies": MEGATRONS, "search": "sharding_propagation"}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
+    ("transformer", 2, {"mode": "data_parallel", "zero": 3, "large": 2**15}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
     ("gpt2", 2, {"mode": "data_parallel"}),
@@ -111,13 +116,16 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "ranks", "options"), CASES)
 def test_predicted_memory_is_that_of_real_ranks(name: str, ranks: int, options: dict[str, Any], run_ranks: Any) -> None:
     model, inputs = _model(name)
+    large = options.get("large", moves.LARGE)
+    options = {key: value for key, value in options.items() if key != "large"}
     kwargs = inputs if isinstance(inputs, dict) else None
     args = () if kwargs else inputs
     plan = sw.plan(model, args, ranks, kwargs=kwargs, **options)
     if "gathers" in options.get("recompute", ""):
         assert any(own.again and own.forward for stage in plan.stages for own in stage.conversions or ())
-    predicted = _largest_before_update(step_memory(model, args, plan, kwargs=kwargs))
-    measured = max(map(sum, run_ranks(_measured, ranks, plan.to_json(), name)))
+    with mock.patch.object(moves, "LARGE", large):
+        predicted = _largest_before_update(step_memory(model, args, plan, kwargs=kwargs))
+    measured = max(map(sum, run_ranks(_measured, ranks, plan.to_json(), name, large)))
     assert predicted == pytest.approx(measured, rel=TOLERANCE), f"predicted / measured {predicted / measured:.3f}"
 
 

@@ -206,3 +206,35 @@ def test_what_only_a_call_returns_shares_no_message_with_what_a_step_needs():
     gathered = [entry for entry in plan.conversions if any(one.kind == "all_gather" for one in entry.forward)]
     assert [(entry.op == "", entry.bucket) for entry in gathered] == [(False, 0), (True, 0)], "each by itself"
     assert sw.verify(Returned(), batch, plan).ok
+
+
+def test_parameters_gathered_again_travel_with_their_part_of_the_model():
+    """The embedding ahead of the blocks and the head behind them are apart: backward, which does not read the former,
+    gathers only the latter again."""
+
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.norm, self.head = nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16, bias=False)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, ids):
+            x = self.table(ids)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return F.cross_entropy(self.head(self.norm(x)), ids)
+
+    ids = torch.arange(8)
+    plan = sw.plan(Ends(), ids, 2, mode="data_parallel", zero=3)
+    gathered = [e for e in plan.conversions if any(each.kind == "all_gather" for each in e.forward)]
+    together: dict[object, list[str]] = {}
+    for entry in gathered:
+        together.setdefault(entry.bucket or entry.value, []).append(entry.value)
+    assert [sorted(names) for names in together.values()] == [
+        ["table.weight"],
+        ["layers.0.bias", "layers.0.weight"],
+        ["layers.1.bias", "layers.1.weight"],
+        ["head.weight", "norm.bias", "norm.weight"],
+    ]
+    assert {entry.value for entry in gathered if not entry.again} == {"table.weight"}
+    assert sw.verify(Ends(), ids, plan).ok

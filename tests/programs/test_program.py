@@ -22,7 +22,7 @@ from shardwise.plans.bind import program_of
 from shardwise.programs.check import BrokenProgram, check_program
 from shardwise.programs.differentiate import Program, differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, sent_by
-from shardwise.programs.passes import memories
+from shardwise.programs.passes import mark_overwrites_of_backward, memories
 from shardwise.programs.program import localize
 from shardwise.programs.spmd import Spmd
 from shardwise.programs.vjp import Kinds
@@ -188,6 +188,25 @@ def test_an_exchange_uses_memory_only_if_nothing_else_has_it() -> None:
                     assert memory not in step.spmd.graph.source_of
                     later = {root.get(n, n) for i in half[position + 1 :] for n in i.operands}
                     assert memory not in later
+
+
+def test_an_exchange_does_not_use_memory_from_which_a_message_is_still_sent() -> None:
+    step = program()
+    at, exchange = next(
+        (k, i) for k, i in enumerate(step.backward) if isinstance(i, (Convert, Depart)) and i.overwrites
+    )
+    departure = next(i for i in step.backward if isinstance(i, Depart))
+    arrival = next(i for i in step.backward if isinstance(i, Arrive) and i.flight == departure.flight)
+    sent = replace(departure, flight="other", operands=exchange.operands)
+    landed = replace(arrival, flight="other", results=tuple(f"other {name}" for name in arrival.results))
+    ahead, rest = step.backward[:at], step.backward[at:]
+
+    def overwrites(backward: tuple[Any, ...]) -> bool:
+        marked = mark_overwrites_of_backward(replace(step, backward=backward)).backward
+        return exchange in marked
+
+    assert overwrites((*ahead, sent, landed, *rest))
+    assert not overwrites((*ahead, sent, *rest, landed))
 
 
 # ------------------------------------------------------------------------------------------------ one busiest rank

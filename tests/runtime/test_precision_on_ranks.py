@@ -49,9 +49,9 @@ def train(name: str, precision: sw.Precision, way: str, compiled: bool = False) 
         return watched
 
     with (
-        mock.patch.object(communicator, "gather_tensor", seen("all_gather", communicator.gather_tensor, 1)),
+        mock.patch.object(communicator, "gather_rows", seen("all_gather", communicator.gather_rows, 1)),
         # Among gloo ranks a reduce-scatter is an exchange whose rows are added up.
-        mock.patch.object(dist, "all_to_all_single", seen("reduce_scatter", dist.all_to_all_single, 1)),
+        mock.patch.object(communicator, "exchange_rows", seen("reduce_scatter", communicator.exchange_rows, 0)),
         mock.patch.object(dist, "all_reduce", seen("all_reduce", dist.all_reduce, 0)),
     ):
         for step in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 import shardwise as sw
 from runtime.small_gpt import TENSOR_PARALLEL, batch, make_gpt
+from shardwise.programs import moves
+from shardwise.runtime.transit import Departing
 
 RunRanks = Callable[..., list[Any]]
 Record = list[tuple[str, str, int]]
@@ -114,16 +117,28 @@ X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_se
 
 def stored_in_shards() -> sw.Plan:
     """Data parallelism with parameters kept in shards, which are gathered when they are needed: edited by hand. Buckets
-    hold two layers."""
+    hold two layers; one weight is split along the dim that does not come first."""
     plan = sw.plan(make_mlp(), X, 2, bucket_bytes=2 * 72 * 8, search="sharding_propagation")
     entries = tuple(
-        replace(e, layout=e.layout.replace("[8, 8]", "[8@dp, 8]").replace("[8]", "[8@dp]")) for e in plan.parameters
+        replace(e, layout=e.layout.replace("[8, 8]", STORED.get(e.name, "[8@dp, 8]")).replace("[8]", "[8@dp]"))
+        for e in plan.parameters
     )
     return plan.revised(parameters=entries, conversions=None)
 
 
-def gather_parameters() -> tuple[Any, ...]:
-    """On a rank: loss, gradients and collectives of a step, and the steps of the program that belong to buckets."""
+STORED = {"layers.1.weight": "[8, 8@dp]"}
+
+
+def gather_parameters() -> list[tuple[Any, ...]]:
+    """On a rank, with tensors that share buffers and with all weights by themselves: ``gathered``."""
+    shared = gathered()
+    with mock.patch.object(moves, "LARGE", 64):
+        return [shared, gathered()]
+
+
+def gathered() -> tuple[Any, ...]:
+    """On a rank: loss, gradients and collectives of a step, the steps of the program that belong to buckets, and how
+    many buffers each of their messages has."""
     par = sw.parallelize(make_mlp(), stored_in_shards())
     loss = par(X)
     par._ranks.record = []
@@ -133,7 +148,8 @@ def gather_parameters() -> tuple[Any, ...]:
     backward = recorded(par)
     transit = [n.target for n in par.program().graph.nodes if n.op == "call_module" and "linear" not in str(n.target)]
     gradients = {name: p.grad for name, p in par.named_parameters()}
-    return loss.item(), gradients, forward, backward, [str(name).split("_")[0] for name in transit]
+    buffers = [len(m.way.message.parcels) for m in par.program().modules() if isinstance(m, Departing)]
+    return loss.item(), gradients, forward, backward, [str(name).split("_")[0] for name in transit], buffers
 
 
 def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_needed(run_ranks: RunRanks) -> None:
@@ -142,15 +158,21 @@ def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_nee
     loss.backward()
     report = sw.verify(make_mlp(), X, stored_in_shards())
     assert report.ok, str(report)
-    for rank, (own, gradients, forward, backward, transit) in enumerate(run_ranks(gather_parameters, 2)):
-        assert own == pytest.approx(loss.item(), rel=1e-14)
-        for name, parameter in model.named_parameters():
-            want = parameter.grad.chunk(2)[rank]
-            torch.testing.assert_close(gradients[name], want, rtol=1e-12, atol=1e-15)
-        assert [kind for kind, _, _ in forward] == ["all_gather", "all_gather", "all_reduce"]
-        assert [kind for kind, _, _ in backward] == ["reduce_scatter", "reduce_scatter"]
-        # The second bucket leaves before the first one is waited for.
-        assert transit[:3] == ["depart", "depart", "arrive"], transit
+    for rank, (shared, alone) in enumerate(run_ranks(gather_parameters, 2)):
+        for own, gradients, forward, backward, transit, _ in (shared, alone):
+            assert own == pytest.approx(loss.item(), rel=1e-14)
+            for name, parameter in model.named_parameters():
+                want = parameter.grad.chunk(2, dim=int(name in STORED))[rank]
+                torch.testing.assert_close(gradients[name], want, rtol=1e-12, atol=1e-15)
+            assert [kind for kind, _, _ in forward] == ["all_gather", "all_gather", "all_reduce"]
+            assert [kind for kind, _, _ in backward] == ["reduce_scatter", "reduce_scatter"]
+            # The second bucket leaves before the first one is waited for.
+            assert transit[:3] == ["depart", "depart", "arrive"], transit
+        # Whether tensors share buffers changes no bit, and not what is recorded: two weights, and two biases together.
+        assert (shared[5], alone[5]) == ([1, 1], [3, 3])
+        assert shared[2:4] == alone[2:4]
+        for name, gradient in shared[1].items():
+            assert torch.equal(gradient, alone[1][name]), name
 
 
 def compiled_and_not(mesh: sw.Mesh) -> list[Any]:

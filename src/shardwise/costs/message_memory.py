@@ -13,26 +13,31 @@ from shardwise.layouts.conversions import COLLECTIVES, Move
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.forms import Form
+from shardwise.programs.moves import sharing_buffers
 from shardwise.programs.steps import Conversion
 
 
 @dataclass
-class Flight:
-    """A message on its way: its buffer, and what is sent."""
+class Parcel:
+    """Some tensors of a message on their way, by position: their buffer, and what is sent."""
 
+    tensors: list[int]
     buffer: Storage
     sent: Storage | None
 
 
+Flight = list[Parcel]  # a message on its way
+
+
 @dataclass(frozen=True)
 class Messages:
-    """Conversions on the rank at ``coordinates``, written into a ledger. ``adds_rows``: a reduce-scatter is an exchange
+    """Conversions on the rank at ``coordinates``, written into a ledger. ``on_gloo``: a reduce-scatter is an exchange
     whose rows every rank adds up; of two ranks each adds its own to the other's, where that arrived."""
 
     ledger: Ledger
     mesh: Mesh
     coordinates: Mapping[str, int]
-    adds_rows: bool
+    on_gloo: bool
 
     def shape(self, layout: Layout) -> tuple[int, ...]:
         return layout.local_shape(self.coordinates)
@@ -78,7 +83,17 @@ class Messages:
     def launch(
         self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool, *, in_place: bool = False
     ) -> Flight:
-        """One message for some tensors; both buffers are held. ``in_place``: it may use the memory of a single one."""
+        """One message for some tensors; all buffers are held. ``in_place``: it may use the memory of a single one."""
+        together = sharing_buffers(moves, self.coordinates, backward=backward, on_gloo=self.on_gloo)
+        return [
+            Parcel(own, *self._launch([tensors[i] for i in own], [moves[i] for i in own], backward, in_place))
+            for own in together
+        ]
+
+    def _launch(
+        self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool, in_place: bool
+    ) -> tuple[Storage, Storage | None]:
+        """Tensors that share buffers: (what is filled, what is sent)."""
         move = moves[0]
         primitive = _primitive(move, backward)
         itemsize = tensors[0].form.dtype.itemsize
@@ -89,36 +104,43 @@ class Messages:
         if primitive == "all_reduce":
             own_memory = in_place and single and tensors[0].form.is_contiguous
             buffer = tensors[0].storage if own_memory else self.ledger.new(sent_bytes, "communication")
-            return Flight(self.ledger.hold(buffer), None)
+            return self.ledger.hold(buffer), None
         if primitive == "all_gather":
-            sent = None
-            if not single or not tensors[0].form.is_contiguous:
-                sent = self.ledger.hold(self.ledger.new(sent_bytes, "communication"))
+            as_it_lies = single and tensors[0].form.is_contiguous
+            sent = tensors[0].storage if as_it_lies else self.ledger.new(sent_bytes, "communication")
             largest = sum(before.max_local_numel for before, _ in sides) * itemsize
-            return Flight(self.ledger.hold(self.ledger.new(size * largest, "communication")), sent)
+            return self.ledger.hold(self.ledger.new(size * largest, "communication")), self.ledger.hold(sent)
         if primitive == "reduce_scatter":
-            sent = None
             in_order = single and _is_leading(*sides[0][::-1], move.axes, self.coordinates)
-            if not in_order or not tensors[0].form.is_contiguous:
-                sent = self.ledger.hold(self.ledger.new(sent_bytes, "communication"))
-            rows = size if self.adds_rows and size > 2 else 1
+            as_it_lies = in_order and tensors[0].form.is_contiguous
+            sent = tensors[0].storage if as_it_lies else self.ledger.new(sent_bytes, "communication")
+            rows = size if self.on_gloo and size > 2 else 1
             received = sum(prod(self.shape(after)) for _, after in sides) * itemsize * rows
-            return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
+            return self.ledger.hold(self.ledger.new(received, "communication")), self.ledger.hold(sent)
         received = sum(prod(self.shape(after)) for _, after in sides) * itemsize
         sent = self.ledger.hold(self.ledger.new(sent_bytes, "communication"))
         self.ledger.note(sent_bytes + received)  # the parts one by one live until the message leaves
-        return Flight(self.ledger.hold(self.ledger.new(received, "communication")), sent)
+        return self.ledger.hold(self.ledger.new(received, "communication")), sent
 
     def land(self, flight: Flight, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> list[Tensor]:
         """The tensors that a message brought, which nobody holds yet."""
-        if flight.sent is not None:
-            self.ledger.drop(flight.sent)
+        for parcel in flight:
+            if parcel.sent is not None:
+                self.ledger.drop(parcel.sent)
+        landed: dict[int, Tensor] = {}
+        for parcel in reversed(flight):
+            parts, its_moves = [tensors[i] for i in parcel.tensors], [moves[i] for i in parcel.tensors]
+            landed.update(zip(parcel.tensors, self._land(parcel.buffer, parts, its_moves, backward), strict=True))
+        return [landed[i] for i in range(len(landed))]
+
+    def _land(self, buffer: Storage, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> list[Tensor]:
+        """The tensors that a buffer brought."""
         landed: list[Tensor] = []
         fresh: list[Storage] = []
         size = self.mesh.size_of(moves[0].axes)
-        if self.adds_rows and size > 2 and _primitive(moves[0], backward) == "reduce_scatter":
-            rows = flight.buffer
-            flight = Flight(self.ledger.hold(self.ledger.new(rows.num_bytes // size, "communication")), None)
+        if self.on_gloo and size > 2 and _primitive(moves[0], backward) == "reduce_scatter":
+            rows = buffer
+            buffer = self.ledger.hold(self.ledger.new(rows.num_bytes // size, "communication"))
             self.ledger.drop(rows)
         for tensor, move in zip(tensors, moves, strict=True):
             primitive = _primitive(move, backward)
@@ -130,14 +152,14 @@ class Messages:
                 and _is_leading(before, after, move.axes, self.coordinates)
             )
             if alias:
-                landed.append(Tensor(form, flight.buffer))
+                landed.append(Tensor(form, buffer))
             else:
                 fresh.append(self.ledger.hold(self.ledger.new(form.num_bytes)))
                 landed.append(Tensor(form, fresh[-1]))
         if fresh:
-            self.ledger.drop(flight.buffer)
+            self.ledger.drop(buffer)
         else:
-            flight.buffer.owners -= 1
+            buffer.owners -= 1
         for storage in fresh:
             storage.owners -= 1
         return landed

@@ -31,7 +31,7 @@ from shardwise.costs.fit import CollectiveTime, KernelTime, MatmulTime, Measurem
 from shardwise.errors import LaunchError, problem
 from shardwise.launch.measure_kernels import Sizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
-from shardwise.runtime.communicator import added, adds_rows, exchange_rows, gather_tensor, scatter_tensor
+from shardwise.runtime.communicator import added, adds_rows, exchange_rows, gather_rows, scatter_tensor
 
 _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
 
@@ -279,7 +279,7 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group), whole.nbytes
     if kind == "all_gather":
-        return lambda: gather_tensor(other, part, group=group), whole.nbytes
+        return lambda: gather_rows(other, part, group, is_async=False), whole.nbytes
     if kind == "reduce_scatter" and not adds_rows(group):
         return lambda: scatter_tensor(part, whole, group=group), whole.nbytes
     if kind == "reduce_scatter":

@@ -58,11 +58,11 @@ def fill_buckets(
     ``sources``: the parameters; ``value_of``: a value by its name, whose dtypes decide what may share a message and how
     many bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself); ``ends``: what a training
     step makes, which leaves out what other outputs need; ``by_block``: parameters share messages with others of their
-    block only, so that they can be let go with it.
+    block only, so that they can be let go with it; those of no block with others that are behind the same one.
     """
     if bucket_bytes == 0:
         return tuple(steps)
-    trained = _made_for(steps, ends)
+    trained, parts = _made_for(steps, ends), _parts(steps) if by_block else {}
 
     def message_kind(conversion: Conversion) -> object:
         """What conversions have in common that share their messages."""
@@ -70,9 +70,9 @@ def fill_buckets(
         forward, backward = (tuple(c.kind for c in side) for side in _both(conversion))
         gradient = (conversion.differentiable, receives_gradient(conversion)) if backward else ()
         value = value_of(conversion.origin)
-        block = block_of(conversion.op) if by_block and conversion.value in sources else ""
+        part = parts.get(conversion.result) if conversion.value in sources else None
         use = conversion.value in sources, conversion.result in trained
-        return moves, forward, backward, value.dtype, value.reduced, gradient, use, block
+        return moves, forward, backward, value.dtype, value.reduced, gradient, use, part
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
@@ -124,6 +124,20 @@ def fill_buckets(
         elif position not in taken or position in members:
             result.append(step)
     return tuple(result)
+
+
+def _parts(steps: Sequence[Step | Conversion]) -> dict[str, tuple[str, str]]:
+    """Result of a conversion -> the part of the model that needs it first: its block; or none, and the last block ahead
+    of it. An embedding ahead of all blocks and a head behind them are two parts."""
+    parts: dict[str, tuple[str, str]] = {}
+    ahead = ""
+    for step in steps:
+        if isinstance(step, Step):
+            ahead = block_of(step.placed.op.name) or ahead
+        else:
+            block = block_of(step.op)
+            parts[step.result] = (block, "" if block else ahead)
+    return parts
 
 
 def _made_for(steps: Sequence[Step | Conversion], ends: Collection[str]) -> set[str]:

@@ -20,6 +20,7 @@ from shardwise.layouts.layout import Layout, Windows
 from shardwise.layouts.windows import segments
 from shardwise.programs.forms import Form
 
+LARGE = 2**18  # elements of a tensor that a message between two gloo ranks does not copy
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange"]
 
 
@@ -111,6 +112,29 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     assert primitive == "all_to_all", primitive
     kind: Kind = "collective_permute" if num_exchanged(before, after)[1] else "all_to_all"
     return LocalMove(kind, move.axes, "sum", pack, unpack, shapes, shape, False, in_order)
+
+
+def sharing_buffers(
+    moves: Sequence[Move], coordinates: Mapping[str, int], *, backward: bool, on_gloo: bool
+) -> list[list[int]]:
+    """Which tensors of a message share its buffers, by position; the first list is of the small ones, if there are any.
+
+    Others share all. Two ranks of gloo's send what is large from where it lies, and get it where it shall be: to join
+    and to divide takes them longer than further transfers.
+    """
+    first = moves[0].entry.backward if backward else moves[0].entry.forward
+    together = list(range(len(moves)))
+    pairs = moves[0].source.mesh.size_of(moves[0].axes) == 2
+    if not (on_gloo and pairs and first in ("all_gather", "reduce_scatter")):
+        return [together]
+    alone = [i for i in together if _elements(moves[i], coordinates) >= LARGE]
+    small = [i for i in together if i not in alone]
+    return [*([small] if small else ()), *([i] for i in alone)]
+
+
+def _elements(move: Move, coordinates: Mapping[str, int]) -> int:
+    """Of the tensor that the members have or get whole: equal on all of them."""
+    return max(prod(layout.local_shape(coordinates)) for layout in (move.source, move.target))
 
 
 def _window_move(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardwise.programs.instructions import Convert, Depart, Instruction, sent_by, shares_of
+from shardwise.programs.instructions import Arrive, Convert, Depart, Instruction, sent_by, shares_of
 from shardwise.programs.rank_program import Program
 
 
@@ -35,16 +35,22 @@ def _marked(instructions: Sequence[Instruction], protected: set[str]) -> tuple[I
     root = memories(instructions, protected)
     results = {name for instruction in instructions for name in instruction.results}
     kept = {root.get(name, name) for name in protected}
+    arrivals = {instruction.flight: i for i, instruction in enumerate(instructions) if isinstance(instruction, Arrive)}
+    ends = [  # where it has read: a message what it sends, until it has arrived
+        arrivals.get(instruction.flight, i) if isinstance(instruction, Depart) else i
+        for i, instruction in enumerate(instructions)
+    ]
     last: dict[str, int] = {}
-    for i, instruction in enumerate(instructions):
+    for end, instruction in zip(ends, instructions, strict=True):
         for name in instruction.operands:
-            last[root.get(name, name)] = i
+            memory = root.get(name, name)
+            last[memory] = max(end, last.get(memory, end))
     marked: list[Instruction] = []
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, (Convert, Depart)) and len(instruction.operands) == 1:
             memory = root.get(instruction.operands[0], instruction.operands[0])
             reduces = [message.kind for message in sent_by(instruction)][:1] == ["all_reduce"]
-            free = reduces and memory in results and memory not in kept and last[memory] == i
+            free = reduces and memory in results and memory not in kept and last[memory] == ends[i]
             instruction = replace(instruction, overwrites=free)
         marked.append(instruction)
     return tuple(marked)

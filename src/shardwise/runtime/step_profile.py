@@ -214,9 +214,9 @@ class _Clock:
         _finish(self.device)
         start = time.perf_counter()
         result = call()
-        if isinstance(target, Departing) and result[1] is not None:
+        if isinstance(target, Departing):
             target.way.message.finish(result[1])
-            result[1] = None
+            result[1] = []
         _finish(self.device)
         seconds = time.perf_counter() - start
         if "index" in node.meta:

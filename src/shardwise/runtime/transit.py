@@ -17,9 +17,9 @@ from torch import Tensor
 from shardwise.graph.ir import Graph
 from shardwise.layouts.conversions import Move
 from shardwise.programs.instructions import Arrive, Convert, Depart
-from shardwise.programs.moves import LocalMove, local_move
+from shardwise.programs.moves import LocalMove, local_move, sharing_buffers
 from shardwise.programs.steps import Conversion
-from shardwise.runtime.communicator import Communicator, Message
+from shardwise.runtime.communicator import Communicator, Message, is_gloos
 from shardwise.runtime.faults import Purpose, conversion_failed
 
 Together = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -51,8 +51,8 @@ class Exchange:
     message: Message
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        buffer, _ = self.message.launch(tensors, wait=True)
-        return self.message.land(buffer, tensors if self.message.with_own else ())
+        buffers, _ = self.message.launch(tensors, wait=True)
+        return self.message.land(buffers, tensors if self.message.with_own else ())
 
 
 class Converting(torch.nn.Module):
@@ -80,7 +80,7 @@ class Way:
 
     before: Direction
     message: Message
-    after: Direction  # from the buffer of the message
+    after: Direction  # from the buffers of the message
 
     @staticmethod
     def of(purpose: Purpose, in_place: bool) -> Way:
@@ -93,7 +93,7 @@ class Way:
 
 
 class Departing(torch.nn.Module):
-    """The message leaves: tensors -> [the buffer that fills, what to wait for]. The latter holds what is sent."""
+    """The message leaves: tensors -> [the buffers that fill, what to wait for]. The latter holds what is sent."""
 
     def __init__(self, instruction: Depart, graph: Graph, ranks: Communicator) -> None:
         super().__init__()
@@ -115,8 +115,7 @@ class Arriving(torch.nn.Module):
         self.instruction, self.way = instruction, way
 
     def forward(self, flight: list[Any]) -> tuple[Tensor, ...]:
-        if flight[1] is not None:
-            self.way.message.finish(flight[1])
+        self.way.message.finish(flight[1])
         del flight[1]
         return tuple(self.way.after(flight.pop()))
 
@@ -134,7 +133,9 @@ def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = F
     for step in reversed(together) if backward else together:
         parts = [local_move(move, ranks.coordinates, backward=backward) for move in step]
         if parts[0].kind is not None:
-            made.append(Exchange(Message(parts, ranks, purpose, in_place and not made)))
+            on_gloo = is_gloos(ranks.group(parts[0].axes))
+            buffers = sharing_buffers(step, ranks.coordinates, backward=backward, on_gloo=on_gloo)
+            made.append(Exchange(Message(parts, ranks, purpose, in_place and not made, buffers)))
         elif not all(part.is_identity for part in parts):
             made.append(_each(parts))
     return made
