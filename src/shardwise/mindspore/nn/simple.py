@@ -155,7 +155,7 @@ CELLS: dict[str, Function] = {
     "ReplicationPad2d": lambda x, *, padding: _padded(x, padding, "replicate", None, 2),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
     _upsampled(x, size, scale_factor, align_corners, half_pixel_centers),
-    "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
+    "Roll": lambda x, *, shift_size, shift_axis: torch.roll(x, shift_size, shift_axis),
     "Unflatten": lambda x, *, axis, unflattened_size: torch.unflatten(x, axis, tuple(unflattened_size)),
     "Upsample": lambda x, *, size=None, scale_factor=None, mode="nearest", align_corners=None,
     recompute_scale_factor=None: F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor),
@@ -206,8 +206,9 @@ LOSSES: dict[str, Function] = {
     "RMSELoss": lambda logits, labels: (logits - labels).square().mean().sqrt(),
     "SoftMarginLoss": lambda logits, labels, *, reduction="mean": F.soft_margin_loss(
         logits, labels, reduction=reduction),
-    "TripletMarginLoss": lambda x, positive, negative, *, p=2, swap=False, eps=1e-6, reduction="mean", margin=1.0:
-    F.triplet_margin_loss(x, positive, negative, margin, p, eps, swap, reduction=reduction),
+    "TripletMarginLoss": lambda x, positive, negative, own_margin=None, *, p=2, swap=False, eps=1e-6, reduction="mean",
+    margin=1.0: F.triplet_margin_loss(
+        x, positive, negative, float(margin if own_margin is None else own_margin), p, eps, swap, reduction=reduction),
 }  # fmt: skip
 
 
