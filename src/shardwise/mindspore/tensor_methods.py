@@ -80,15 +80,11 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-def _one_by_one(name: str) -> Callable[..., Any]:
-    """A reduction of torch's that takes one dim, over several."""
-
-    def function(x: torch.Tensor, dims: tuple[int, ...], keep: bool) -> Any:
-        for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
-            x = getattr(torch, name)(x, dim, keepdim=keep)
-        return x
-
-    return function
+def product(x: torch.Tensor, dims: Sequence[int], keep: bool) -> torch.Tensor:
+    """Over several dims, of which torch takes one."""
+    for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
+        x = torch.prod(x, dim, keepdim=keep)
+    return x
 
 
 def _spread(name: str) -> Callable[..., Any]:
@@ -303,7 +299,7 @@ METHODS: dict[str, Any] = {
     **{name: _as_function(name) for name in _FUNCTIONS},
     "mean": _reduction("mean", lambda x, dims, keep: torch.mean(x, dims, keepdim=keep)),
     "sum": _reduction("sum", lambda x, dims, keep: torch.sum(x, dims, keepdim=keep)),
-    "prod": _reduction("prod", _one_by_one("prod")),
+    "prod": _reduction("prod", product),
     "all": _reduction("all", lambda x, dims, keep: torch.all(x, dims, keepdim=keep)),
     "any": _reduction("any", lambda x, dims, keep: torch.any(x, dims, keepdim=keep)),
     "std": _spread("std"),

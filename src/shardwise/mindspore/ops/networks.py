@@ -63,7 +63,8 @@ NETWORKS: dict[str, Function] = {
     # -- networks
     "adaptive_avg_pool1d": lambda input, output_size: F.adaptive_avg_pool1d(input, output_size),
     "adaptive_avg_pool2d": lambda input, output_size: F.adaptive_avg_pool2d(input, output_size),
-    "adaptive_max_pool2d": lambda input, output_size: F.adaptive_max_pool2d(input, output_size),
+    "adaptive_max_pool2d": lambda input, output_size, return_indices=False: F.adaptive_max_pool2d(
+        input, output_size, return_indices),
     "avg_pool2d": lambda x, kernel_size=1, stride=1, padding=0: F.avg_pool2d(x, kernel_size, stride, padding),
     "batch_norm": lambda input_x, running_mean, running_var, weight, bias, training=False, momentum=0.1, eps=1e-5:
     F.batch_norm(input_x, running_mean, running_var, weight, bias, training, momentum, eps),
