@@ -483,14 +483,18 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
             home = next((own for own in stages if name in own.layouts), home)
         layout = home.layouts.get(name) or Layout.whole(home.mesh, _shape(tensor))
         part = found[here[0]].data if here else tensor.data.new_empty(0)
+        if held(tensor) is not None and part.shape == tensor.shape:
+            part = tensor.data  # which another program has, too
         axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
         hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
         for own in here:
             owner, _, leaf = own.rpartition(".")
             table = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
             own_table = getattr(par.get_submodule(owner), table)
-            if leaf in own_table:  # else it is a buffer there, of the same memory
+            if leaf in own_table:
                 own_table[leaf] = tensor
+            else:  # a buffer there, of the same memory
+                found[own].data = part
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -203,6 +203,11 @@ class Cell(nn.Module):
     def param_prefix(self) -> str:
         return ""
 
+    def register_backward_hook(self, hook_fn: Any) -> Any:
+        """``hook_fn(cell, gradients of the inputs, gradients of the outputs)``, which may return others of the
+        inputs."""
+        return self.register_full_backward_hook(hook_fn)
+
     # Children.
 
     def cells(self) -> Iterator[nn.Module]:
