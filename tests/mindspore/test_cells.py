@@ -201,3 +201,18 @@ def test_stages_are_whole_numbers_that_cells_keep() -> None:
     for wrong in (-1, 1.0, True):
         with pytest.raises(ValueError, match="a whole number from 0"):
             net.pipeline_stage = wrong
+
+
+def test_a_hook_of_backward_is_given_the_gradients_of_inputs_and_outputs() -> None:
+    dense, seen = ms.nn.Dense(2, 3), []
+
+    def doubled(cell: Any, of_inputs: tuple[Tensor, ...], of_outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(([tuple(own.shape) for own in of_inputs], [tuple(own.shape) for own in of_outputs]))
+        return (of_inputs[0] * 2,)
+
+    handle, x = dense.register_backward_hook(doubled), ms.Tensor(np.ones((1, 2), np.float32))
+    hooked = ms.grad(lambda own: dense(own).sum())(x)
+    handle.remove()
+    plain = ms.grad(lambda own: dense(own).sum())(x)
+    assert seen == [([(1, 2)], [(1, 3)])]
+    assert torch.equal(hooked, 2 * plain)

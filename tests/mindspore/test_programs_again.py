@@ -15,6 +15,7 @@ import shardwise as sw
 import shardwise.mindspore as ms
 from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from shardwise.mindspore import dataset as ds
+from shardwise.mindspore.nn.probability import distribution
 from shardwise.mindspore.nn.wrapped import _by_steps
 
 RunRanks = Callable[..., list[Any]]
@@ -167,9 +168,31 @@ class One(nn.Cell):
         return self.network(ids)[self.place]
 
 
+class Remembers(nn.Cell):
+    """What it has seen, a count and a moving average are parameters that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.normal = nn.Dense(4, 4), distribution.Normal()
+        self.memory = ParameterTuple([Parameter(Tensor(np.zeros((8, 4), np.float32)), "seen", requires_grad=False)])
+        self.count = Parameter(Tensor(0, ms.int32), "count", requires_grad=False)
+        self.centre = Parameter(Tensor(np.zeros(4, np.float32)), "centre", requires_grad=False)
+        self.still = Parameter(Tensor(np.ones(4, np.float32)), "still", requires_grad=False)
+
+    def construct(self, x: Any) -> Any:
+        y = self.dense(x)
+        loss = -self.normal.log_prob(y - self.memory[0] - self.centre, 0.0, self.still).mean() + 0.1 * self.count
+        if self.training:
+            ops.assign(self.memory[0], ops.stop_gradient(y))
+            self.count += 1
+            self.centre = 0.9 * self.centre + 0.1 * ops.stop_gradient(y).mean(axis=0)
+        return loss
+
+
 def _trained(mode: str | None) -> tuple[list[float], list[int]]:
     """Losses of sentences with added gradients, of two cells of which one judges what the other makes, and of two
-    losses of one network, each with its optimizer; and the numbers of elements that a rank holds."""
+    losses of one network, each with its optimizer, and of a cell that remembers; and the numbers of elements that a
+    rank holds."""
     ms.reset_auto_parallel_context()
     if mode is not None:
         ms.set_auto_parallel_context(parallel_mode=mode, search_mode="dynamic_programming", full_batch=True)
@@ -208,13 +231,23 @@ def _trained(mode: str | None) -> tuple[list[float], list[int]]:
         losses += [float(own.asnumpy()) for own in deep(ids)]
         for gradient, update in steps:
             update(gradient(ids, Tensor(1.0)))
+    remembers = Remembers()
+    step = nn.TrainOneStepCell(remembers, nn.SGD(remembers.trainable_params(), 0.1))
+    for place in range(4):
+        x = Tensor(numbers.randn(8, 4).astype(np.float32))
+        losses.append(float(step.set_train()(x)))
+        if place == 1:
+            losses.append(float(remembers.set_train(False)(x)))  # another program, of the same parameters
+            remembers.centre.set_data(Tensor(np.full(4, 3.0, np.float32)))
+    losses.append(float(remembers.centre.asnumpy().sum()))
+    assert int(remembers.count.asnumpy()) == 4
     return losses, [p.numel() for p in (*net.get_parameters(), *maker.get_parameters())]
 
 
 @pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
 def test_programs_on_two_ranks_are_those_of_one_process(mode: str, run_ranks: RunRanks) -> None:
     want, _ = _trained(None)
-    assert len(set(want)) == len(want) == 12
+    assert len(set(want)) == len(want) == 18
     for losses, _ in run_ranks(_trained, 2, mode, time_limit_seconds=120):
         np.testing.assert_allclose(losses, want, rtol=2e-5)  # float32: sums in another order
 
@@ -300,6 +333,31 @@ def test_optimizers_scalers_and_histories_say_what_programs_ask() -> None:
     data = ds.NumpySlicesDataset((np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)), ["x", "y"]).batch(2)
     ms.Model(net, nn.MSELoss(), fixed).train(2, data, callbacks=history)
     assert [type(loss) for loss in history.history["net_output"]] == [float, float]
+
+
+def test_parameters_take_values_of_their_shapes_by_their_names() -> None:
+    cell = Remembers()
+    cell.centre = Tensor(np.full(4, 2.0, np.float32))
+    assert isinstance(cell.centre, Parameter)
+    assert cell.centre.asnumpy().tolist() == [2.0] * 4
+    with pytest.raises(ValueError, match=r"\[4\] is given a value \[2\]"):
+        cell.centre = Tensor([1.0, 2.0])
+    assert cell.infer_param_pipeline_stage() == cell.trainable_params()
+
+
+def test_ctc_losses_come_with_their_table_and_rolls_and_triplets_take_the_references_words() -> None:
+    logits, targets = np.random.RandomState(0).randn(3, 1, 4).astype(np.float32), Tensor([[1, 2]], ms.int32)
+    x = ops.log_softmax(Tensor(logits), -1)
+    loss, table = ops.ctc_loss(x, targets, Tensor([3], ms.int32), Tensor([2], ms.int32), reduction="sum")
+    paths = [(1, 2, 2), (1, 1, 2), (0, 1, 2), (1, 0, 2), (1, 2, 0)]
+    whole = np.log(sum(np.exp(sum(x.asnumpy()[t, 0, c] for t, c in enumerate(path))) for path in paths))
+    assert float(loss) == pytest.approx(-whole, rel=1e-5)
+    assert table.shape == (1, 3, 5)
+    assert np.logaddexp(*table.asnumpy()[0, -1, -2:]) == pytest.approx(whole, rel=1e-5)
+    shifted = nn.Roll(shift_size=1, shift_axis=0)(Tensor([1, 2, 3]))
+    assert shifted.asnumpy().tolist() == [3, 1, 2]
+    near, far = Tensor([[1.0, 0.0]]), Tensor([[3.0, 0.0]])
+    assert float(nn.TripletMarginLoss()(near, near, far, Tensor(5.0))) == pytest.approx(3, rel=1e-5)
 
 
 def test_loops_boxes_and_further_names_are_their_formulas() -> None:

@@ -99,3 +99,21 @@ def test_torchs_words_mean_what_they_mean_in_torch() -> None:
         x.astype("flaot16")
     with pytest.raises(ValueError, match="4 elements in 3 parts"):
         x.split(axis=2, output_num=3)
+
+
+def test_methods_that_torch_has_otherwise_are_the_references() -> None:
+    x = ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
+    assert x.flatten(order="F").asnumpy().tolist() == [0, 3, 1, 4, 2, 5]
+    assert x.flatten(start_dim=1).shape == (2, 3)
+    with pytest.raises(ValueError, match="order='A'"):
+        x.flatten(order="A")
+    assert x.norm(ord=1, dim=1).asnumpy().tolist() == [3, 12]
+    assert x.norm(ord=1) == 7  # of a matrix: the largest column
+    assert x.norm(p=1) == 15
+    assert x.addcmul(x, x, 2).asnumpy()[1, 2] == 5 + 2 * 25
+    assert x.addcdiv(x, x + 1, 2)[1, 2].item() == pytest.approx(5 + 2 * 5 / 6)
+    assert x.resize(2, 2).asnumpy().tolist() == [[0, 1], [2, 3]]
+    assert x.resize((2, 4)).asnumpy().tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]]
+    places = ms.Tensor([[2], [0]], ms.int32)
+    assert x.scatter(axis=1, index=places, src=-x[:, 1:2]).asnumpy().tolist() == [[0, 1, -1], [-4, 4, 5]]
+    assert x.index_fill(1, ms.Tensor([1], ms.int32), 9.0).asnumpy().tolist() == [[0, 9, 2], [3, 9, 5]]

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import problem
+from shardwise.graph.capture import capture
 from shardwise.graph.trees import leaf_name
 from shardwise.graph.widen import in_reference_mode
 from shardwise.launch.ranks import group_file
@@ -257,6 +258,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         for path, x in leaves
     ]
     meta_args, meta_kwargs = pytree.tree_unflatten(whole, spec)
+    _be_buffers(model, from_rank_zero(lambda: _state(model, meta_args, meta_kwargs)))
     plan = from_rank_zero(lambda: _decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
@@ -404,6 +406,7 @@ def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
     model = _whole_copy(cell)
     if staged.is_on():
         model, args = staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
+    _be_buffers(model, _state(model, args, kwargs))
     return _plan(cell, model, args, kwargs, {}, context.options())
 
 
@@ -434,6 +437,25 @@ def _on_host(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return tuple(name for name, parameter in model.named_parameters() if any(parameter is tensor for tensor in tensors))
 
 
+def _state(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+    """The parameters that are not trained and that a call changes: a queue, a memory, a count."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if not frozen:
+        return frozen
+    as_buffers = copy.deepcopy(model)
+    _be_buffers(as_buffers, frozen)
+    graph = capture(as_buffers, args, kwargs).graph
+    return frozen & {name for buffer, _ in graph.mutations for name in graph.source_of[buffer].names}
+
+
+def _be_buffers(model: nn.Module, names: set[str]) -> None:
+    """Let parameters be buffers, which a graph may change."""
+    ids = {id(model.get_parameter(name)) for name in names}
+    for module in model.modules():
+        for leaf in [leaf for leaf, parameter in module._parameters.items() if id(parameter) in ids]:
+            module._buffers[leaf] = module._parameters.pop(leaf)
+
+
 def _whole_copy(cell: nn.Module) -> nn.Module:
     """The cell on the meta device, with parameters of their whole shapes."""
     memo: dict[int, Any] = {}
@@ -461,12 +483,18 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
             home = next((own for own in stages if name in own.layouts), home)
         layout = home.layouts.get(name) or Layout.whole(home.mesh, _shape(tensor))
         part = found[here[0]].data if here else tensor.data.new_empty(0)
+        if held(tensor) is not None and part.shape == tensor.shape:
+            part = tensor.data  # which another program has, too
         axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
         hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
         for own in here:
             owner, _, leaf = own.rpartition(".")
             table = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
-            getattr(par.get_submodule(owner), table)[leaf] = tensor
+            own_table = getattr(par.get_submodule(owner), table)
+            if leaf in own_table:
+                own_table[leaf] = tensor
+            else:  # a buffer there, of the same memory
+                found[own].data = part
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -23,13 +23,6 @@ from shardwise.mindspore.checks import closest
 WORDS = frozenset(("dim", "dtype", "keepdim", "unbiased", "correction"))
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 Axes = int | Sequence[int] | None
-_NAMES = (
-    "size", "__getitem__", "__setitem__", "transpose", "split", "repeat", "gather", "max", "min", "mean", "sum", "prod",
-    "all", "any", "std", "var", "take", "item", "view", "clone", "diagonal", "select",
-)  # fmt: skip
-TORCHS: dict[str, Callable[..., Any]] = {
-    name: getattr(torch.Tensor, name) for name in _NAMES
-}  # as they are outside of cells
 
 
 class Count(int):
@@ -87,15 +80,11 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-def _one_by_one(name: str) -> Callable[..., Any]:
-    """A reduction of torch's that takes one dim, over several."""
-
-    def function(x: torch.Tensor, dims: tuple[int, ...], keep: bool) -> Any:
-        for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
-            x = getattr(torch, name)(x, dim, keepdim=keep)
-        return x
-
-    return function
+def product(x: torch.Tensor, dims: Sequence[int], keep: bool) -> torch.Tensor:
+    """Over several dims, of which torch takes one."""
+    for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
+        x = torch.prod(x, dim, keepdim=keep)
+    return x
 
 
 def _spread(name: str) -> Callable[..., Any]:
@@ -231,11 +220,28 @@ def _as_function(name: str) -> Callable[..., Any]:
     return method
 
 
+def _flattened(x: torch.Tensor, *dims: Any, order: str = "C", **named: Any) -> Any:
+    """One dim of all, or of those from ``start_dim`` to ``end_dim``; with ``order="F"`` the first dim runs fastest."""
+    if order not in ("C", "F"):
+        raise ValueError(problem(f"flatten(order={order!r})", fix="C or F"))
+    return TORCHS["flatten"](x.permute(*reversed(range(x.dim()))) if order == "F" else x, *dims, **named)
+
+
+def _resized(x: torch.Tensor, *shape: Any) -> torch.Tensor:
+    """The elements in another shape, cut, or with zeros behind them."""
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    count = prod(sizes)
+    return torch.nn.functional.pad(x.reshape(-1)[:count], (0, max(count - x.numel(), 0))).reshape(sizes)
+
+
 def _filled(x: torch.Tensor, value: Any) -> torch.Tensor:
     return torch.full_like(x, number(value))
 
 
-def _assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``x``, which is given the value. Raises ValueError for another shape."""
+    if x.shape != value.shape:
+        raise ValueError(problem(f"a tensor {list(x.shape)} is given a value {list(value.shape)}", fix="equal shapes"))
     with torch.no_grad():
         return x.copy_(value)
 
@@ -247,7 +253,7 @@ def asnumpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
 _FUNCTIONS = (
     "approximate_equal", "gather_elements", "gather_nd", "inv", "random_categorical", "reverse", "reverse_sequence",
     "searchsorted", "unique_with_pad", "unsorted_segment_max",
-    "unsorted_segment_min", "unsorted_segment_prod", "xdivy",
+    "unsorted_segment_min", "unsorted_segment_prod", "xdivy", "addcdiv", "addcmul", "index_fill", "scatter",
 )  # fmt: skip
 METHODS: dict[str, Any] = {
     "size": property(size),
@@ -259,7 +265,7 @@ METHODS: dict[str, Any] = {
     "gather": gathered,
     "asnumpy": asnumpy,
     "fill": _filled,
-    "assign_value": _assigned_value,
+    "assign_value": assigned_value,
     "value": lambda x: x,
     "astype": lambda x, dtype, copy=True: x.to(dtype_of(dtype), copy=copy),
     "diagonal": lambda x, offset=0, axis1=0, axis2=1, **words: TORCHS["diagonal"](
@@ -293,11 +299,17 @@ METHODS: dict[str, Any] = {
     **{name: _as_function(name) for name in _FUNCTIONS},
     "mean": _reduction("mean", lambda x, dims, keep: torch.mean(x, dims, keepdim=keep)),
     "sum": _reduction("sum", lambda x, dims, keep: torch.sum(x, dims, keepdim=keep)),
-    "prod": _reduction("prod", _one_by_one("prod")),
+    "prod": _reduction("prod", product),
     "all": _reduction("all", lambda x, dims, keep: torch.all(x, dims, keepdim=keep)),
     "any": _reduction("any", lambda x, dims, keep: torch.any(x, dims, keepdim=keep)),
     "std": _spread("std"),
     "var": _spread("var"),
+    "flatten": _flattened,
+    "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
+    "resize": _resized,
+}
+TORCHS: dict[str, Callable[..., Any]] = {  # as they are outside of cells
+    name: getattr(torch.Tensor, name) for name in (*METHODS, "clone") if hasattr(torch.Tensor, name)
 }
 
 

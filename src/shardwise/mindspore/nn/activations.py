@@ -34,11 +34,10 @@ class _Activation(Cell):
 
 _OPERATORS: dict[str, tuple[str, type[Primitive]]] = {
     "ELU": ("elu", arithmetic.Elu), "FastGelu": ("fast_gelu", PRIMITIVES["FastGeLU"]),
-    "HSigmoid": ("hsigmoid", arithmetic.HSigmoid), "HSwish": ("hswish", arithmetic.HSwish),
     "LeakyReLU": ("leaky_relu", arithmetic.LeakyReLU), "LogSoftmax": ("log_softmax", LogSoftmaxOperator),
-    "Mish": ("mish", arithmetic.Mish), "ReLU": ("relu", arithmetic.ReLU), "ReLU6": ("relu6", arithmetic.ReLU6),
-    "SiLU": ("silu", PRIMITIVES["SiLU"]), "Sigmoid": ("sigmoid", arithmetic.Sigmoid),
-    "Softmax": ("softmax", SoftmaxOperator), "Tanh": ("tanh", arithmetic.Tanh),
+    "SiLU": ("silu", PRIMITIVES["SiLU"]), "Softmax": ("softmax", SoftmaxOperator),
+    **{name: (name.lower(), arithmetic.PRIMITIVES[name]) for name in (
+        "HSigmoid", "HSwish", "Mish", "ReLU", "ReLU6", "Sigmoid", "Tanh")},
 }  # fmt: skip
 CLASSES: dict[str, type[Cell]] = {
     name: type(name, (_Activation,), {

@@ -18,7 +18,7 @@ from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Parameter, ParameterTuple
-from shardwise.mindspore.tensor_methods import in_words
+from shardwise.mindspore.tensor_methods import assigned_value, in_words
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
 
@@ -104,6 +104,12 @@ class Cell(nn.Module):
         if isinstance(value, ParameterTuple) and self._takes(value):
             vars(self).setdefault("_tuples", {})[name] = tuple(own.name for own in value)
             return
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            tables = (vars(self).get(table, {}) for table in ("_parameters", "_buffers"))
+            known = next((table[name] for table in tables if table.get(name) is not None), None)
+            if known is not None:  # what it holds is given a new value
+                assigned_value(known, value)
+                return
         super().__setattr__(name, value)
         if isinstance(value, Parameter) and value.param_name is None:
             value.param_name = name
@@ -137,6 +143,10 @@ class Cell(nn.Module):
 
     def untrainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
         return [parameter for parameter in self.get_parameters(recurse) if not parameter.requires_grad]
+
+    def infer_param_pipeline_stage(self) -> list[nn.Parameter]:
+        """The parameters that this rank trains: all, of which those of other stages are empty once a cell is split."""
+        return self.trainable_params()
 
     def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
         """Name in checkpoints -> parameter."""
@@ -192,6 +202,11 @@ class Cell(nn.Module):
     @property
     def param_prefix(self) -> str:
         return ""
+
+    def register_backward_hook(self, hook_fn: Any) -> Any:
+        """``hook_fn(cell, gradients of the inputs, gradients of the outputs)``, which may return others of the
+        inputs."""
+        return self.register_full_backward_hook(hook_fn)
 
     # Children.
 

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.arithmetic import Cast, Mul
+from shardwise.mindspore.ops.arithmetic import PRIMITIVES, Cast
 from shardwise.mindspore.ops.indexing import OneHot
 from shardwise.mindspore.ops.losses import SoftmaxCrossEntropyWithLogits as SoftmaxCrossEntropy
-from shardwise.mindspore.ops.reductions import ReduceMean, ReduceSum
+from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -24,7 +24,8 @@ class LossBase(Cell):
 
     is_loss = True
     reductions = REDUCTIONS
-    reduce_mean, reduce_sum, mul, cast = ReduceMean(), ReduceSum(), Mul(), Cast()
+    reduce_mean, reduce_sum = OVER_DIMS["ReduceMean"](), OVER_DIMS["ReduceSum"]()
+    mul, cast = PRIMITIVES["Mul"](), Cast()
 
     def __init__(self, reduction: str | None = "mean") -> None:
         super().__init__()

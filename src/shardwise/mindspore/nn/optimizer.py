@@ -73,6 +73,7 @@ class Optimizer:
                 problem(f"order_params has {len(order)} parameters, the groups {len(grouped)}", fix="the same ones")
             )
         self.parameters: Any = ParameterTuple(order or grouped)
+        self.param_length = len(self.parameters)
         self.groups: list[dict[str, Any]] = [
             {"params": list(group["params"]), "weight_decay": float(group.get("weight_decay", weight_decay))}
             for group in groups
@@ -93,6 +94,16 @@ class Optimizer:
             return Tensor(self.rate_now(), torch.float64)
         own = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
         return self._of_groups(own)
+
+    def get_lr_parameter(self, param: Any) -> Any:
+        """The learning rate of a parameter in the next step; of several parameters a list."""
+        if isinstance(param, (tuple, list)):
+            return [self.get_lr_parameter(own) for own in param]
+        places = [place for place, own in enumerate(self.parameters) if own is param]
+        if not places:
+            raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
+        rates = self.get_lr()
+        return rates[places[0]] if isinstance(rates, tuple) else rates
 
     @property
     def learning_rate(self) -> Any:

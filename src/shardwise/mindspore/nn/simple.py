@@ -16,6 +16,7 @@ from shardwise.mindspore.nn.loss import REDUCTIONS, LossBase
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.resizing import bilinear, mirrored, pool
+from shardwise.mindspore.ops.simple import OfFunction
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
 
@@ -58,6 +59,20 @@ def _padded(x: Any, padding: Any, mode: str, value: float | None = None, dims: i
     return F.pad(x, (padding,) * 2 * dims if isinstance(padding, int) else tuple(padding), mode, value)
 
 
+def _pad(mode: str, dims: int) -> Function:
+    return lambda x, *, padding: _padded(x, padding, mode, None, dims)
+
+
+def _constant_pad(dims: int) -> Function:
+    return lambda x, *, padding, value: _padded(x, padding, "constant", value, dims)
+
+
+def _unpool(function: Function) -> Function:
+    return lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: function(
+        x, indices, kernel_size, stride, padding, output_size
+    )
+
+
 def _upsampled(x: Any, size: Any, factor: Any, align: bool, centers: bool) -> Any:
     if (size is None) == (factor is None):
         what = f"ResizeBilinear(size={size}, scale_factor={factor})"
@@ -94,28 +109,38 @@ def _dice(logits: Any, label: Any, smooth: float) -> Any:
     return 1 - 2 * both / (each + smooth)
 
 
+# Cells and losses that compute a function of ``ops.functions``: its name, and the settings of the constructor.
+_CELLS_OF_FUNCTIONS = {
+    "CELU": "celu alpha=1.0", "GLU": "glu axis=-1", "HShrink": "hardshrink lambd=0.5",
+    "HardShrink": "hardshrink lambd=0.5", "Hardtanh": "hardtanh min_val=-1.0 max_val=1.0", "LogSigmoid": "logsigmoid",
+    "SeLU": "selu", "SoftShrink": "soft_shrink lambd=0.5", "Softmin": "softmin axis=-1", "Softplus": "softplus",
+    "Softsign": "softsign", "Tanhshrink": "tanhshrink",
+    "LRN": "lrn depth_radius=5 bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'",
+    **{f"AdaptiveAvgPool{dims}d": f"adaptive_avg_pool{dims}d output_size" for dims in (1, 2, 3)},
+    "AdaptiveMaxPool1d": "adaptive_max_pool1d output_size",
+    **{f"AdaptiveMaxPool{dims}d": f"adaptive_max_pool{dims}d output_size return_indices=False" for dims in (2, 3)},
+    **{f"LPPool{dims}d": f"lp_pool{dims}d norm_type kernel_size stride=None ceil_mode=False" for dims in (1, 2)},
+    "ChannelShuffle": "channel_shuffle groups", "PixelShuffle": "pixel_shuffle upscale_factor",
+    "PixelUnshuffle": "pixel_unshuffle downscale_factor", "CosineSimilarity": "cosine_similarity dim=1 eps=1e-8",
+    "ReduceLogSumExp": "logsumexp axis keep_dims=False",
+}  # fmt: skip
+_LOSSES_OF_FUNCTIONS = {
+    "CosineEmbeddingLoss": "cosine_embedding_loss margin=0.0 reduction='mean'",
+    "GaussianNLLLoss": "gaussian_nll_loss full=False eps=1e-6 reduction='mean'",
+    "HingeEmbeddingLoss": "hinge_embedding_loss margin=1.0 reduction='mean'",
+    "HuberLoss": "huber_loss reduction='mean' delta=1.0",
+    "KLDivLoss": "kl_div reduction='mean'",
+    "MarginRankingLoss": "margin_ranking_loss margin=0.0 reduction='mean'",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss weight=None reduction='mean'",
+    "PoissonNLLLoss": "poisson_nll_loss log_input=True full=False eps=1e-8 reduction='mean'",
+    "SoftMarginLoss": "soft_margin_loss reduction='mean'",
+}
 CELLS: dict[str, Function] = {
+    **{name: OfFunction(line) for name, line in _CELLS_OF_FUNCTIONS.items()},
     # -- activations
-    "CELU": lambda x, *, alpha=1.0: F.celu(x, alpha),
-    "GLU": lambda x, *, axis=-1: F.glu(x, axis), "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
-    "HardShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
-    "Hardtanh": lambda x, *, min_val=-1.0, max_val=1.0: F.hardtanh(x, min_val, max_val),
-    "LogSigmoid": lambda x: F.logsigmoid(x), "SeLU": lambda x: F.selu(x),
-    "SoftShrink": lambda x, *, lambd=0.5: F.softshrink(x, lambd), "Softmax2d": lambda x: torch.softmax(x, -3),
-    "Softmin": lambda x, *, axis=-1: torch.softmax(-x, axis), "Softplus": lambda x: F.softplus(x),
-    "Softsign": lambda x: F.softsign(x), "Tanhshrink": lambda x: F.tanhshrink(x),
+    "Softmax2d": lambda x: torch.softmax(x, -3),
     "Threshold": lambda x, *, threshold, value: F.threshold(x, threshold, value),
-    "LRN": lambda x, *, depth_radius=5, bias=1.0, alpha=1.0, beta=0.5, norm_region="ACROSS_CHANNELS":
-    F.local_response_norm(x, 2 * depth_radius + 1, alpha * (2 * depth_radius + 1), beta, bias),
     # -- pooling
-    "AdaptiveAvgPool1d": lambda x, *, output_size: F.adaptive_avg_pool1d(x, output_size),
-    "AdaptiveAvgPool2d": lambda x, *, output_size: F.adaptive_avg_pool2d(x, output_size),
-    "AdaptiveAvgPool3d": lambda x, *, output_size: F.adaptive_avg_pool3d(x, output_size),
-    "AdaptiveMaxPool1d": lambda x, *, output_size: F.adaptive_max_pool1d(x, output_size),
-    "AdaptiveMaxPool2d": lambda x, *, output_size, return_indices=False: F.adaptive_max_pool2d(
-        x, output_size, return_indices),
-    "AdaptiveMaxPool3d": lambda x, *, output_size, return_indices=False: F.adaptive_max_pool3d(
-        x, output_size, return_indices),
     "AvgPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, ceil_mode=False,
     count_include_pad=True: pool(F.avg_pool1d, x, kernel_size, stride, pad_mode, padding, ceil_mode=ceil_mode,
                                  count_include_pad=count_include_pad),
@@ -129,40 +154,21 @@ CELLS: dict[str, Function] = {
     "MaxPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, return_indices=False,
     ceil_mode=False: pool(F.max_pool3d, x, kernel_size, stride, pad_mode, padding, dilation=dilation,
                           return_indices=return_indices, ceil_mode=ceil_mode),
-    "MaxUnpool1d": lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: F.max_unpool1d(
-        x, indices, kernel_size, stride, padding, output_size),
-    "MaxUnpool2d": lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: F.max_unpool2d(
-        x, indices, kernel_size, stride, padding, output_size),
-    "MaxUnpool3d": lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: F.max_unpool3d(
-        x, indices, kernel_size, stride, padding, output_size),
+    **{f"MaxUnpool{dims}d": _unpool(getattr(F, f"max_unpool{dims}d")) for dims in (1, 2, 3)},
     # -- shapes
-    "ChannelShuffle": lambda x, *, groups: F.channel_shuffle(x, groups),
-    "ConstantPad1d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 1),
-    "ConstantPad2d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 2),
-    "ConstantPad3d": lambda x, *, padding, value: _padded(x, padding, "constant", value, 3),
+    **{f"ConstantPad{dims}d": _constant_pad(dims) for dims in (1, 2, 3)},
+    **{f"{name}Pad{dims}d": _pad(mode, dims) for dims in (1, 2, 3) for name, mode in (
+        ("Reflection", "reflect"), ("Replication", "replicate"))},
     "Pad": lambda x, *, paddings, mode="CONSTANT": mirrored(x, paddings, mode),
-    "PixelShuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
-    "PixelUnshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
-    "ReflectionPad1d": lambda x, *, padding: _padded(x, padding, "reflect", None, 1),
-    "ReflectionPad2d": lambda x, *, padding: _padded(x, padding, "reflect", None, 2),
-    "ReflectionPad3d": lambda x, *, padding: _padded(x, padding, "reflect", None, 3),
-    "ReplicationPad3d": lambda x, *, padding: _padded(x, padding, "replicate", None, 3),
-    "LPPool1d": lambda x, *, norm_type, kernel_size, stride=None, ceil_mode=False: F.lp_pool1d(
-        x, norm_type, kernel_size, stride, ceil_mode),
-    "LPPool2d": lambda x, *, norm_type, kernel_size, stride=None, ceil_mode=False: F.lp_pool2d(
-        x, norm_type, kernel_size, stride, ceil_mode),
-    "ReplicationPad1d": lambda x, *, padding: _padded(x, padding, "replicate", None, 1),
-    "ReplicationPad2d": lambda x, *, padding: _padded(x, padding, "replicate", None, 2),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
     _upsampled(x, size, scale_factor, align_corners, half_pixel_centers),
-    "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
+    "Roll": lambda x, *, shift_size, shift_axis: torch.roll(x, shift_size, shift_axis),
     "Unflatten": lambda x, *, axis, unflattened_size: torch.unflatten(x, axis, tuple(unflattened_size)),
     "Upsample": lambda x, *, size=None, scale_factor=None, mode="nearest", align_corners=None,
     recompute_scale_factor=None: F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor),
     "ZeroPad2d": lambda x, *, padding: _padded(x, padding, "constant", 0.0, 2),
     # -- others
     "ClipByNorm": lambda x, clip_norm, *, axis=None: _clipped(x, clip_norm, axis),
-    "CosineSimilarity": lambda x1, x2, *, dim=1, eps=1e-8: F.cosine_similarity(x1, x2, dim, eps),
     "L1Regularizer": lambda weights, *, scale: scale * weights.abs().sum(),
     "Moments": lambda x, *, axis=None, keep_dims=False: tuple(reversed(torch.var_mean(
         x, axis, correction=0, keepdim=bool(keep_dims)))),
@@ -170,7 +176,6 @@ CELLS: dict[str, Function] = {
         x, dim=axis if axis != () else None, keepdim=keep_dims),
     "OneHot": lambda indices, *, axis=-1, depth=1, on_value=1.0, off_value=0.0, dtype=torch.float32: FUNCTIONS[
         "one_hot"](indices, depth, on_value, off_value, axis).to(dtype_of(dtype)),
-    "ReduceLogSumExp": lambda x, *, axis, keep_dims=False: torch.logsumexp(x, axis, keepdim=keep_dims),
     "Tril": lambda x, k=0: torch.tril(x, k), "Triu": lambda x, k=0: torch.triu(x, k),
 }  # fmt: skip
 RANDOM: dict[str, Function] = {
@@ -180,34 +185,20 @@ RANDOM: dict[str, Function] = {
     "RReLU": lambda x, *, lower=1 / 8, upper=1 / 3, training=False: F.rrelu(x, lower, upper, training),
 }
 LOSSES: dict[str, Function] = {
-    "CosineEmbeddingLoss": lambda x1, x2, target, *, margin=0.0, reduction="mean": F.cosine_embedding_loss(
-        x1, x2, target, margin, reduction=reduction),
+    **{name: OfFunction(line) for name, line in _LOSSES_OF_FUNCTIONS.items()},
     "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
     zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
     "DiceLoss": lambda logits, labels, *, smooth=1e-5: _dice(logits, labels, smooth),
     "FocalLoss": lambda logits, labels, *, weight=None, gamma=2.0, reduction="mean": _focal(
         logits, labels, weight, gamma, reduction),
-    "GaussianNLLLoss": lambda logits, labels, var, *, full=False, eps=1e-6, reduction="mean": F.gaussian_nll_loss(
-        logits, labels, var, full, eps, reduction),
-    "HingeEmbeddingLoss": lambda logits, labels, *, margin=1.0, reduction="mean": F.hinge_embedding_loss(
-        logits, labels, margin, reduction=reduction),
-    "HuberLoss": lambda logits, labels, *, reduction="mean", delta=1.0: F.huber_loss(logits, labels, reduction, delta),
-    "KLDivLoss": lambda logits, labels, *, reduction="mean": FUNCTIONS["kl_div"](logits, labels, reduction),
-    "MarginRankingLoss": lambda input1, input2, target, *, margin=0.0, reduction="mean": F.margin_ranking_loss(
-        input1, input2, target, margin, reduction=reduction),
-    "MultiLabelSoftMarginLoss": lambda x, target, *, weight=None, reduction="mean": F.multilabel_soft_margin_loss(
-        x, target, weight, reduction=reduction),
     "MultilabelMarginLoss": lambda x, target, *, reduction="mean": F.multilabel_margin_loss(
         x, target.long(), reduction=reduction),
     "MultiMarginLoss": lambda x, target, *, p=1, margin=1.0, reduction="mean", weight=None: F.multi_margin_loss(
         x, target.long(), p, margin, weight, reduction=reduction),
-    "PoissonNLLLoss": lambda x, target, *, log_input=True, full=False, eps=1e-8, reduction="mean": F.poisson_nll_loss(
-        x, target, log_input, full, eps=eps, reduction=reduction),
     "RMSELoss": lambda logits, labels: (logits - labels).square().mean().sqrt(),
-    "SoftMarginLoss": lambda logits, labels, *, reduction="mean": F.soft_margin_loss(
-        logits, labels, reduction=reduction),
-    "TripletMarginLoss": lambda x, positive, negative, *, p=2, swap=False, eps=1e-6, reduction="mean", margin=1.0:
-    F.triplet_margin_loss(x, positive, negative, margin, p, eps, swap, reduction=reduction),
+    "TripletMarginLoss": lambda x, positive, negative, own_margin=None, *, p=2, swap=False, eps=1e-6, reduction="mean",
+    margin=1.0: F.triplet_margin_loss(
+        x, positive, negative, float(margin if own_margin is None else own_margin), p, eps, swap, reduction=reduction),
 }  # fmt: skip
 
 

@@ -30,12 +30,6 @@ class Elementwise(Primitive):
         return frozenset(name for own in names for name in own)
 
 
-def _elementwise(name: str, function: Callable[..., Any], doc: str, *, single: bool = True) -> type[Elementwise]:
-    """A primitive; ``single``: one operator of torch does the work."""
-    body = {"function": staticmethod(function), "__doc__": doc, "__module__": __name__, "lead": None if single else 0}
-    return type(name, (Elementwise,), body)
-
-
 def _maximum(x: Any, y: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         return torch.maximum(x, y)
@@ -48,84 +42,38 @@ def _minimum(x: Any, y: Any) -> torch.Tensor:
     return x.clamp(max=y) if isinstance(x, torch.Tensor) else y.clamp(max=x)
 
 
-def _floor_div(x: Any, y: Any) -> torch.Tensor:
-    return torch.div(x, y, rounding_mode="floor")
+ELEMENTS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(torch, name.lower()) for name in (
+        "ACos", "Abs", "Asin", "Atan", "Atan2", "Ceil", "Cos", "Cosh", "Erf", "Erfc", "Exp", "Expm1", "Floor",
+        "IsFinite", "IsInf", "IsNan", "Log", "Log1p", "Neg", "ReLU", "Reciprocal", "Round", "Rsqrt", "Sigmoid", "Sign",
+        "Sin", "Sinh", "Sqrt", "Square", "Tan", "Tanh")},
+    "Inv": torch.reciprocal, "LogicalAnd": torch.logical_and, "LogicalNot": torch.logical_not,
+    "LogicalOr": torch.logical_or, "OnesLike": torch.ones_like, "Rint": torch.round, "Select": torch.where,
+    "ZerosLike": torch.zeros_like,
+    "GeLU": lambda x: F.gelu(x, approximate="tanh"), "HSigmoid": F.hardsigmoid, "HSwish": F.hardswish, "Mish": F.mish,
+    "ReLU6": F.relu6, "SeLU": F.selu, "Softplus": F.softplus,
+    "Add": operator.add, "TensorAdd": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.truediv,
+    "RealDiv": operator.truediv, "Mod": operator.mod, "FloorMod": operator.mod, "Pow": operator.pow,
+    "FloorDiv": lambda x, y: torch.div(x, y, rounding_mode="floor"), "Maximum": _maximum, "Minimum": _minimum,
+    "Equal": operator.eq, "NotEqual": operator.ne, "Greater": operator.gt, "GreaterEqual": operator.ge,
+    "Less": operator.lt, "LessEqual": operator.le,
+}  # fmt: skip
+COMPOSED: dict[str, Callable[..., Any]] = {  # of several operators of torch
+    "DivNoNan": lambda x, y: torch.where(y == 0, 0, x / torch.where(y == 0, 1, y)),
+    "Identity": torch.clone,
+    "Softsign": lambda x: x / (1 + x.abs()),
+    "SquaredDifference": lambda x, y: (x - y).square(),
+}
 
 
-Add = _elementwise("Add", operator.add, "x + y")
-TensorAdd = _elementwise("TensorAdd", operator.add, "The old name of Add.")
-Sub = _elementwise("Sub", operator.sub, "x - y")
-Mul = _elementwise("Mul", operator.mul, "x * y")
-Div = _elementwise("Div", operator.truediv, "x / y")
-RealDiv = _elementwise("RealDiv", operator.truediv, "x / y")
-FloorDiv = _elementwise("FloorDiv", _floor_div, "x / y, rounded down.")
-Mod = _elementwise("Mod", operator.mod, "What x // y leaves of x, with the sign of y.")
-FloorMod = _elementwise("FloorMod", operator.mod, "What x // y leaves of x, with the sign of y.")
-Pow = _elementwise("Pow", operator.pow, "x to the power of y.")
-DivNoNan = _elementwise(
-    "DivNoNan",
-    lambda x, y: torch.where(y == 0, 0, x / torch.where(y == 0, 1, y)),
-    "x / y, and 0 where y is 0.",
-    single=False,
-)
-SquaredDifference = _elementwise("SquaredDifference", lambda x, y: (x - y).square(), "(x - y) squared.", single=False)
-Maximum = _elementwise("Maximum", _maximum, "The larger of x and y.")
-Minimum = _elementwise("Minimum", _minimum, "The smaller of x and y.")
-Atan2 = _elementwise("Atan2", torch.atan2, "The angle of the point (y, x).")
-Equal = _elementwise("Equal", operator.eq, "x == y")
-NotEqual = _elementwise("NotEqual", operator.ne, "x != y")
-Greater = _elementwise("Greater", operator.gt, "x > y")
-GreaterEqual = _elementwise("GreaterEqual", operator.ge, "x >= y")
-Less = _elementwise("Less", operator.lt, "x < y")
-LessEqual = _elementwise("LessEqual", operator.le, "x <= y")
-LogicalAnd = _elementwise("LogicalAnd", torch.logical_and, "x and y.")
-LogicalOr = _elementwise("LogicalOr", torch.logical_or, "x or y.")
-LogicalNot = _elementwise("LogicalNot", torch.logical_not, "not x.")
-Select = _elementwise("Select", torch.where, "x where the condition holds, else y.")
+def _elementwise(name: str, function: Callable[..., Any]) -> type[Elementwise]:
+    doc = f"``{name}``, as the reference has it, of every element."
+    body = {"function": staticmethod(function), "lead": 0 if name in COMPOSED else None}
+    return type(name, (Elementwise,), {**body, "__doc__": doc, "__module__": __name__})
 
-ReLU = _elementwise("ReLU", torch.relu, "max(x, 0)")
-ReLU6 = _elementwise("ReLU6", F.relu6, "min(max(x, 0), 6)")
-GeLU = _elementwise("GeLU", lambda x: F.gelu(x, approximate="tanh"), "Gaussian error linear units, by tanh.")
-Sigmoid = _elementwise("Sigmoid", torch.sigmoid, "1 / (1 + exp(-x))")
-Tanh = _elementwise("Tanh", torch.tanh, "The hyperbolic tangent.")
-Softplus = _elementwise("Softplus", F.softplus, "log(1 + exp(x))")
-Softsign = _elementwise("Softsign", lambda x: x / (1 + x.abs()), "x / (1 + |x|)", single=False)
-HSwish = _elementwise("HSwish", F.hardswish, "x * relu6(x + 3) / 6")
-HSigmoid = _elementwise("HSigmoid", F.hardsigmoid, "relu6(x + 3) / 6")
-SeLU = _elementwise("SeLU", F.selu, "Scaled exponential linear units.")
-Mish = _elementwise("Mish", F.mish, "x * tanh(softplus(x))")
-Exp = _elementwise("Exp", torch.exp, "e to the power of x.")
-Expm1 = _elementwise("Expm1", torch.expm1, "exp(x) - 1")
-Log = _elementwise("Log", torch.log, "The natural logarithm.")
-Log1p = _elementwise("Log1p", torch.log1p, "log(1 + x)")
-Sqrt = _elementwise("Sqrt", torch.sqrt, "The square root.")
-Rsqrt = _elementwise("Rsqrt", torch.rsqrt, "1 / sqrt(x)")
-Square = _elementwise("Square", torch.square, "x * x")
-Reciprocal = _elementwise("Reciprocal", torch.reciprocal, "1 / x")
-Inv = _elementwise("Inv", torch.reciprocal, "1 / x")
-Neg = _elementwise("Neg", torch.neg, "-x")
-Abs = _elementwise("Abs", torch.abs, "|x|")
-Sign = _elementwise("Sign", torch.sign, "-1, 0 or 1.")
-Sin = _elementwise("Sin", torch.sin, "The sine.")
-Cos = _elementwise("Cos", torch.cos, "The cosine.")
-Tan = _elementwise("Tan", torch.tan, "The tangent.")
-Asin = _elementwise("Asin", torch.asin, "The inverse of the sine.")
-ACos = _elementwise("ACos", torch.acos, "The inverse of the cosine.")
-Atan = _elementwise("Atan", torch.atan, "The inverse of the tangent.")
-Sinh = _elementwise("Sinh", torch.sinh, "The hyperbolic sine.")
-Cosh = _elementwise("Cosh", torch.cosh, "The hyperbolic cosine.")
-Floor = _elementwise("Floor", torch.floor, "Rounded down.")
-Ceil = _elementwise("Ceil", torch.ceil, "Rounded up.")
-Round = _elementwise("Round", torch.round, "Rounded to the nearest integer, halves to even ones.")
-Rint = _elementwise("Rint", torch.round, "Rounded to the nearest integer, halves to even ones.")
-Erf = _elementwise("Erf", torch.erf, "The error function.")
-Erfc = _elementwise("Erfc", torch.erfc, "1 - erf(x)")
-IsNan = _elementwise("IsNan", torch.isnan, "Where x is no number.")
-IsInf = _elementwise("IsInf", torch.isinf, "Where x is infinite.")
-IsFinite = _elementwise("IsFinite", torch.isfinite, "Where x is a finite number.")
-ZerosLike = _elementwise("ZerosLike", torch.zeros_like, "Zeros in the shape of x.")
-OnesLike = _elementwise("OnesLike", torch.ones_like, "Ones in the shape of x.")
-Identity = _elementwise("Identity", torch.clone, "x", single=False)
+
+PRIMITIVES = {name: _elementwise(name, function) for name, function in (ELEMENTS | COMPOSED).items()}
+globals().update(PRIMITIVES)
 
 
 class Cast(Elementwise):
@@ -169,12 +117,5 @@ class AddN(Elementwise):
         return total
 
 
-__all__ = [
-    "ACos", "Abs", "Add", "AddN", "Asin", "Atan", "Atan2", "Cast", "Ceil", "Cos", "Cosh", "Div", "DivNoNan",
-    "Elu", "Equal", "Erf", "Erfc", "Exp", "Expm1", "Floor", "FloorDiv", "FloorMod", "GeLU", "Greater",
-    "GreaterEqual", "HSigmoid", "HSwish", "Identity", "Inv", "IsFinite", "IsInf", "IsNan", "LeakyReLU", "Less",
-    "LessEqual", "Log", "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Mish", "Mod",
-    "Mul", "Neg", "NotEqual", "OnesLike", "Pow", "ReLU", "ReLU6", "RealDiv", "Reciprocal", "Rint", "Round",
-    "Rsqrt", "SeLU", "Select", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Square",
-    "SquaredDifference", "Sub", "Tan", "Tanh", "TensorAdd", "ZerosLike",
-]  # fmt: skip
+__all__ = ["AddN", "Cast", "Elu", "LeakyReLU"]
+__all__ += list(PRIMITIVES)

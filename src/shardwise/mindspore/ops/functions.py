@@ -32,7 +32,7 @@ from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
 from shardwise.mindspore.ops.shape import Slice, StridedSlice, Tile
 from shardwise.mindspore.tensor import as_torch
-from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number
+from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number, product
 
 Tensor = torch.Tensor
 
@@ -52,12 +52,6 @@ def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[T
         return function(x), torch.zeros((), dtype=torch.int32)
     value, index = function(x, axis, keepdim=keep)
     return value, index
-
-
-def _product(x: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
-    for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
-        x = torch.prod(x, dim, keepdim=keep)
-    return x
 
 
 def _squeezed(x: Tensor, axis: Any) -> Tensor:
@@ -229,7 +223,7 @@ FUNCTIONS: dict[str, Function] = {
         input, _dims(input, axis), keepdim=keepdims, dtype=_type(dtype)),
     "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
         A, ord, dim, keepdim, dtype=_type(dtype)),
-    "prod": lambda input, axis=None, keep_dims=False: _product(input, _dims(input, axis), keep_dims),
+    "prod": lambda input, axis=None, keep_dims=False: product(input, _dims(input, axis), keep_dims),
     "std": lambda input, axis=None, ddof=0, keepdims=False: torch.std(
         input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
     "sum": lambda input, dim=None, keepdim=False, *, dtype=None: torch.sum(

@@ -46,6 +46,14 @@ def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return each.sum() / {"sum": 1, "mean": each.numel(), "batchmean": each.shape[0]}[reduction]
 
 
+def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> Tensor | None:
+    """The logarithms of the probabilities of all prefixes of the targets [n, t, 2 s + 1]; None in a split cell."""
+    if torch.compiler.is_exporting():
+        return None
+    table: Tensor = torch._ctc_loss(log_probs.detach(), targets, *lengths_and_blank)[1]
+    return table
+
+
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     inverse = torch.rsqrt(torch.mean(torch.square(x), -1, keepdim=True) + epsilon)
     return x * inverse * gamma, inverse
@@ -55,7 +63,8 @@ NETWORKS: dict[str, Function] = {
     # -- networks
     "adaptive_avg_pool1d": lambda input, output_size: F.adaptive_avg_pool1d(input, output_size),
     "adaptive_avg_pool2d": lambda input, output_size: F.adaptive_avg_pool2d(input, output_size),
-    "adaptive_max_pool2d": lambda input, output_size: F.adaptive_max_pool2d(input, output_size),
+    "adaptive_max_pool2d": lambda input, output_size, return_indices=False: F.adaptive_max_pool2d(
+        input, output_size, return_indices),
     "avg_pool2d": lambda x, kernel_size=1, stride=1, padding=0: F.avg_pool2d(x, kernel_size, stride, padding),
     "batch_norm": lambda input_x, running_mean, running_var, weight, bias, training=False, momentum=0.1, eps=1e-5:
     F.batch_norm(input_x, running_mean, running_var, weight, bias, training, momentum, eps),
@@ -101,7 +110,9 @@ NETWORKS: dict[str, Function] = {
     F.cross_entropy(input, target if target.is_floating_point() else as_int(target), weight,
                     ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing),
     "ctc_loss": lambda log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean",
-    zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
+    zero_infinity=False: (
+        F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
+        _log_alpha(log_probs, targets, input_lengths, target_lengths, blank)),
     "hinge_embedding_loss": lambda inputs, targets, margin=1.0, reduction="mean": F.hinge_embedding_loss(
         inputs, targets, margin, reduction=reduction),
     "huber_loss": lambda input, target, reduction="mean", delta=1.0: F.huber_loss(input, target, reduction, delta),

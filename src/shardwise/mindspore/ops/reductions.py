@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from shardwise.mindspore import strict
 from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+from shardwise.mindspore.tensor_methods import product
 
 Axes = int | Sequence[int]
 
 
-class _Reduce(Primitive):
+class Reduce(Primitive):
     """``ReduceSum(keep_dims)(x, axis)``: any dims, without ``axis`` all. They may be split: results are reduced."""
+
+    function: ClassVar[Callable[..., Any]]  # of x, dims and whether they are kept
 
     def __init__(self, keep_dims: bool = False) -> None:
         super().__init__(keep_dims=keep_dims)
@@ -22,67 +25,18 @@ class _Reduce(Primitive):
 
     def compute(self, x: Any, axis: Axes = ()) -> Any:
         dims = (axis,) if isinstance(axis, int) else tuple(axis)
-        return self.reduce(x, dims or tuple(range(x.dim())))
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        raise NotImplementedError
+        return type(self).function(x, dims or tuple(range(x.dim())), self.keep_dims)
 
 
-class ReduceSum(_Reduce):
-    """The sum over dims."""
-
-    sums = True
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        return x.sum(dims, keepdim=self.keep_dims)
-
-
-class ReduceMean(_Reduce):
-    """The mean over dims."""
-
-    sums = True
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        return x.mean(dims, keepdim=self.keep_dims)
-
-
-class ReduceMax(_Reduce):
-    """The largest element over dims."""
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        return x.amax(dims, keepdim=self.keep_dims)
-
-
-class ReduceMin(_Reduce):
-    """The smallest element over dims."""
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        return x.amin(dims, keepdim=self.keep_dims)
-
-
-class ReduceAll(_Reduce):
-    """Whether all elements over dims are true."""
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        return torch.all(x, dims, keepdim=self.keep_dims)
-
-
-class ReduceAny(_Reduce):
-    """Whether any element over dims is true."""
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        return torch.any(x, dims, keepdim=self.keep_dims)
-
-
-class ReduceProd(_Reduce):
-    """The product over dims."""
-
-    lead = 0
-
-    def reduce(self, x: Any, dims: tuple[int, ...]) -> Any:
-        for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
-            x = x.prod(dim, keepdim=self.keep_dims)
-        return x
+REDUCTIONS = {
+    f"Reduce{name}": type(f"Reduce{name}", (Reduce,), {
+        "function": staticmethod(function), "sums": function in (torch.sum, torch.mean),
+        "lead": 0 if function is product else None, "__doc__": Reduce.__doc__, "__module__": __name__,
+    }) for name, function in (
+        ("Sum", torch.sum), ("Mean", torch.mean), ("Max", torch.amax), ("Min", torch.amin), ("All", torch.all),
+        ("Any", torch.any), ("Prod", product))
+}  # fmt: skip
+globals().update(REDUCTIONS)
 
 
 class ArgMaxWithValue(Primitive):
@@ -184,7 +138,5 @@ class Sort(Primitive):
         strict.whole(self.title, strategy[0], (axis,), "which it sorts")
 
 
-__all__ = [
-    "ArgMaxWithValue", "ArgMinWithValue", "Argmax", "Argmin", "CumProd", "CumSum", "ReduceAll", "ReduceAny",
-    "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Sort", "TopK",
-]  # fmt: skip
+__all__ = ["ArgMaxWithValue", "ArgMinWithValue", "Argmax", "Argmin", "CumProd", "CumSum", "Sort", "TopK"]
+__all__ += list(REDUCTIONS)

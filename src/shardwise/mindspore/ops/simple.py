@@ -89,7 +89,9 @@ _OF_FUNCTIONS = {
     "truncate_mod", "Xdivy": "xdivy", "Xlogy": "xlogy", "Cdist": "cdist p=2.0",
     "Cummax": "cummax axis", "Cummin": "cummin axis", "FastGeLU": "fast_gelu", "LogSigmoid": "logsigmoid",
     "LRN": "lrn depth_radius=5 bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'", "Logit": "logit eps=None",
-    "PReLU": "prelu", "SiLU": "silu", "SoftShrink": "soft_shrink lambd=0.5",
+    "PReLU": "prelu", "SiLU": "silu", "CeLU": "celu alpha=1.0", "HShrink": "hardshrink lambd=0.5",
+    "LpNorm": "lp_norm axis p=2 keep_dims=False epsilon=1e-12", "AdaptiveAvgPool2D": "adaptive_avg_pool2d output_size",
+    "SmoothL1Loss": "smooth_l1_loss beta=1.0 reduction='none'", "SoftShrink": "soft_shrink lambd=0.5",
     "BatchToSpaceND": "batch_to_space_nd block_shape crops", "SpaceToBatchND": "space_to_batch_nd block_shape paddings",
     "BoundingBoxDecode": "bounding_box_decode max_shape means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0) "
     "wh_ratio_clip=0.016", "BoundingBoxEncode": "bounding_box_encode means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0)",
@@ -119,7 +121,7 @@ _OF_FUNCTIONS = {
 }  # fmt: skip
 
 
-class _OfFunction:
+class OfFunction:
     """The function of a line, whose settings are its keyword-only arguments (``named.settings_of``)."""
 
     def __init__(self, line: str) -> None:
@@ -136,11 +138,8 @@ class _OfFunction:
 
 
 SIMPLE: dict[str, Function] = {
-    **{name: _OfFunction(line) for name, line in _OF_FUNCTIONS.items()},
-    # -- elements
+    **{name: OfFunction(line) for name, line in _OF_FUNCTIONS.items()},
     # -- activations
-    "CeLU": lambda x, *, alpha=1.0: F.celu(x, alpha),
-    "HShrink": lambda x, *, lambd=0.5: F.hardshrink(x, lambd),
     "ReLUV2": lambda x: (torch.relu(x), x > 0),
     # -- shapes
     "DepthToSpace": lambda x, *, block_size: _depth_to_space(x, block_size),
@@ -157,14 +156,11 @@ SIMPLE: dict[str, Function] = {
     "InvertPermutation": lambda x: torch.argsort(torch.as_tensor(x)),
     "Unique": lambda x: torch.unique(x, return_inverse=True),
     # -- reductions
-    "LpNorm": lambda x, *, axis, p=2, keep_dims=False, epsilon=1e-12: torch.linalg.vector_norm(
-        x, p, axis, keep_dims).clamp(min=epsilon),
     "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
         torch.std(x, axis or tuple(range(x.dim())), correction=int(unbiased), keepdim=keep_dims),
         torch.mean(x, axis or tuple(range(x.dim())), keepdim=keep_dims)),
     "SquareSumAll": lambda x, y: (x.square().sum(), y.square().sum()),
     # -- networks
-    "AdaptiveAvgPool2D": lambda x, *, output_size: F.adaptive_avg_pool2d(x, output_size),
     "Conv3D": lambda x, weight, *, out_channel, kernel_size, mode=1, pad_mode="valid", pad=0, stride=1, dilation=1,
     group=1: F.conv3d(x, weight, None, stride, pad if pad_mode == "pad" else pad_mode, dilation, group),
     "Dropout2D": lambda x, *, keep_prob=0.5: (y := F.dropout2d(x, 1 - keep_prob, True), y != 0),
@@ -183,8 +179,6 @@ SIMPLE: dict[str, Function] = {
     # -- losses
     "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
         F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
-    "SmoothL1Loss": lambda prediction, target, *, beta=1.0, reduction="none": F.smooth_l1_loss(
-        prediction, target, reduction=reduction, beta=beta),
     # -- parameters
     "ApplyMomentum": lambda variable, accumulation, learning_rate, gradient, momentum, *, use_nesterov=False,
     use_locking=False, gradient_scale=1.0: _momentum(

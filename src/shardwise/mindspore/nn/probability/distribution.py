@@ -22,6 +22,11 @@ Tensor = torch.Tensor
 Made = Callable[..., Any]
 
 
+def _ours(x: Tensor) -> Tensor:
+    """With the reference's methods, but for what is captured, which has them inside of cells."""
+    return x if torch.compiler.is_exporting() else x.as_subclass(DialectTensor)
+
+
 class Distribution(Cell):
     """Base of all: ``parameters_of`` are the names of its parameters, ``make`` torch's distribution of their values."""
 
@@ -44,7 +49,9 @@ class Distribution(Cell):
             if value is None:
                 raise ValueError(problem(f"{type(self).__name__} has no {name}", fix="give it now or when it is made"))
         tensors = [as_torch(value) if not isinstance(value, Tensor) else value for value in chosen.values()]
-        return type(self).make(*[value if value.is_floating_point() else value.float() for value in tensors])
+        floats = [value if value.is_floating_point() else value.float() for value in tensors]
+        is_checked = not torch.compiler.is_exporting()  # a graph has no data to check
+        return type(self).make(*floats, validate_args=is_checked)
 
     def sample(self, shape: tuple[int, ...] = (), *parameters: Any, **named: Any) -> Any:
         """Random values: ``shape`` of each."""
@@ -60,12 +67,12 @@ class Distribution(Cell):
     def kl_loss(self, dist: str, *parameters: Any) -> Any:
         """The divergence KL(own || other): the other's parameters first, then, where they are given, the own."""
         other, own = self._other(dist, parameters)
-        return distributions.kl_divergence(own, other).as_subclass(DialectTensor)
+        return _ours(distributions.kl_divergence(own, other))
 
     def cross_entropy(self, dist: str, *parameters: Any) -> Any:
         """The entropy and the divergence."""
         other, own = self._other(dist, parameters)
-        return (own.entropy() + distributions.kl_divergence(own, other)).as_subclass(DialectTensor)
+        return _ours(own.entropy() + distributions.kl_divergence(own, other))
 
     def construct(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The method of that name."""
@@ -92,7 +99,7 @@ _OF_ALL: dict[str, Callable[[Any], Any]] = {
 
 def _answer(self: Distribution, asked: str, function: Callable[..., Any], *operands: Any) -> Any:
     try:
-        return function(*operands).as_subclass(DialectTensor)
+        return _ours(function(*operands))
     except NotImplementedError as error:
         what = f"{type(self).__name__} has no {asked}: torch.distributions does not compute it"
         raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
