@@ -32,4 +32,6 @@ KINDS: list[Sample] = [
     call(aten.embedding.default, _count(5, 3, dtype=torch.int32), _count(2, 4) % 5),
     call(aten.scatter_add.default, _complex(3, 5), 1, _count(3, 4) % 5, _complex(3, 4)),
     call(aten.index_add.default, _complex(3, 5), 1, _count(4) % 5, _complex(3, 4)),
+    call(aten.conv1d.default, _complex(2, 2, 6), _complex(3, 2, 3), None, [1], [1]),
+    call(aten.conv_transpose2d.input, _complex(1, 2, 3, 4), _complex(2, 2, 2, 3), None, [2, 2]),
 ]
