@@ -23,10 +23,13 @@ TP = {"mesh": sw.Mesh(tp=2), "search": "sharding_propagation"}
 COLUMNS = {f"*.{name}": "n@tp" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
 DP = {"mode": "data_parallel"}
 SCRIPTS = {
-    # The last batches of training and evaluation have two samples.
+    # The last batches of training and evaluation have two samples, or one, of which a rank has none.
     "llama, columns": Script(llama, {**TP, "strategies": COLUMNS}, samples=(18, 6)),
     "lora, parameters in parts": Script(
-        adapted, {**DP, "zero": 3}, arguments={"gradient_checkpointing": True, "optim": "adamw_torch"}
+        adapted,
+        {**DP, "zero": 3},
+        arguments={"gradient_checkpointing": True, "optim": "adamw_torch"},
+        samples=(16, 5),
     ),
     "bert, samples": Script(bert, DP, classified),
 }

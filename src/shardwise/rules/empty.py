@@ -1,8 +1,8 @@
 """Ranks that hold nothing: a factor split over more devices than it has indices leaves some without a share.
 
-Most operators accept empty tensors. PyTorch's convolutions, poolings and norms refuse them, and two end the process
-with a floating-point exception (a norm in torch 2.13, attention without heads in 2.11). Their local call is then a
-kernel that returns zeros: the result is empty itself, or a sum without addends.
+Most operators accept empty tensors. PyTorch's convolutions, poolings, transforms and norms refuse them, and two end
+the process with a floating-point exception (a norm in torch 2.13, attention without heads in 2.11). Their local call is
+then a kernel that returns zeros: the result is empty itself, or a sum without addends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def zeros_if_empty(function: RuleFunction) -> RuleFunction:
         inner = rule.localize
         seen = {name for name, _ in rule.windows}
         results = [graph.by_name[name] for name in op.results]
-        indices = tuple(not result.dtype.is_floating_point for result in results)
+        dtypes = tuple(result.dtype for result in results)
         differentiable = tuple(result.requires_grad for result in results)
 
         def is_empty(context: LocalContext) -> bool:
@@ -46,7 +46,7 @@ def zeros_if_empty(function: RuleFunction) -> RuleFunction:
                 return inner(op, context) if inner is not None else unchanged(op)
             sizes = tuple(size for shape in context.result_shapes for size in shape)
             ranks = tuple(map(len, context.result_shapes))
-            return Call(NOTHING, (tuple(map(Ref, op.operands)), sizes, ranks, indices, differentiable))
+            return Call(NOTHING, (tuple(map(Ref, op.operands)), sizes, ranks, dtypes, differentiable))
 
         return replace(rule, localize=localize)
 

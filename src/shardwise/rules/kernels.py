@@ -67,7 +67,7 @@ def _embedding_rows(
     lengths: Sequence[int],
 ) -> Tensor:
     if weight.shape[0] == 0:
-        return weight.sum(0).expand(*indices.shape, weight.shape[1])
+        return weight.sum(0, dtype=weight.dtype).expand(*indices.shape, weight.shape[1])
     local, mine = local_index(indices, sizes, offsets, lengths)
     rows = torch.nn.functional.embedding(local, weight)
     if padding_idx >= 0:
@@ -218,7 +218,9 @@ def _scatter_rows(
     elif value != 1:
         src = src * value
     wide = _with_spare(x, [dim])
-    if how:
+    if how == "sum" and include_self:  # of complex numbers too
+        wide = torch.scatter_add(wide, dim, places, src)
+    elif how:
         wide = torch.scatter_reduce(wide, dim, places, src, how, include_self=include_self)
     else:
         wide = torch.scatter(wide, dim, places, src)
@@ -358,29 +360,21 @@ def _nothing(
     operands: Sequence[Tensor],
     sizes: Sequence[int],
     ranks: Sequence[int],
-    indices: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
     differentiable: Sequence[bool],
 ) -> list[Tensor]:
-    """Zeros whose shapes stand one after the other in ``sizes``: int64 for indices, else of the first operand's type.
-
-    Zeros flow back through the differentiable ones.
-    """
-    zero = torch.stack([x.flatten()[:0].sum() for x in operands if x.is_floating_point()]).sum()
+    """Zeros of ``dtypes``, whose shapes stand one after the other in ``sizes``. Zeros flow back through the
+    differentiable ones, to all operands with a gradient."""
+    parts = [x.flatten()[:0].sum() for x in operands if x.is_floating_point() or x.is_complex()]
     results: list[Tensor] = []
     start = 0
-    for rank, index, flows in zip(ranks, indices, differentiable, strict=True):
-        plain = operands[0].new_zeros(sizes[start : start + rank], dtype=torch.int64 if index else None)
-        results.append(plain + zero if flows else plain)
+    for rank, dtype, flows in zip(ranks, dtypes, differentiable, strict=True):
+        zeros = operands[0].new_zeros(sizes[start : start + rank], dtype=dtype)
+        for part in parts if flows else ():
+            zeros = zeros + (torch.real(part) if part.is_complex() and not dtype.is_complex else part).to(dtype)
+        results.append(zeros)
         start += rank
     return results
-
-
-def _transform_nothing(x: Tensor, sizes: Sequence[int], is_complex: bool) -> Tensor:
-    """An empty tensor of ``sizes``, through which zeros flow back: transforms of PyTorch reject batches of none."""
-    zero = x.flatten()[:0].sum()
-    if is_complex and not zero.is_complex():
-        zero = torch.complex(zero, torch.zeros_like(zero))
-    return (zero if is_complex or not zero.is_complex() else torch.real(zero)).expand(sizes).clone()
 
 
 _ATOMS = "int[] sizes, int[] offsets, int[] lengths"
@@ -420,9 +414,7 @@ LINSPACE_BLOCK: Final = _define(
     _linspace_block,
 )
 CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
-TRANSFORM_NOTHING: Final = _define(
-    "transform_nothing(Tensor x, int[] sizes, bool is_complex) -> Tensor", _transform_nothing
-)
 NOTHING: Final = _define(
-    "nothing(Tensor[] operands, int[] sizes, int[] ranks, bool[] indices, bool[] differentiable) -> Tensor[]", _nothing
+    "nothing(Tensor[] operands, int[] sizes, int[] ranks, ScalarType[] dtypes, bool[] differentiable) -> Tensor[]",
+    _nothing,
 )

@@ -207,7 +207,10 @@ def _resampling(count: int, mode: str) -> RuleFunction:
             where = (split, tuple(offset for offset, _ in parts), output, _starts(context, rows))
             return Call(RESAMPLE_WINDOW, (Ref(op.operands[0]), mode, align, output, sizes, after, scales, *where))
 
-        return _over_maps(op, graph, count, rows, localize, linear=True)
+        copies = mode.startswith("nearest") or graph.by_name[op.results[0]].dtype.is_floating_point
+        whole = () if copies else [f"y{i}" for i in range(count)]  # means of integers are rounded as the operator likes
+        kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
+        return _over_maps(op, graph, count, rows, localize, linear=copies, kinds=kinds)
 
     return function
 

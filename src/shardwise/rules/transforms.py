@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import normal_dim, unchanged
-from shardwise.rules.kernels import TRANSFORM_NOTHING
-from shardwise.rules.rule import Call, FactorKind, LocalContext, OpRule
+from shardwise.rules.calls import normal_dim
+from shardwise.rules.empty import zeros_if_empty
+from shardwise.rules.rule import FactorKind, OpRule
 
 aten = torch.ops.aten
 
@@ -26,15 +26,8 @@ def _transform(op: Op, graph: Graph) -> OpRule:
         single(tuple(f"{letter}{i}" if i in changed else name for i, name in enumerate(names))) for letter in "fg"
     )
     whole = [name for (name,) in (*before, *after) if name not in names]
-    is_complex = graph.by_name[op.results[0]].dtype.is_complex
-
-    def localize(op: Op, context: LocalContext) -> Call:
-        if 0 not in context.operand_shapes[0]:
-            return unchanged(op)
-        return Call(TRANSFORM_NOTHING, (Ref(op.operands[0]), context.result_shapes[0], is_complex))
-
     kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    return build(op, graph, [before], [after], kinds=kinds, linear=((0,),), localize=localize)
+    return build(op, graph, [before], [after], kinds=kinds, linear=((0,),))
 
 
 TRANSFORMS: RuleTable = dict.fromkeys(
@@ -45,5 +38,5 @@ TRANSFORMS: RuleTable = dict.fromkeys(
         *(aten.fft_fftn.default, aten.fft_ifftn.default, aten.fft_rfftn.default, aten.fft_irfftn.default),
         *(aten.fft_hfftn.default, aten.fft_ihfftn.default, aten.fft_fftshift.default, aten.fft_ifftshift.default),
     ),
-    _transform,
+    zeros_if_empty(_transform),
 )

@@ -53,6 +53,11 @@ def _padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
     return F.pad(x, pad) if any(pad) else x
 
 
+# Of complex numbers too, which torch.convolution does not know.
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+
+
 def _conv_window(
     x: Tensor,
     weight: Tensor,
@@ -70,7 +75,7 @@ def _conv_window(
     )
     batched = x.dim() == weight.dim()
     x = x if batched else x.unsqueeze(0)
-    y = torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
+    y = _CONVOLUTIONS[len(padding) - 1](x, weight, bias, stride, padding, dilation, groups)
     return y if batched else y.squeeze(0)
 
 
@@ -91,7 +96,7 @@ def _conv_transpose_window(
     x = x if batched else x.unsqueeze(0)
     empty = [size == 0 for size in x.shape[-count:]]
     x = _padded(x, [0] * count, [int(none) for none in empty])
-    y = torch.convolution(x, weight, None, stride, [0] * count, dilation, True, [0] * count, groups)
+    y = _TRANSPOSED[count - 1](x, weight, None, stride, [0] * count, [0] * count, groups, dilation)
     # A window without rows got one of zeros, which lies anywhere.
     y = _placed(y, [0 if none else front for none, front in zip(empty, fronts, strict=True)], lengths)
     y = y if bias is None else y + bias.reshape(-1, *(1,) * count)

@@ -7,6 +7,7 @@ from rules.samples.constructors import CONSTRUCTORS, DROPOUT
 from rules.samples.elementwise import ELEMENTWISE_SAMPLES
 from rules.samples.functions import FUNCTIONS
 from rules.samples.indexing import INDEXING
+from rules.samples.kinds import KINDS
 from rules.samples.losses import LABEL_TERMS, LOSSES
 from rules.samples.products import ATTENTION, CONTRACTIONS, EXPERTS, RECURRENT
 from rules.samples.reductions import NORMALIZATION, REDUCTIONS
@@ -34,4 +35,5 @@ SAMPLES: tuple[Sample, ...] = (
     *TRANSFORMS,
     *FUNCTIONS,
     *ELEMENTWISE_SAMPLES,
+    *KINDS,
 )
