@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.advice import fits as fits_module
 from shardwise.api import step_memory
 from shardwise.report import options
 
@@ -89,6 +90,34 @@ def test_what_does_not_fit_is_mended_and_the_mends_fit() -> None:
     assert all(option.fits and option.peak_bytes <= limit for option in answer.options)
     assert "what would make it fit" in str(answer)
     assert "sw.fits plans such mends" not in str(answer), "these are they"
+
+
+def test_what_cannot_fit_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states are too much for these devices, in passes of any size; for more of them they are not."""
+    module, batch = asked(8)
+    stored = sum(p.numel() for p in module.parameters()) * 4 * 3
+    planned: list[str] = []
+    find = options.Question.planned
+
+    def counted(question: options.Question, what: str, **changes: Any) -> options.Option:
+        asked_before = len(calls)
+        option = find(question, what, **changes)
+        planned.extend([what] * (len(calls) - asked_before))
+        return option
+
+    calls: list[sw.Cluster] = []
+
+    def plan(*args: Any, **kwargs: Any) -> sw.Plan:
+        calls.append(args[2])
+        return sw.plan(*args, **kwargs)
+
+    monkeypatch.setattr(options.Question, "planned", counted)
+    monkeypatch.setattr(fits_module, "find_plan", plan)
+    answer = sw.fits(module, batch, "h100-1x2", memory_bytes=0.45 * stored, seconds=600)
+    assert not answer
+    assert {"2 times the devices (4)", "4 times the devices (8)"} <= {*planned}
+    assert not [what for what in planned if "passes" in what or what.startswith("1/")], planned
+    assert any("times the devices" in option.what for option in answer.options)
 
 
 def test_other_errors_are_raised_as_by_plan() -> None:

@@ -104,7 +104,7 @@ class Question:
 
     def planned(self, what: str, cluster: Cluster | None = None, samples: int | None = None, **changes: Any) -> Option:
         """The option of some changes. ``samples``: of the inputs. A plan that does not fit is an answer; other errors
-        are raised."""
+        are raised. Nothing is planned where all devices together do not hold what stays from step to step."""
         own = cluster or self.cluster
         args, kwargs = self.args, dict(self.kwargs)
         step = self.samples if samples is None else samples
@@ -113,6 +113,10 @@ class Question:
         settings = {**self.settings, **changes}
         if "global_batch" in settings and settings["global_batch"] is not None:
             step = settings["global_batch"]
+        stays, room = _stays(self.module, settings), own.num_devices * _limit(own, settings)
+        if what and stays > room:
+            refused = f"{format_bytes(stays)} of parameters and states do not fit in {format_bytes(room)}"
+            return Option(what, step, own, refused=refused)
         try:
             with warnings.catch_warnings(), without_mends():
                 warnings.simplefilter("ignore" if what else "default")
@@ -122,6 +126,24 @@ class Question:
                 raise  # what was asked for is no question of memory
             return Option(what, step, own, refused=str(error))
         return Option(what, step, own, found)
+
+
+def _stays(module: nn.Module, settings: Mapping[str, Any]) -> int:
+    """Bytes of parameters and optimizer's states that all devices together keep from step to step, at least."""
+    optimizer = settings.get("optimizer", "adamw")
+    dtype = (settings.get("precision") or Precision()).parameter
+    states = 0 if waits_on_host(optimizer) else states_of(optimizer)
+    return sum(
+        p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize
+        * (1 + states * p.requires_grad)
+        for p in module.parameters()
+    )  # fmt: skip
+
+
+def _limit(cluster: Cluster, settings: Mapping[str, Any]) -> float:
+    """Bytes that a device may take."""
+    limit: float | None = settings.get("memory_bytes")
+    return cluster.device.usable_bytes if limit is None else limit
 
 
 Variant = tuple[str, Callable[[], Option]]
@@ -167,7 +189,7 @@ def _mends_of(find: Callable[..., Plan], given: dict[str, Any]) -> tuple[list[st
     options, untried = tried(mends(question), MEND_SECONDS, enough, clock=time.process_time)
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
     left = f"; not planned, for want of time: {'; '.join(untried)}" if untried else ""
-    return [mended_line(option) for option in best], f"none of {len(options)} that were planned fits{left}"
+    return [mended_line(option) for option in best], f"none of {len(options)} that were looked at fits{left}"
 
 
 def mended_line(option: Option) -> str:
