@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import shardwise as sw
-from hf.runs import VOCABULARY, Sentences, llama, padded
+from hf.runs import VOCABULARY, WIDE, Sentences, llama, padded
 
 RunRanks = Callable[..., list[Any]]
 TP: dict[str, Any] = {
@@ -47,6 +47,19 @@ class Biased(LlamaForCausalLM):
 def biased() -> Any:
     torch.manual_seed(0)
     return Biased(llama().config).double()
+
+
+def windowed() -> Any:
+    """Its first layer sees three tokens, its second all."""
+    kinds = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**WIDE, num_key_value_heads=2, head_dim=8, **kinds)).double()
+
+
+def scores(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of prompts that are longer than a window, and of what comes behind."""
+    said = model.generate(**prompts(13), **GREEDY, output_scores=True, return_dict_in_generate=True)
+    return said.sequences, torch.stack(said.scores)
 
 
 class Odd:
@@ -133,7 +146,9 @@ def on_ranks() -> dict[str, Any]:
     changed = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **by_tokens))
     changing = generation.generator(changed, batch_size=2, max_length=24, chunk=8)
     changed.get_buffer("bias")[5::7] = 3.0
+    window = sw.parallelize(windowed(), sw.plan(windowed(), batch, 2, **TP))
     return {
+        "windowed": scores(generation.generator(window, batch_size=2, max_length=24, chunk=8)),
         "changed": changing.generate(**prompts(5), **GREEDY).tolist(),
         "single": single.generate(**prompts(13, 1), **GREEDY).tolist(),
         "before": before,
@@ -146,6 +161,13 @@ def on_ranks() -> dict[str, Any]:
 
 def test_ranks_generate_what_one_device_does(run_ranks: RunRanks) -> None:
     found = run_ranks(on_ranks, 2, time_limit_seconds=600)
+    (tokens, logits), (wanted_tokens, wanted_logits) = found[0].pop("windowed"), scores(windowed().eval())
+    assert torch.equal(tokens, wanted_tokens)
+    assert torch.allclose(logits, wanted_logits, rtol=1e-12, atol=1e-12)
+    wide = windowed().eval()
+    wide.config.sliding_window = 24
+    assert not torch.allclose(logits, scores(wide)[1]), "the window matters"
+    assert torch.equal(found[1].pop("windowed")[1], logits)
     assert found[0] == found[1]
     assert found[0]["programs"] == 2  # of a chunk of a prompt, and of a token
     assert found[0]["keys"] == (2, 1, 24, 8)  # one of the two heads

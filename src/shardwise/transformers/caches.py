@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from transformers.cache_utils import EncoderDecoderCache, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardwise.api import plan as make_plan
@@ -43,9 +43,7 @@ class Caches(torch.nn.Module):
 
     def __init__(self, config: Any, sizes: Sizes, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config, self.sizes = copy.deepcopy(config.get_text_config(decoder=True)), sizes
-        if (deep := getattr(self.config, "num_decoder_layers", None)) is not None:
-            self.config.num_hidden_layers = deep  # T5 counts those of its encoder
+        self.config, self.sizes = decoder_config(config), sizes
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         for kind, length in (("", sizes.length), ("source_", sizes.source)):
@@ -54,15 +52,19 @@ class Caches(torch.nn.Module):
                     empty = torch.empty(sizes.rows, heads, length, width, dtype=dtype, device="meta")
                     self.register_buffer(f"{kind}{name}_{layer}", empty, persistent=False)
 
-    def cache(self, start: torch.Tensor) -> StaticCache:
+    def cache(self, start: torch.Tensor) -> Cache:
         """transformers' cache over the buffers, of which ``start`` tokens are known."""
-        found = StaticCache(config=self.config, max_cache_len=self.sizes.length)
-        self.fill(found, start)
-        return found
+        cache = self.empty(self.sizes.length)
+        self.fill(cache, start)
+        return cache
 
-    def fill(self, cache: StaticCache, start: torch.Tensor, kind: str = "") -> None:
+    def empty(self, length: int) -> Cache:
+        """A cache whose layers keep all tokens, be their attention to a window of them: masks hide the others."""
+        return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(self.config.num_hidden_layers)])
+
+    def fill(self, cache: Cache, start: torch.Tensor, kind: str = "") -> None:
         for number, layer in enumerate(cache.layers):
-            assert isinstance(layer, StaticLayer), "another kind was refused"
+            assert isinstance(layer, StaticLayer), "as empty() makes them"
             layer.keys = getattr(self, f"{kind}keys_{number}")
             layer.values = getattr(self, f"{kind}values_{number}")
             layer.device = layer.keys.device
@@ -115,7 +117,7 @@ class _Translation(Caches):
         *,
         knows_source: bool,
     ) -> torch.Tensor:
-        of_source = StaticCache(config=self.config, max_cache_len=self.sizes.source)
+        of_source = self.empty(self.sizes.source)
         cache = EncoderDecoderCache(self.cache(start), of_source)
         self.fill(of_source, torch.zeros_like(start), "source_")  # afterwards: it would ask a tensor for its value
         cache.is_updated = dict.fromkeys(range(self.config.num_hidden_layers), knows_source)
@@ -173,6 +175,14 @@ class Rows(Caches):
                 buffer = self.get_buffer(f"{name}_{layer}")
                 buffer.copy_(buffer.index_select(0, rows))
         return rows + 0
+
+
+def decoder_config(config: Any) -> Any:
+    """A copy of what a model's configuration says of its decoder."""
+    own = copy.deepcopy(config.get_text_config(decoder=True))
+    if (deep := getattr(own, "num_decoder_layers", None)) is not None:
+        own.num_hidden_layers = deep  # T5 counts those of its encoder
+    return own
 
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
@@ -258,6 +268,7 @@ __all__ = [
     "NextToken",
     "Rows",
     "Sizes",
+    "decoder_config",
     "decoder_inputs",
     "dtype_of",
     "planned",

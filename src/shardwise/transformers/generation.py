@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from shardwise.errors import ShardwiseError, problem
@@ -36,6 +36,7 @@ from shardwise.transformers.caches import (
     NextToken,
     Rows,
     Sizes,
+    decoder_config,
     decoder_inputs,
     dtype_of,
     planned,
@@ -59,7 +60,7 @@ def generator(
     greedy decoding, sampling (seed torch alike on all ranks) and beams. Refused by name: helpers that guess tokens,
     contrastive search, prefill in chunks of the caller's, caches of the caller's, attentions and hidden states.
 
-    Raises ShardwiseError for models whose caches are of another kind: sliding windows, states, other sources than text.
+    Raises ShardwiseError for models whose caches are of another kind: states, other sources than text.
     """
     original: Any = par.original
     model: Any = original.get_base_model() if hasattr(original, "get_base_model") else original
@@ -113,8 +114,11 @@ def _check_kind(model: Any, length: int, source_length: int | None) -> None:
         what = f"{name} {'reads a source' if source_length is None else 'has no encoder'}"
         given = "give source_length=" if source_length is None else "leave out source_length"
         raise ShardwiseError(problem(what, fix=f"{given}: the most tokens that an encoder reads"))
-    layers = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length).layers
-    others = sorted({type(layer).__name__ for layer in layers if type(layer) is not StaticLayer})
+    config = decoder_config(model.config)
+    layers = StaticCache(config=config, max_cache_len=length).layers
+    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in _OF_TOKENS})
+    if not others and len(layers) < config.num_hidden_layers:
+        others = ["some layers read those of others"]
     if others:
         what = f"{name} has caches of another kind ({', '.join(others)}) than keys and values"
         raise ShardwiseError(problem(what, fix=fix))
@@ -353,6 +357,7 @@ def _front(model: Any, generation: _Generation) -> Any:
     return front.eval()
 
 
+_OF_TOKENS = (StaticLayer, StaticSlidingWindowLayer)
 _UNDERSTOOD = ("return_dict", "use_cache", "cache_position", "logits_to_keep")
 
 __all__ = ["generator"]
