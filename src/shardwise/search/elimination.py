@@ -39,7 +39,7 @@ class TooWide(Exception):
 
 
 class Interner:
-    """Tables by number; equal tables have equal numbers, but for those that are ``given``."""
+    """Tables by number; equal tables have equal numbers, but for ``tables``, which it begins with."""
 
     def __init__(self, tables: Sequence[Table] = ()) -> None:
         self.tables = list(tables)
