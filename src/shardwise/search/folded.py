@@ -35,8 +35,8 @@ Simulate = Callable[[Graph, Levers], SimulatedStep]
 
 @dataclass(frozen=True)
 class Further:
-    """What one more block of a run adds to a step. ``held``: bytes by phase and *region*: the blocks before the run,
-    its first, its last, those behind it, and every operator outside of blocks."""
+    """What one more block of a run adds to a step. ``added_bytes``: bytes by phase and *region*: the blocks before the
+    run, its first, its last, those behind it, and every operator outside of blocks."""
 
     seconds: float
     compute: float
@@ -44,7 +44,7 @@ class Further:
     exposed: float
     forward: float
     kept_bytes: int
-    held: Mapping[tuple[str, str], int]
+    added_bytes: Mapping[tuple[str, str], int]
 
     @staticmethod
     def of(two: SimulatedStep, three: SimulatedStep, regions: Mapping[str, str]) -> Further:
@@ -166,7 +166,7 @@ def _extended(two: SimulatedStep, more: Sequence[tuple[int, Further, Mapping[str
     """A step with so many further blocks of each run."""
     num_bytes_at = {
         (phase, op): num_bytes
-        + sum(count * further.held.get((phase, regions.get(op, op)), 0) for count, further, regions in more)
+        + sum(count * further.added_bytes.get((phase, regions.get(op, op)), 0) for count, further, regions in more)
         for (phase, op), num_bytes in two.held.items()
     }
     phase, op = max(num_bytes_at, key=num_bytes_at.__getitem__)
