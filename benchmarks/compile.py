@@ -64,8 +64,8 @@ def measure(layers: int, width: int, device: torch.device) -> tuple[float, float
     theirs = time.perf_counter() - start
     compiling = par.latest.step.compiling
     assert compiling is not None, "it was asked for"
-    assert compiling.made is not None, "compiled by now"
-    program = compiling.made.emitted.program
+    assert compiling.variant is not None, "compiled by now"
+    program = compiling.variant.emitted.program
     functions = {id(i.target) for i in (*program.forward, *program.backward) if hasattr(i, "target")}
     return (
         theirs,

@@ -246,8 +246,8 @@ def on_two_ranks() -> list[Any]:
             results.append((losses, {name: p.detach() for name, p in par.named_parameters()}))
             step = par.compiled[0].step  # the one that trained
         assert step.compiling is not None
-        assert step.compiling.made is not None
-        program = step.compiling.made.emitted.program
+        assert step.compiling.variant is not None
+        program = step.compiling.variant.emitted.program
         lists = [
             [str(sent_by(i)) for i in (*one.forward, *one.backward) if sent_by(i)]
             for one in (par.compiled[0].step.emitted.program, program)

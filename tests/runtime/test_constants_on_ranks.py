@@ -50,7 +50,7 @@ def gap(alone: Any, par: sw.Parallel, number: int) -> float:
 def kept(par: sw.Parallel) -> dict[str, Tensor]:
     constants = par.latest.step.constants
     assert constants is not None
-    return constants.made
+    return constants.tensors
 
 
 def halve(module: Any) -> None:

@@ -111,7 +111,7 @@ def look(name: str, host: tuple[str, ...]) -> dict[str, Any]:
         for node, device in placed.items():
             if node.op == "call_module":
                 exchange = module.get_submodule(str(node.target))
-                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.way.message.purpose
+                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.transit.message.purpose
                 over.add((device, purpose.ranks is par._host_ranks))
     lookups = [where[node] for node in where if node.op == "call_function" and "embedding" in str(node.target)]
     gradients = next(node for node in backward.graph.nodes if node.op == "output").args[0]

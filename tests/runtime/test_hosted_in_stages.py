@@ -73,7 +73,7 @@ def trained(plan: sw.Plan, model: nn.Module, compile: bool) -> float:
         loss, wanted = par.step(*batch(step)), model(*batch(step))
         assert par._latest is not None
         runs = [own.compiled.in_passes for worker in par._latest.workers for own in worker.programs.values()]
-        assert all((own.compiling is not None and own.compiling.made is not None) == compile for own in runs)
+        assert all((own.compiling is not None and own.compiling.variant is not None) == compile for own in runs)
         wanted.backward()
         assert loss is not None
         norm, wanted_norm = sw.clip_grad_norm(par, 0.05), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -127,7 +127,7 @@ def look(schedule: str, stages: int) -> list[str]:
         for node, device in where.items():
             if node.op == "call_module":
                 exchange = emitted.forward.get_submodule(str(node.target))
-                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.way.message.purpose
+                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.transit.message.purpose
                 assert (purpose.ranks is emitted.host_ranks) == (device == "cpu")
         output = next(node for node in emitted.forward.graph.nodes if node.op == "output")
         kept = dict(zip(emitted.program.saved, (where[node] for node in output.args[0][2]), strict=True))

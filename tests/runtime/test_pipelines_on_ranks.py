@@ -231,7 +231,7 @@ def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
     for _ in range(2):
         assert check_step(compiled, reference, staged_batch(8, seed=6)) is not None
     owns = [own for ready in compiled._ready.values() for w in ready.workers for own in w.programs.values()]
-    made = [own.compiled.in_passes.compiling.made for own in owns if own.compiled.in_passes.compiling is not None]
+    made = [own.compiled.in_passes.compiling.variant for own in owns if own.compiled.in_passes.compiling is not None]
     programs = [one.program for one in made if one is not None]
     assert len(programs) == len(owns) > 0
     for program in programs:

@@ -148,7 +148,7 @@ def gathered() -> tuple[Any, ...]:
     backward = recorded(par)
     transit = [n.target for n in par.program().graph.nodes if n.op == "call_module" and "linear" not in str(n.target)]
     gradients = {name: p.grad for name, p in par.named_parameters()}
-    buffers = [len(m.way.message.parcels) for m in par.program().modules() if isinstance(m, Departing)]
+    buffers = [len(m.transit.message.parcels) for m in par.program().modules() if isinstance(m, Departing)]
     return loss.item(), gradients, forward, backward, [str(name).split("_")[0] for name in transit], buffers
 
 

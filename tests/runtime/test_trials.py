@@ -192,7 +192,7 @@ def test_the_slower_variant_is_let_go(tmp_path: Path, monkeypatch: pytest.Monkey
         turn.is_complete = True
         found.append(made is not None)
     assert found == [*ORDER, False]
-    assert compiling.made is None
+    assert compiling.variant is None
 
 
 def test_a_turn_times_all_its_parts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> Non
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
     (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
     rung = _Rung(planner, None, [cost])
-    ((search,), _) = rung.found
+    ((search,), _) = rung.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None
     program = busiest_program(built.spmd, planner.kinds)

@@ -69,13 +69,16 @@ class Ranking:
         table.add_column("differs in", overflow="fold")
         first = self.plans[0].prediction
         for number, plan in enumerate(self.plans, 1):
-            own = plan.prediction
+            prediction = plan.prediction
             table.add_row(
                 str(number),
-                format_seconds(own.passes * own.additive_price),
-                f"{own.additive_price / first.additive_price - 1:+.2%}" if plan.changed else "",
-                *(format_seconds(own.passes * seconds) for seconds in (own.compute, own.exposed, own.traffic)),
-                format_bytes(own.num_bytes),
+                format_seconds(prediction.passes * prediction.additive_price),
+                f"{prediction.additive_price / first.additive_price - 1:+.2%}" if plan.changed else "",
+                *(
+                    format_seconds(prediction.passes * seconds)
+                    for seconds in (prediction.compute, prediction.exposed, prediction.traffic)
+                ),
+                format_bytes(prediction.num_bytes),
                 _told(plan.changed) if plan.changed else "the chosen plan",
             )
         console = Console(file=StringIO(), width=WIDTH, color_system=None)
@@ -88,7 +91,7 @@ class Ranking:
 
 def _told(changed: tuple[Change, ...]) -> str:
     """The first few changes in words."""
-    words = [f"{own.name}: {own.before or 'whole'} -> {own.after or 'whole'}" for own in changed[:SHOWN]]
+    words = [f"{change.name}: {change.before or 'whole'} -> {change.after or 'whole'}" for change in changed[:SHOWN]]
     more = len(changed) - SHOWN
     return "; ".join([*words, *([f"and {more} more"] if more > 0 else [])])
 
@@ -105,8 +108,8 @@ def what_if(search: Search, name: str, choice: str) -> WhatIf:
         raise PlanError(
             problem(f"{choice!r} is no alternative of {name}", fix=f"one of {', '.join(map(repr, texts[:12]))}")
         )
-    found = _completed(search, {variable: values[0]})
-    return WhatIf(search.prediction(found), tuple(_differences(search, search.outcome.assignment, found)))
+    assignment = _completed(search, {variable: values[0]})
+    return WhatIf(search.prediction(assignment), tuple(_differences(search, search.outcome.assignment, assignment)))
 
 
 def top(search: Search, k: int) -> Ranking:
@@ -121,11 +124,11 @@ def top(search: Search, k: int) -> Ranking:
         exact = sorted(price_of.values())[:k][-1] <= bound * (1 + EXACT)
         if exact or not bound:
             break
-    others = sorted((own for own in price_of if own != chosen), key=lambda own: price_of[own])
+    others = sorted((values for values in price_of if values != chosen), key=lambda values: price_of[values])
     return Ranking(
         tuple(
-            RankedPlan(search.prediction(list(own)), tuple(_differences(search, list(chosen), list(own))))
-            for own in [chosen, *others][:k]
+            RankedPlan(search.prediction(list(values)), tuple(_differences(search, list(chosen), list(values))))
+            for values in [chosen, *others][:k]
         ),
         exact,
     )
@@ -153,8 +156,8 @@ def _completed(search: Search, fixed: dict[int, int]) -> list[int]:
     """The best assignment found that has some values."""
     cost = search.cost
     weights = (Weights(1.0, 1.0, 0.0), Weights(1.0, 0.0, 1.0), Weights(1.0, 0.5, 0.5))
-    found = [solved(restricted(cost.weighted(own), fixed)).assignment for own in weights]
-    return min(found, key=lambda own: step_seconds(cost.components(own)))
+    completed = [solved(restricted(cost.weighted(weighting), fixed)).assignment for weighting in weights]
+    return min(completed, key=lambda assignment: step_seconds(cost.components(assignment)))
 
 
 def _neighbours(search: Search, k: int) -> Iterator[list[int]]:
@@ -165,7 +168,7 @@ def _neighbours(search: Search, k: int) -> Iterator[list[int]]:
     for scope, kind in cost.factors:
         for variable in scope:
             at.setdefault(variable, []).append((scope, kind))
-    found: list[tuple[float, int, int]] = []
+    priced: list[tuple[float, int, int]] = []
     for variable, factors in at.items():
         options = np.zeros((cost.variables[variable].size, len(COMPONENTS)))
         for scope, kind in factors:
@@ -175,6 +178,6 @@ def _neighbours(search: Search, k: int) -> Iterator[list[int]]:
                     options[:, i] += table[index]
         there = total - options[assignment[variable]] + options
         seconds = there[:, EXPOSED] + np.maximum(there[:, COMPUTE], there[:, TRAFFIC])
-        found += [(float(s), variable, i) for i, s in enumerate(seconds) if i != assignment[variable]]
-    for _, variable, value in sorted(found)[:k]:
+        priced += [(float(s), variable, i) for i, s in enumerate(seconds) if i != assignment[variable]]
+    for _, variable, value in sorted(priced)[:k]:
         yield [*assignment[:variable], value, *assignment[variable + 1 :]]

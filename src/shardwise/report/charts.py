@@ -27,9 +27,11 @@ def timeline(events: Sequence[Event], seconds: float, mesh: Mesh, *, most: int =
     rows = []
     for number, stream in enumerate(sorted({event.stream for event in events})):
         name = row_name(stream, mesh)
-        own = sorted((event for event in longest if event.stream == stream), key=lambda event: event.start)
+        on_stream = sorted((event for event in longest if event.stream == stream), key=lambda event: event.start)
         busy = sum(event.seconds for event in events if event.stream == stream)
-        rows.append({"name": name, "busy": format_seconds(busy), "y": number * ROW, "boxes": list(_boxes(own, scale))})
+        rows.append(
+            {"name": name, "busy": format_seconds(busy), "y": number * ROW, "boxes": list(_boxes(on_stream, scale))}
+        )
     shown = "" if len(longest) == len(events) else f"the longest {len(longest):,} of {len(events):,} events"
     return {"rows": rows, "height": len(rows) * ROW, "width": WIDTH, "total": format_seconds(seconds), "shown": shown}
 
@@ -71,19 +73,19 @@ def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) ->
     """What is held at every operator in turn, in layers from below; of very many operators the fullest of neighbours,
     in about ``most`` points. The widest one is ``peak``."""
     size = -(-len(over) // most)
-    points = [max(over[i : i + size], key=lambda own: own.num_bytes) for i in range(0, len(over), size)]
+    points = [max(over[i : i + size], key=lambda moment: moment.num_bytes) for i in range(0, len(over), size)]
     whole = peak.num_bytes or 1
     wide = WIDTH / max(len(points), 1)
     base = [0.0] * len(points)
     layers = []
     for name in CATEGORIES:
-        if not any(own.parts.get(name, 0) for own in points):
+        if not any(moment.parts.get(name, 0) for moment in points):
             continue
-        top = [low + own.parts.get(name, 0) * HEIGHT / whole for low, own in zip(base, points, strict=True)]
+        top = [low + moment.parts.get(name, 0) * HEIGHT / whole for low, moment in zip(base, points, strict=True)]
         layers.append({"name": name, "path": _area(base, top, wide)})
         base = top
-    at = next((i for i, own in enumerate(points) if own.num_bytes == peak.num_bytes), len(points) - 1)
-    backward = next((i for i, own in enumerate(points) if own.phase != "forward"), len(points))
+    at = next((i for i, moment in enumerate(points) if moment.num_bytes == peak.num_bytes), len(points) - 1)
+    backward = next((i for i, moment in enumerate(points) if moment.phase != "forward"), len(points))
     return {
         "layers": layers,
         "width": WIDTH,
@@ -95,15 +97,15 @@ def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) ->
             {
                 "x": f"{i * wide:.2f}",
                 "width": f"{wide:.2f}",
-                "says": f"{own.where}: {format_bytes(own.num_bytes)} ({_parts(own)})",
+                "says": f"{moment.where}: {format_bytes(moment.num_bytes)} ({_parts(moment)})",
             }
-            for i, own in enumerate(points)
+            for i, moment in enumerate(points)
         ],
     }
 
 
-def _parts(own: Peak) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in own.parts.items() if size)
+def _parts(moment: Peak) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.parts.items() if size)
 
 
 def _area(low: Sequence[float], high: Sequence[float], wide: float) -> str:

@@ -30,7 +30,7 @@ def find(cost: CostGraph, name: str) -> int:
             )
     if name in cost.domains.graph.op_by_name:
         raise PlanError(f"{name} has no choice: it depends on no parameter and is made where it is needed")
-    known = [own for _, own in names]
+    known = [called for _, called in names]
     near = get_close_matches(name, known, 3)
     raise PlanError(
         problem(f"the search has no choice for {name!r}", fix=f"one of {', '.join(near or known[:6])}, ...")

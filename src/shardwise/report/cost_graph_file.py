@@ -22,11 +22,11 @@ def write_cost_graph(search: Search, path: str | Path) -> None:
 def _as_data(search: Search) -> dict[str, Any]:
     """Variables with their values and own prices, and edges with the numbers of their tables."""
     cost, assignment = search.cost, search.outcome.assignment
-    own: dict[int, list[int]] = {}
+    tables_of: dict[int, list[int]] = {}
     edges = []
     for scope, kind in cost.factors:
         if len(scope) == 1:
-            own.setdefault(scope[0], []).append(kind)
+            tables_of.setdefault(scope[0], []).append(kind)
         else:
             edges.append(
                 {
@@ -41,7 +41,7 @@ def _as_data(search: Search) -> dict[str, Any]:
             "name": named(cost, i),
             "kind": variable.kind,
             "alternatives": [text_of(search, i, value) for value in range(variable.size)],
-            "prices": own.get(i, []),
+            "prices": tables_of.get(i, []),
             "chosen": assignment[i],
         }
         for i, variable in enumerate(cost.variables)
@@ -74,15 +74,15 @@ def _dot(search: Search) -> str:
     cost, assignment = search.cost, search.outcome.assignment
     shapes = {"operator": "box", "storage": "cylinder", "shared": "ellipse", "received": "cylinder"}
     lines = ["digraph cost {", "  node [fontname=monospace];"]
-    own: dict[int, float] = {}
+    price_of: dict[int, float] = {}
     for scope, kind in cost.factors:
         if len(scope) == 1:
             entry = _at(search, scope, kind)
-            own[scope[0]] = own.get(scope[0], 0.0) + sum(v for name, v in entry.items() if name != "bytes")
+            price_of[scope[0]] = price_of.get(scope[0], 0.0) + sum(v for name, v in entry.items() if name != "bytes")
     for i, variable in enumerate(cost.variables):
         label = json.dumps(
             f"{named(cost, i)}\n{text_of(search, i, assignment[i])}\n"
-            f"1 of {variable.size}, {format_seconds(own.get(i, 0.0))}"
+            f"1 of {variable.size}, {format_seconds(price_of.get(i, 0.0))}"
         )
         lines.append(f"  v{i} [shape={shapes[variable.kind]}, label={label}];")
     for scope, kind in cost.factors:

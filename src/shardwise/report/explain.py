@@ -88,7 +88,7 @@ class Explanation:
 
     @property
     def chosen(self) -> Alternative:
-        return next(own for own in self.alternatives if own.chosen)
+        return next(alternative for alternative in self.alternatives if alternative.chosen)
 
     def __str__(self) -> str:
         lines = [f"{self.kind} {self.name}: {self.chosen.choice}"]
@@ -99,14 +99,14 @@ class Explanation:
             )
         else:
             lines.append("  cheapest alone: no neighbour had to decide")
-        shown = [own for i, own in enumerate(self.alternatives) if i < 6 or own.chosen]
-        for own in shown:
-            mark = "*" if own.chosen else " "
+        shown = [alternative for i, alternative in enumerate(self.alternatives) if i < 6 or alternative.chosen]
+        for alternative in shown:
+            mark = "*" if alternative.chosen else " "
             lines.append(
-                f"  {mark} {own.choice}    step at least {format_seconds(own.step_seconds)}; here "
-                f"{format_seconds(own.seconds)}, {format_bytes(own.num_bytes)}"
+                f"  {mark} {alternative.choice}    step at least {format_seconds(alternative.step_seconds)}; here "
+                f"{format_seconds(alternative.seconds)}, {format_bytes(alternative.num_bytes)}"
             )
-            for term in own.terms:
+            for term in alternative.terms:
                 if term.seconds or term.num_bytes:
                     lines.append(f"      {_described(term)}")
                     lines.extend(f"        {message}" for message in term.messages)
@@ -117,9 +117,9 @@ class Explanation:
 def _described(term: Term) -> str:
     parts = [(name, getattr(term, name)) for name in ("compute", "exposed", "traffic")]
     seconds = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value)
-    held = f"holds {format_bytes(term.num_bytes)}" if term.num_bytes else ""
+    num_bytes = f"holds {format_bytes(term.num_bytes)}" if term.num_bytes else ""
     where = f"with {term.neighbour}" if term.neighbour else "itself"
-    return f"{where}: " + "; ".join(filter(None, (seconds, held)))
+    return f"{where}: " + "; ".join(filter(None, (seconds, num_bytes)))
 
 
 def explain(search: Search, name: str) -> Explanation:
@@ -149,7 +149,9 @@ def explain(search: Search, name: str) -> Explanation:
         gain = float(totals[i][alone] - totals[i][chosen])
         if i and alone != chosen and gain > favour:
             decided_by, favour = neighbour, gain
-    ordered = sorted(alternatives, key=lambda own: (own.step_seconds, not own.chosen, own.seconds))
+    ordered = sorted(
+        alternatives, key=lambda alternative: (alternative.step_seconds, not alternative.chosen, alternative.seconds)
+    )
     kind = cost.variables[variable].kind
     return Explanation(name, kind, tuple(ordered), text_of(search, variable, alone), decided_by, favour)
 
@@ -162,18 +164,18 @@ def _term(neighbour: str, components: Floats, messages: tuple[Message, ...]) -> 
 def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[int | None, str, Floats]]:
     """(neighbour, its name, [values, components]) of all tables of a variable, its own first."""
     size = cost.variables[variable].size
-    own = np.zeros((size, len(COMPONENTS)))
-    found: dict[int, Floats] = {}
+    itself = np.zeros((size, len(COMPONENTS)))
+    beside: dict[int, Floats] = {}
     for scope, kind in cost.factors:
         if variable not in scope:
             continue
         other = next((v for v in scope if v != variable), None)
-        total = own if other is None else found.setdefault(other, np.zeros_like(own))
+        total = itself if other is None else beside.setdefault(other, np.zeros_like(itself))
         index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
         for i, table in enumerate(cost.kinds[kind]):
             if table is not None:
                 total[:, i] += table[index]
-    return [(None, "", own), *((other, named(cost, other), table) for other, table in found.items())]
+    return [(None, "", itself), *((other, named(cost, other), table) for other, table in beside.items())]
 
 
 def _messages(search: Search, variable: int, value: int, other: int | None) -> tuple[Message, ...]:
@@ -183,19 +185,19 @@ def _messages(search: Search, variable: int, value: int, other: int | None) -> t
     cost, assignment = search.cost, list(search.outcome.assignment)
     assignment[variable] = value
     maker, taker = min(variable, other), max(variable, other)
-    found: list[Message] = []
+    messages: list[Message] = []
     for name, source, target in _conversions(cost, maker, taker, assignment):
-        found.extend(_collectives(search, name, source, target))
-    return tuple(found)
+        messages.extend(_collectives(search, name, source, target))
+    return tuple(messages)
 
 
 def _conversions(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Iterator[tuple[str, int, int]]:
     """(value, node it is in, node it is needed in) of the conversions between two variables, each once."""
     variable, taken = cost.variables[taker], assignment[taker]
     if isinstance(variable, SharedVariable):
-        made_by, made = cost.maker[variable.name]
+        made_by, starts = cost.maker[variable.name]
         if made_by == maker:
-            yield variable.name, int(made[assignment[maker]]), int(variable.nodes[taken])
+            yield variable.name, int(starts[assignment[maker]]), int(variable.nodes[taken])
         return
     if not isinstance(variable, OperatorVariable):
         return

@@ -53,23 +53,25 @@ def holdings(stage: Stage) -> dict[str, Any]:
         for kind, entries in (("input", stage.inputs), ("parameter", stage.parameters), ("buffer", stage.buffers))
         for name, text in merged_tensors(entries)
     ]
-    own = [stage.layouts[name] for name in names.values()]
+    parsed = [stage.layouts[name] for name in names.values()]
     placed = stage.placement.ranks
     return {
         "columns": grid.columns,
         "caption": grid.caption,
         "ranks": [placed[rank] for rank in grid.ranks],
         "tensors": tensors,
-        "held": [_held(layout, placed) for layout in own],
-        "shards": [_shards(layout, grid) for layout in own],
+        "held": [_held(layout, placed) for layout in parsed],
+        "shards": [_shards(layout, grid) for layout in parsed],
     }
 
 
 def _shards(layout: Layout, grid: Grid) -> dict[str, Any]:
     """``of``: the number of the shard on every device; ``what``: the indices of every shard."""
     numbers: dict[str, int] = {}
-    own = [numbers.setdefault(_indices(layout, layout.mesh.coordinates(rank)), len(numbers)) for rank in grid.ranks]
-    return {"of": own, "what": list(numbers)}
+    shard_of = [
+        numbers.setdefault(_indices(layout, layout.mesh.coordinates(rank)), len(numbers)) for rank in grid.ranks
+    ]
+    return {"of": shard_of, "what": list(numbers)}
 
 
 def _indices(layout: Layout, coordinates: Mapping[str, int]) -> str:
@@ -106,10 +108,10 @@ def _held(layout: Layout, placed: tuple[int, ...]) -> list[tuple[str, str, str]]
     return [
         (
             str(list(shape)),
-            f"{len(own):,}" if step == 1 else f"{len(own):,} of {MOST_UNEVEN:,} looked at",
-            ", ".join(map(str, own[:MOST_LISTED])) + (" ..." if len(own) > MOST_LISTED else ""),
+            f"{len(holders):,}" if step == 1 else f"{len(holders):,} of {MOST_UNEVEN:,} looked at",
+            ", ".join(map(str, holders[:MOST_LISTED])) + (" ..." if len(holders) > MOST_LISTED else ""),
         )
-        for shape, own in ranks.items()
+        for shape, holders in ranks.items()
     ]
 
 

@@ -35,16 +35,16 @@ class Joined(Known):
 
     def what_if(self, name: str, choice: str) -> WhatIf | WhatIfInStage:
         """As the plan of the setting that was taken says it."""
-        found: WhatIf | WhatIfInStage = self.found.what_if(name, choice)
-        return found
+        answer: WhatIf | WhatIfInStage = self.found.what_if(name, choice)
+        return answer
 
     def top(self, k: int = 5) -> Ranking | PipelineRanking:
         """The best ``k`` plans of the setting that was taken; under stages the best pipelines, among them those of the
         other settings (``Staged.top``)."""
         if isinstance(self.found, Staged):
             return self.found.top(k, joint=self.joint)
-        found: Ranking = self.found.top(k)
-        return found
+        ranking: Ranking = self.found.top(k)
+        return ranking
 
     def known(self) -> tuple[Pass, ...]:
         """What is known of the plan of the setting that was taken."""

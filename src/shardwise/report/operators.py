@@ -100,11 +100,11 @@ def _communicated(name: str, rule: OpRule, op: Op, graph: Graph) -> tuple[tuple[
     """The collectives of a split over two devices: (forward, backward). The result stays as it comes."""
     mesh = Mesh(x=NUM_DEVICES)
     rules = factor_graph(graph, {op.name: rule}).rules
-    own = rules[op.name]
-    chosen = next((f.name for f in own.factors if f.name.partition(".")[0] == name and f.size > 1), name)
+    factored = rules[op.name]
+    chosen = next((f.name for f in factored.factors if f.name.partition(".")[0] == name and f.size > 1), name)
     strategy = Strategy.parse(f"{chosen}@x", mesh)
     stored: dict[str, Layout] = {}
-    for value, layout in zip(op.operands, apply_strategy(own, strategy, mesh).operands, strict=True):
+    for value, layout in zip(op.operands, apply_strategy(factored, strategy, mesh).operands, strict=True):
         kept = {axis: "I" for axis, state in layout.states}
         stored.setdefault(value, layout.without_windows.moved(kept))
     choice = Choice({op.name: strategy}, stored)
@@ -161,10 +161,10 @@ def page(calls: Iterable[tuple[Op, Graph]]) -> str:
     """docs/operators.md from sample calls, each the one operator of its graph."""
     entries: dict[OpOverload, list[Entry]] = {}
     for op, graph in calls:
-        found = entry_of(op, graph)
+        entry = entry_of(op, graph)
         known = entries.setdefault(op.target, [])
-        if found is not None and found.rule not in [e.rule for e in known] and len(known) < MOST_RULES:
-            known.append(found)
+        if entry is not None and entry.rule not in [e.rule for e in known] and len(known) < MOST_RULES:
+            known.append(entry)
     lines = [*_HEAD, f"{len(tables.RULES)} operators have rules.", ""]
     for module, table in sections().items():
         doc = (import_module(module).__doc__ or "").partition("\n\n")[0].replace("\n", " ")
@@ -202,8 +202,8 @@ _TABLE_HEAD = ("| operator | rule | sample | splits | whole | source |", "|---|-
 def _alike(entries: list[list[Entry]]) -> list[list[Entry]]:
     """Operators that say the same, together: point-wise ones fill one row."""
     groups: dict[Any, list[Entry]] = {}
-    for own in entries:
-        for entry in own:
+    for of_operator in entries:
+        for entry in of_operator:
             key = (entry.rule, entry.splits, entry.whole, entry.source, entry.shapes)
             groups.setdefault(key, []).append(entry)
     return list(groups.values())

@@ -105,7 +105,7 @@ class Question:
     def planned(self, what: str, cluster: Cluster | None = None, samples: int | None = None, **changes: Any) -> Option:
         """The option of some changes. ``samples``: of the inputs. A plan that does not fit is an answer; other errors
         are raised. Nothing is planned where all devices together do not hold what stays from step to step."""
-        own = cluster or self.cluster
+        devices = cluster or self.cluster
         args, kwargs = self.args, dict(self.kwargs)
         step = self.samples if samples is None else samples
         if samples is not None:
@@ -113,19 +113,19 @@ class Question:
         settings = {**self.settings, **changes}
         if "global_batch" in settings and settings["global_batch"] is not None:
             step = settings["global_batch"]
-        stays, room = _stays(self.module, settings), own.num_devices * _limit(own, settings)
+        stays, room = _stays(self.module, settings), devices.num_devices * _limit(devices, settings)
         if what and stays > room:
             refused = f"{format_bytes(stays)} of parameters and states do not fit in {format_bytes(room)}"
-            return Option(what, step, own, refused=refused)
+            return Option(what, step, devices, refused=refused)
         try:
             with warnings.catch_warnings(), without_mends():
                 warnings.simplefilter("ignore" if what else "default")
-                found = self.find(self.module, args, own, kwargs=kwargs, **settings)
+                plan = self.find(self.module, args, devices, kwargs=kwargs, **settings)
         except PlanError as error:
             if not (what or isinstance(error, NothingFits)):
                 raise  # what was asked for is no question of memory
-            return Option(what, step, own, refused=str(error))
-        return Option(what, step, own, found)
+            return Option(what, step, devices, refused=str(error))
+        return Option(what, step, devices, plan)
 
 
 def _stays(module: nn.Module, settings: Mapping[str, Any]) -> int:
@@ -160,9 +160,9 @@ def without_mends() -> Iterator[None]:
 
 
 @contextmanager
-def naming_mends(find: Callable[..., Plan], given: dict[str, Any]) -> Iterator[None]:
+def naming_mends(find: Callable[..., Plan], arguments: dict[str, Any]) -> Iterator[None]:
     """In here a refusal of what does not fit names mends, each planned, where that takes seconds; else why they were
-    not. ``find``: ``sw.plan``; ``given``: its arguments."""
+    not. ``find``: ``sw.plan``; ``arguments``: of it."""
     start = time.process_time()
     try:
         yield
@@ -174,17 +174,17 @@ def naming_mends(find: Callable[..., Plan], given: dict[str, Any]) -> Iterator[N
     if took > CHEAP_SECONDS:
         why = f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them"
         raise refused.naming([], why) from None
-    raise refused.naming(*_mends_of(find, given)) from None
+    raise refused.naming(*_mends_of(find, arguments)) from None
 
 
-def _mends_of(find: Callable[..., Plan], given: dict[str, Any]) -> tuple[list[str], str]:
-    """What would make a plan fit, a line each, and what to say where nothing would. ``given``: the arguments of
+def _mends_of(find: Callable[..., Plan], arguments: dict[str, Any]) -> tuple[list[str], str]:
+    """What would make a plan fit, a line each, and what to say where nothing would. ``arguments``: those of
     ``sw.plan``."""
-    module, inputs, cluster = (given.pop(name) for name in ("module", "example_inputs", "cluster"))
-    question = Question.of(find, module, inputs, given.pop("kwargs", None), Cluster.of(cluster), given)
+    module, inputs, cluster = (arguments.pop(name) for name in ("module", "example_inputs", "cluster"))
+    question = Question.of(find, module, inputs, arguments.pop("kwargs", None), Cluster.of(cluster), arguments)
 
-    def enough(found: Sequence[Option]) -> bool:
-        return sum(option.fits for option in found) >= NUM_SHOWN
+    def enough(planned: Sequence[Option]) -> bool:
+        return sum(option.fits for option in planned) >= NUM_SHOWN
 
     options, untried = tried(mends(question), MEND_SECONDS, enough, clock=time.process_time)
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
@@ -202,10 +202,12 @@ def mended_line(option: Option) -> str:
 def mends(question: Question) -> Iterator[Variant]:
     """What may make a model fit, the least change first."""
     samples, batch = question.samples, num_samples((question.args, dict(question.kwargs)))
-    given = question.settings.get("micro_batch", 0)
+    micro_batch = question.settings.get("micro_batch", 0)
     for part in (2, 4):
-        if given and batch == samples and given % part == 0:
-            yield _variant(question, f"smaller passes (micro_batch={given // part})", micro_batch=given // part)
+        if micro_batch and batch == samples and micro_batch % part == 0:
+            yield _variant(
+                question, f"smaller passes (micro_batch={micro_batch // part})", micro_batch=micro_batch // part
+            )
     if question.settings.get("recompute", "auto") != "auto":
         yield _variant(question, 'what fits is made again in backward (recompute="auto")', recompute="auto")
     if question.settings.get("zero") in (1, 2):
@@ -223,16 +225,16 @@ def mends(question: Question) -> Iterator[Variant]:
     yield from _batches(question, (0.5, 0.25))
 
 
-def changes(question: Question, found: Plan) -> Iterator[Variant]:
+def changes(question: Question, plan: Plan) -> Iterator[Variant]:
     """What may make a model that fits run at a lower price. Stages that were chosen stay as they are, but where they
     are what changes."""
     if question.settings.get("stages") == "auto":
-        chosen = {"stages": len(found.stages), "schedule": found.schedule} if found.is_pipeline else {}
+        chosen = {"stages": len(plan.stages), "schedule": plan.schedule} if plan.is_pipeline else {}
         free = {key: value for key, value in question.settings.items() if key not in ("stages", "schedule")}
         question = replace(question, settings={**free, **chosen})
     yield from _precision(question)
     yield from _batches(question, (2, 0.5))
-    again = any(entry.again for entry in found.operators) or any(entry.again for entry in found.conversions)
+    again = any(entry.again for entry in plan.operators) or any(entry.again for entry in plan.conversions)
     yield (
         _variant(question, 'nothing is made again (recompute="none")', recompute="none")
         if again
@@ -240,12 +242,12 @@ def changes(question: Question, found: Plan) -> Iterator[Variant]:
     )
     yield from _clusters(question, most=2)
     if "mesh" not in question.settings:
-        part = question.cluster.with_devices(found.stages[0].mesh.num_devices)
+        part = question.cluster.with_devices(plan.stages[0].mesh.num_devices)
         meshes = candidate_meshes(part, question.settings.get("max_mesh_axes", 2))
-        others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in found.stages)]
+        others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in plan.stages)]
         for mesh in others[:_MOST_MESHES]:
             axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
-            of = "another mesh of every stage" if found.is_pipeline else "another mesh"
+            of = "another mesh of every stage" if plan.is_pipeline else "another mesh"
             yield _variant(question, f"{of}: Mesh({axes})", mesh=mesh)
     yield from _stages(question)
 
@@ -264,14 +266,14 @@ def _stages(question: Question) -> Iterator[Variant]:
     places = stages // schedule.stages_per_place
     for number in (places // 2, places * 2):
         if number > 1 and devices % number == 0:
-            own = number * schedule.stages_per_place
-            yield _variant(question, f"{own} stages (stages={own})", stages=own)
+            count = number * schedule.stages_per_place
+            yield _variant(question, f"{count} stages (stages={count})", stages=count)
     yield _variant(question, "no stages (stages=None)", stages=None, schedule=None)
     for other in map(schedule_of, _SCHEDULES):
         if other.name != schedule.name:
-            own = places * other.stages_per_place
-            what = f'another schedule (schedule="{other.name}", stages={own})'
-            yield _variant(question, what, stages=own, schedule=other.name)
+            count = places * other.stages_per_place
+            what = f'another schedule (schedule="{other.name}", stages={count})'
+            yield _variant(question, what, stages=count, schedule=other.name)
 
 
 def _sizes(mesh: Mesh) -> Iterator[int]:
@@ -341,6 +343,6 @@ def _clusters(question: Question, most: int = _MOST_NODES) -> Iterator[Variant]:
     while factor <= most:
         outer = [*sizes[:-1], sizes[-1] * factor]
         count = question.cluster.num_devices * factor
-        own = question.cluster.resized(outer).renamed(f"{question.cluster.name} x {factor}")
-        yield _variant(question, f"{factor} times the devices ({count})", cluster=own)
+        larger = question.cluster.resized(outer).renamed(f"{question.cluster.name} x {factor}")
+        yield _variant(question, f"{factor} times the devices ({count})", cluster=larger)
         factor *= 2

@@ -54,12 +54,12 @@ class Module:
 
     @property
     def count(self) -> int:
-        return sum(row.count for row in self.rows) + sum(own.count for own in self.modules.values())
+        return sum(row.count for row in self.rows) + sum(module.count for module in self.modules.values())
 
     @property
     def seconds(self) -> float | None:
-        own = [row.seconds for row in self.rows] + [module.seconds for module in self.modules.values()]
-        known = [seconds for seconds in own if seconds is not None]
+        parts = [row.seconds for row in self.rows] + [module.seconds for module in self.modules.values()]
+        known = [seconds for seconds in parts if seconds is not None]
         return sum(known) if known else None
 
     @property
@@ -82,7 +82,7 @@ def rows_of(
     rows = []
     for (name, strategy, rule, *conversions), members in listed:
         first = members[0]
-        own = None if seconds is None else sum(seconds.get(member, 0.0) for member in members)
+        seconds_of_row = None if seconds is None else sum(seconds.get(member, 0.0) for member in members)
         rows.append(
             Row(
                 name,
@@ -92,7 +92,7 @@ def rows_of(
                 len(members),
                 types(first),
                 tuple(dict.fromkeys(home[read] for read in reads(first) if read in home)),
-                own,
+                seconds_of_row,
                 sources.get(first, ""),
                 why(first),
             )
@@ -114,7 +114,7 @@ def tree_of(rows: Iterable[Row]) -> Module:
 
 def members_of(name: str) -> list[str]:
     """The operators that a merged name stands for: ``blocks.0-1/add`` -> ``blocks.0/add``, ``blocks.1/add``."""
-    spans = [[*_numbers(found)] for found in _RANGE.findall(name)]
+    spans = [[*_numbers(span)] for span in _RANGE.findall(name)]
     pieces = _RANGE.split(name)
     names = []
     for numbers in product(*spans):
@@ -131,27 +131,31 @@ def _numbers(text: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def alternatives(found: Explanation) -> dict[str, Any]:
+def alternatives(explanation: Explanation) -> dict[str, Any]:
     """An explanation as rows: the best few and the chosen one."""
-    listed = [own for i, own in enumerate(found.alternatives) if i < MOST_ALTERNATIVES or own.chosen]
-    made = (
-        f"{found.decided_by} made the choice: {format_seconds(found.favour)} in favour of it over {found.alone}, the "
-        "cheapest alone"
-        if found.decided_by
+    listed = [
+        alternative
+        for i, alternative in enumerate(explanation.alternatives)
+        if i < MOST_ALTERNATIVES or alternative.chosen
+    ]
+    said = (
+        f"{explanation.decided_by} made the choice: {format_seconds(explanation.favour)} in favour of it over "
+        f"{explanation.alone}, the cheapest alone"
+        if explanation.decided_by
         else "cheapest alone: no neighbour had to decide"
     )
     return {
-        "said": made,
-        "more": len(found.alternatives) - len(listed),
+        "said": said,
+        "more": len(explanation.alternatives) - len(listed),
         "rows": [
             (
-                own.choice,
-                own.chosen,
-                format_seconds(own.step_seconds),
-                format_seconds(own.seconds),
-                format_bytes(own.num_bytes),
+                alternative.choice,
+                alternative.chosen,
+                format_seconds(alternative.step_seconds),
+                format_seconds(alternative.seconds),
+                format_bytes(alternative.num_bytes),
             )
-            for own in listed
+            for alternative in listed
         ],
     }
 
@@ -169,15 +173,15 @@ def typed(text: str, meshes: Sequence[Mesh]) -> Markup:
             for piece in pieces
         )
 
-    found, end = Markup(""), 0
+    markup, end = Markup(""), 0
     for match in _AXES.finditer(text):
-        found += escape(text[end : match.start()])
+        markup += escape(text[end : match.start()])
         if match[1]:
-            found += Markup("@") + marked(match[1])
+            markup += Markup("@") + marked(match[1])
         else:
-            found += escape(match[2]) + Markup("(") + marked(match[3]) + Markup(")")
+            markup += escape(match[2]) + Markup("(") + marked(match[3]) + Markup(")")
         end = match.end()
-    return found + escape(text[end:])
+    return markup + escape(text[end:])
 
 
 __all__ = ["Module", "Row", "alternatives", "members_of", "rows_of", "tree_of", "typed"]

@@ -72,8 +72,8 @@ def write_page(
     """Write the page. ``known``: what the search says of every stage, for charts, types and alternatives (empty: there
     is none); ``profile``: a measured step (``par.profile``) to lay over the prediction; ``other``: a plan to set beside
     this one. Raises PlanError for a plan without a prediction, and for a profile of a plan with other stages."""
-    for one in (plan, other):
-        if one is not None and one.predicted is None and one.pipeline is None:
+    for shown_plan in (plan, other):
+        if shown_plan is not None and shown_plan.predicted is None and shown_plan.pipeline is None:
             raise PlanError(
                 problem(
                     "the plan has no prediction, so there is nothing to look at: it was not chosen by price",
@@ -84,7 +84,7 @@ def write_page(
     if profile is not None and measured != len(plan.stages):
         what = f"the profile is of {measured} stages, the plan has {len(plan.stages)}"
         raise PlanError(problem(what, fix="give what par.profile(...) measured under this plan"))
-    meshes = [stage.mesh for one in (plan, other) if one is not None for stage in one.stages]
+    meshes = [stage.mesh for shown_plan in (plan, other) if shown_plan is not None for stage in shown_plan.stages]
     environment = Environment(
         loader=PackageLoader("shardwise.report"),
         autoescape=True,
@@ -112,9 +112,11 @@ def write_page(
 
 def _looked_at(plan: Plan, known: Sequence[Pass]) -> dict[str, Any]:
     """A plan for the template."""
-    each: Sequence[Pass | None] = known or (None,) * len(plan.stages)
-    stages = [_stage(stage, own) for stage, own in zip(plan.stages, each, strict=True)]
-    passes = [_pass(own, stage.mesh, len(known)) for stage, own in zip(plan.stages, known, strict=bool(known))]
+    passes_or_none: Sequence[Pass | None] = known or (None,) * len(plan.stages)
+    stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
+    passes = [
+        _pass(of_stage, stage.mesh, len(known)) for stage, of_stage in zip(plan.stages, known, strict=bool(known))
+    ]
     rows = [(number, row) for number, stage in enumerate(stages) for row in stage["rows"] if row.seconds]
     return {
         "plan": plan,
@@ -165,7 +167,7 @@ def _time(step: SimulatedStep) -> list[Share]:
     waits = max(step.seconds - step.compute - step.exposed, 0.0)
     seconds = [("operators and update", step.compute), ("waiting for messages (exposed)", step.exposed)]
     seconds += [("waiting for the host to start kernels", waits)]
-    seconds = [(name, own if own > EXACT * step.seconds else 0.0) for name, own in seconds]
+    seconds = [(name, value if value > EXACT * step.seconds else 0.0) for name, value in seconds]
     return [Share(name, format_seconds(s), 100 * s / step.seconds if step.seconds else 0.0) for name, s in seconds]
 
 
@@ -174,10 +176,10 @@ def _messages(step: SimulatedStep, mesh: Mesh) -> list[tuple[str, str, str, str,
     count: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for event in step.events:
         if event.stream:
-            own = count[event.name, row_name(event.stream, mesh)]
-            own[0] += 1
-            own[1] += event.num_bytes
-            own[2] += event.seconds
+            sums = count[event.name, row_name(event.stream, mesh)]
+            sums[0] += 1
+            sums[1] += event.num_bytes
+            sums[2] += event.seconds
     return [
         (kind, over, f"{n:,.0f}", format_bytes(size), format_seconds(seconds))
         for (kind, over), (n, size, seconds) in sorted(count.items(), key=lambda item: -item[1][2])
@@ -199,22 +201,22 @@ def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
             f"{min(stage.placement.ranks)}-{max(stage.placement.ranks)}",
             str(stage.mesh),
             f"{len(stage.operators):,}",
-            format_seconds(own.forward),
-            format_seconds(own.backward),
-            format_bytes(own.peak_bytes),
-            format_bytes(own.sent_bytes),
-            f"{own.bubble:.1%}",
+            format_seconds(figures.forward),
+            format_seconds(figures.backward),
+            format_bytes(figures.peak_bytes),
+            format_bytes(figures.sent_bytes),
+            f"{figures.bubble:.1%}",
         )
-        for number, (stage, own) in enumerate(zip(plan.stages, plan.pipeline.stages, strict=True))
+        for number, (stage, figures) in enumerate(zip(plan.stages, plan.pipeline.stages, strict=True))
     ]
 
 
 def _schedule(plan: Plan) -> dict[str, Any] | None:
     """What every place does when; None for a plan without stages, and one of a file that lacks their seconds."""
-    found = simulated_order(plan)
-    if found is None or plan.pipeline is None:
+    simulated = simulated_order(plan)
+    if simulated is None or plan.pipeline is None:
         return None
-    return schedule_rows(*found, [own.seconds for own in plan.pipeline.stages])
+    return schedule_rows(*simulated, [stage.seconds for stage in plan.pipeline.stages])
 
 
 def _stage(stage: Stage, known: Pass | None) -> dict[str, Any]:
@@ -243,11 +245,15 @@ def _nothing(name: str) -> tuple[str, ...]:
 
 def _beside(plan: Plan, other: Plan) -> dict[str, Any]:
     """Figures of two plans, and what differs."""
-    own, others = dict(plan_figures(plan)), dict(plan_figures(other))
-    found = plan.diff(other)
-    changes = {title: getattr(found, title) for title in ("settings", "layouts", "strategies", "cuts", "communication")}
+    figures, others = dict(plan_figures(plan)), dict(plan_figures(other))
+    difference = plan.diff(other)
+    changes = {
+        title: getattr(difference, title) for title in ("settings", "layouts", "strategies", "cuts", "communication")
+    }
     return {
-        "figures": [(name, own.get(name, "not known"), others.get(name, "not known")) for name in {**own, **others}],
+        "figures": [
+            (name, figures.get(name, "not known"), others.get(name, "not known")) for name in {**figures, **others}
+        ],
         "changes": [(title, entries[:MOST_CHANGES], len(entries)) for title, entries in changes.items() if entries],
     }
 
@@ -276,17 +282,19 @@ def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
         ],
         "rows": [
             row
-            for number, (own, other) in enumerate(stages)
+            for number, (measured, predicted) in enumerate(stages)
             for row in (
-                _in_seconds(f"stage {number}, forward", own.forward, other.forward),
-                _in_seconds(f"stage {number}, backward", own.input + own.weight, other.input + other.weight),
+                _in_seconds(f"stage {number}, forward", measured.forward, predicted.forward),
+                _in_seconds(
+                    f"stage {number}, backward", measured.input + measured.weight, predicted.input + predicted.weight
+                ),
             )
         ],
         "charts": [
             (title, place_rows(places, max(ends, default=0.0)))
             for title, places in zip(titles, profile.events, strict=True)
         ],
-        "stages": [(number, _measured(own)) for number, own in sorted(profile.stages.items())],
+        "stages": [(number, _measured(measured)) for number, measured in sorted(profile.stages.items())],
     }
 
 

@@ -30,14 +30,14 @@ class PipelineRanking:
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("differs in", overflow="fold")
         first = self.pipelines[0]
-        for number, own in enumerate(self.pipelines, 1):
+        for number, pipeline in enumerate(self.pipelines, 1):
             table.add_row(
                 str(number),
-                format_seconds(own.step_seconds),
-                f"{own.step_seconds / first.step_seconds - 1:+.2%}" if own.changed else "",
-                "" if own.bubble is None else f"{own.bubble:.1%}",
-                format_bytes(int(own.num_bytes)),
-                own.changed or "the chosen pipeline",
+                format_seconds(pipeline.step_seconds),
+                f"{pipeline.step_seconds / first.step_seconds - 1:+.2%}" if pipeline.changed else "",
+                "" if pipeline.bubble is None else f"{pipeline.bubble:.1%}",
+                format_bytes(int(pipeline.num_bytes)),
+                pipeline.changed or "the chosen pipeline",
             )
         console = Console(file=StringIO(), width=WIDTH, color_system=None)
         console.print(table)

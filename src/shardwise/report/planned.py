@@ -52,9 +52,9 @@ class MicroBatches:
         if not self.tried:
             return f"a pass is over {self.taken} samples, as was said; nothing else was tried"
         lines = [f"a pass is over {self.taken} samples; tried, the largest first, until steps got longer:"]
-        for one in self.tried:
-            fits = f"step {format_seconds(one.step_seconds)}, peak {format_bytes(int(one.num_bytes))}"
-            lines.append(f"  {one.micro_batch} ({one.passes} passes): {one.refused or fits}")
+        for size in self.tried:
+            fits = f"step {format_seconds(size.step_seconds)}, peak {format_bytes(int(size.num_bytes))}"
+            lines.append(f"  {size.micro_batch} ({size.passes} passes): {size.refused or fits}")
         return "\n".join(lines)
 
 
@@ -171,36 +171,38 @@ class Staged(Known):
         """Equal stages have one search, and equal meshes have equal names."""
         plan = found.plan
         called: dict[int, Search] = {}
-        own = tuple(
+        searches = tuple(
             None
-            if one is None
-            else replace(one, search=called.setdefault(id(one.search), replace(one.search, called=stage.mesh)))
-            for stage, one in zip(plan.stages, found.searched, strict=True)
+            if searched is None
+            else replace(
+                searched, search=called.setdefault(id(searched.search), replace(searched.search, called=stage.mesh))
+            )
+            for stage, searched in zip(plan.stages, found.searched, strict=True)
         )
-        return Staged(**entries(plan), searched=own, found=found)
+        return Staged(**entries(plan), searched=searches, found=found)
 
     def explain(self, name: str) -> InStage:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
         crosses between stages, and parameters that several have, were brought together afterwards. Raises PlanError for
         an unknown name, and where no stage was chosen by price."""
-        number, own = self._home(name)
-        called = own.names[name]
-        return InStage(number, "" if called == name else called, explain(own.search, called))
+        number, searched = self._home(name)
+        called = searched.names[name]
+        return InStage(number, "" if called == name else called, explain(searched.search, called))
 
     def what_if(self, name: str, choice: str) -> WhatIfInStage:
         """What the best plan of its stage would be if an operator had the strategy (or a parameter the layout)
         ``choice``: as ``Planned.what_if``, of a pass of that stage. The other stages, and what crosses between them,
         stay as they are. Raises as ``explain`` does, and for a choice that there is not."""
-        number, own = self._home(name)
-        found = what_if(own.search, own.names[name], choice)
-        names = {called: name for name, called in own.names.items()}
+        number, searched = self._home(name)
+        answer = what_if(searched.search, searched.names[name], choice)
+        names = {called: name for name, called in searched.names.items()}
 
         def in_stage(shown: str) -> str:
             kind, space, called = shown.rpartition(" ")  # "shared add", "received add", or a name alone
             return f"{kind}{space}{names.get(called, called)}"
 
-        changed = tuple(change._replace(name=in_stage(change.name)) for change in found.changed)
-        return WhatIfInStage(number, replace(found, changed=changed))
+        changed = tuple(change._replace(name=in_stage(change.name)) for change in answer.changed)
+        return WhatIfInStage(number, replace(answer, changed=changed))
 
     def top(self, k: int = 5, *, joint: Joint | None = None) -> PipelineRanking:
         """The best ``k`` pipelines (up to ``MOST_PLANS``) of those that are near: every cut moved by a block (or an
@@ -211,10 +213,10 @@ class Staged(Known):
 
     def _home(self, name: str) -> tuple[int, Searched]:
         """The stage that has an operator or a parameter, and its search."""
-        for number, own in enumerate(self.searched):
-            if own is not None and name in own.names:
-                return number, own
-        known = [name for own in self.searched if own is not None for name in own.names]
+        for number, searched in enumerate(self.searched):
+            if searched is not None and name in searched.names:
+                return number, searched
+        known = [name for searched in self.searched if searched is not None for name in searched.names]
         if not known:
             raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
         near = ", ".join(get_close_matches(name, known, 3) or known[:6])
@@ -231,30 +233,30 @@ class Staged(Known):
         asked: dict[tuple[int, str], Mapping[str, Any]] = {}  # equal stages have one search
 
         def why(name: str) -> Mapping[str, Any] | None:
-            found = self._searched_as(name)
-            if found is None:
+            home = self._searched_as(name)
+            if home is None:
                 return None
-            own, called = found
-            key = id(own.search), called
+            searched, called = home
+            key = id(searched.search), called
             if key not in asked:
-                asked[key] = alternatives_of(own.search, called)
+                asked[key] = alternatives_of(searched.search, called)
             said = f"as {called} of an equal stage: " if called != name else ""
             return {**asked[key], "said": said + asked[key]["said"]}
 
-        found = []
-        for number, own in enumerate(self.passes()):
-            over = memory_of_program(own.program, own.prices, over_time=True).over
-            waiting = stage_peak(self, number, own.step).num_bytes - own.step.peak_bytes
-            held = tuple(with_saved(peak, waiting) for peak in over)
-            step = replace(own.step, peak=with_saved(own.step.peak, waiting))
-            found.append(Pass(step, held, *_told_by(own.graph, own.program), why))
-        return tuple(found)
+        passes = []
+        for number, of_stage in enumerate(self.passes()):
+            over = memory_of_program(of_stage.program, of_stage.prices, over_time=True).over
+            waiting = stage_peak(self, number, of_stage.step).num_bytes - of_stage.step.peak_bytes
+            with_waiting = tuple(with_saved(peak, waiting) for peak in over)
+            step = replace(of_stage.step, peak=with_saved(of_stage.step.peak, waiting))
+            passes.append(Pass(step, with_waiting, *_told_by(of_stage.graph, of_stage.program), why))
+        return tuple(passes)
 
     def _searched_as(self, name: str) -> tuple[Searched, str] | None:
         """The search for the stage of an operator, and what the operator is called there."""
-        for own in self.searched:
-            if own is not None and own.names.get(name) in own.search.cost.domains.graph.op_by_name:
-                return own, own.names[name]
+        for searched in self.searched:
+            if searched is not None and searched.names.get(name) in searched.search.cost.domains.graph.op_by_name:
+                return searched, searched.names[name]
         return None
 
 
@@ -264,11 +266,11 @@ def _told_by(graph: Graph, program: Program) -> tuple[Told, Told]:
     layouts = program.spmd.layouts
 
     def types(name: str) -> tuple[str, ...]:
-        results = [own for own in graph.op_by_name[name].results if own in layouts]
-        return tuple(format_layout(layouts[own], graph.by_name[own].dtype) for own in results)
+        results = [value for value in graph.op_by_name[name].results if value in layouts]
+        return tuple(format_layout(layouts[value], graph.by_name[value].dtype) for value in results)
 
     def reads(name: str) -> tuple[str, ...]:
-        return tuple(makers[own] for own in graph.op_by_name[name].operands if own in makers)
+        return tuple(makers[value] for value in graph.op_by_name[name].operands if value in makers)
 
     return types, reads
 

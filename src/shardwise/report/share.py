@@ -144,18 +144,20 @@ def _parameters(spmd: Spmd, data_axes: tuple[str, ...]) -> tuple[float | None, t
     sources = [source for source in spmd.graph.sources if source.kind == "parameter"]
     values = [spmd.graph.by_name[source.value] for source in sources]
     layouts = [_without(spmd.layouts[source.value], data_axes) for source in sources]
-    held = {layout: [prod(layout.local_shape(at)) for at in coordinates.values()] for layout in dict.fromkeys(layouts)}
+    elements = {
+        layout: [prod(layout.local_shape(at)) for at in coordinates.values()] for layout in dict.fromkeys(layouts)
+    }
     itemsizes = [value.dtype.itemsize for value in values]
     total = sum(value.num_bytes for value in values)
     busiest = max(
-        sum(held[layout][rank] * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True))
+        sum(elements[layout][rank] * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True))
         for rank in range(mesh.num_devices)
     )
     scale = _scale(total, devices)
     unsplit = [
         Unsplit(source.names[0], value.num_bytes / total, lost, _reason_of_layout(layout, axes))
         for source, value, layout in zip(sources, values, layouts, strict=True)
-        if (lost := scale * (max(held[layout]) * value.dtype.itemsize - value.num_bytes / devices)) > 0
+        if (lost := scale * (max(elements[layout]) * value.dtype.itemsize - value.num_bytes / devices)) > 0
     ]
     return _share(total, busiest, devices), tuple(sorted(unsplit, key=lambda item: -item.lost))
 
@@ -260,7 +262,9 @@ def _worst(share: SplitShare, number: int) -> list[str]:
         printed = [item for item in items if item.lost >= MIN_PRINTED]
         lines.append([f"{item.name}: {item.of_total:.2%} of all, {item.reason}" for item in printed])
     return [
-        line for found in lines for line in found[:number] + [f"... {len(found) - number} more"] * (len(found) > number)
+        line
+        for of_kind in lines
+        for line in of_kind[:number] + [f"... {len(of_kind) - number} more"] * (len(of_kind) > number)
     ]
 
 

@@ -40,11 +40,11 @@ class StagePass:
 
 def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[StagePass, ...]:
     """All stages of a plan. ``graph``: of a pass of its step; ``prelude``: what that computes ahead of its passes."""
-    stages, kinds, found = bound(plan, graph, prelude=prelude, training=plan.training), Kinds(), []
+    stages, kinds, passes = bound(plan, graph, prelude=prelude, training=plan.training), Kinds(), []
     for number, (part, spmd) in enumerate(zip(stages.cut.parts, stages.spmds, strict=True)):
         program, prices = busiest_program(spmd, kinds), prices_of(plan.alone(number))
-        found.append(StagePass(part, program, prices, simulate_program(program, prices)))
-    return tuple(found)
+        passes.append(StagePass(part, program, prices, simulate_program(program, prices)))
+    return tuple(passes)
 
 
 def places_of(plan: Plan) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def simulated_order(plan: Plan) -> tuple[Order, SimulatedPipeline] | None:
     if plan.pipeline is None:
         return None
     order = order_in(plan)
-    step = simulate_pipeline(order, [own.seconds for own in plan.pipeline.stages])
+    step = simulate_pipeline(order, [stage.seconds for stage in plan.pipeline.stages])
     differs = abs(step.seconds - plan.pipeline.step_seconds) > 1e-9 * step.seconds
     return None if differs else (order, step)
 
@@ -74,22 +74,25 @@ def step_interval(plan: Plan, passes: Sequence[StagePass], cluster: Cluster) -> 
     figures, all else as those of the level that is known least, in all stages at once."""
     assert plan.pipeline is not None, "it is predicted"
     operators, sent = 1 + cluster.device.spread, 1 + max((level.spread for level in cluster.levels), default=0.0)
-    order, stages = order_in(plan), [own.seconds for own in plan.pipeline.stages]
-    shares = [min(own.step.compute / own.step.seconds, 1.0) if own.step.seconds else 0.0 for own in passes]
+    order, stages = order_in(plan), [stage.seconds for stage in plan.pipeline.stages]
+    shares = [
+        min(stage_pass.step.compute / stage_pass.step.seconds, 1.0) if stage_pass.step.seconds else 0.0
+        for stage_pass in passes
+    ]
 
     def seconds(sign: int) -> float:
-        each = [
-            _scaled(own, share * operators**sign + (1 - share) * sent**sign, sent**sign)
-            for own, share in zip(stages, shares, strict=True)
+        scaled = [
+            _scaled(stage, share * operators**sign + (1 - share) * sent**sign, sent**sign)
+            for stage, share in zip(stages, shares, strict=True)
         ]
-        return simulate_pipeline(order, each).seconds
+        return simulate_pipeline(order, scaled).seconds
 
     return Interval(plan.pipeline.step_seconds, seconds(-1), seconds(1))
 
 
-def _scaled(own: StageSeconds, factor: float, sent: float) -> StageSeconds:
+def _scaled(stage: StageSeconds, factor: float, sent: float) -> StageSeconds:
     return StageSeconds(
-        factor * own.forward, factor * own.input, factor * own.weight, sent * own.send, factor * own.update
+        factor * stage.forward, factor * stage.input, factor * stage.weight, sent * stage.send, factor * stage.update
     )
 
 
@@ -108,21 +111,23 @@ def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
     """What a device of the place that holds most has of all of its stages, with their micro-batches in flight, while
     the one of them that has most besides works."""
     place_of, order = places_of(plan), order_in(plan)
-    kept = [float(own.step.kept_bytes) for own in passes]
+    kept = [float(stage_pass.step.kept_bytes) for stage_pass in passes]
     seconds = tuple(StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0) for _ in passes)
     work = Work(seconds, place_of, plan.micro_batches, tuple(kept), (0.0,) * len(order))
-    found = []
+    peaks = []
     for place, in_flight in enumerate(work.peaks(order)):
         parts = Counter[str](dict.fromkeys(CATEGORIES, 0))
         parts["saved"] = round(in_flight)
         stages = work.stages_of(place)
-        number = max(stages, key=lambda own: passes[own].step.peak_bytes - sum(passes[own].step.rests.values()))
-        own = passes[number].step.peak
+        number = max(
+            stages, key=lambda candidate: passes[candidate].step.peak_bytes - sum(passes[candidate].step.rests.values())
+        )
+        fullest = passes[number].step.peak
         for other in stages:
-            parts.update(own.parts if other == number else passes[other].step.rests)
+            parts.update(fullest.parts if other == number else passes[other].step.rests)
             parts["saved"] -= passes[other].step.kept_bytes
-        found.append(Peak(sum(parts.values()), f"stage {number}, {own.phase}", own.op, parts))
-    return max(found, key=lambda peak: peak.num_bytes)
+        peaks.append(Peak(sum(parts.values()), f"stage {number}, {fullest.phase}", fullest.op, parts))
+    return max(peaks, key=lambda peak: peak.num_bytes)
 
 
 __all__ = [

@@ -80,14 +80,14 @@ def run_alone(
             calls = _calls(module, plan, settings, Placement.whole(plan.mesh))
             return _measured(calls, spmd, rank, steps, repeats=plan.micro_batches > 1)
         spmds = bound(plan, step_graph(graph), training=module.training).spmds
-        found = {
+        profiles = {
             number: _measured(
                 _calls(module, plan.alone(number), settings, stage.placement), spmd, rank, steps, repeats=True
             )
             for number, (stage, spmd) in enumerate(zip(plan.stages, spmds, strict=True))
             if rank in stage.placement.ranks
         }
-        return StagesProfile(rank, plan.num_ranks, found)
+        return StagesProfile(rank, plan.num_ranks, profiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,10 @@ def _measured(calls: Calls, spmd: Spmd, rank: int, steps: int, *, repeats: bool)
     """A stage of the rank, or all there is. ``repeats``: its micro-batches add up."""
     plan, device = calls.plan, calls.settings.device
     calls.create_groups(spmd)
-    own = calls.step_of(spmd, loss_only=True, repeats=repeats)
+    emitted_step = calls.step_of(spmd, loss_only=True, repeats=repeats)
     tensors = _made_up(spmd, calls.ranks, device)
-    run = steps_of(own, tensors, plan.micro_batches)
-    return profile_step(run, lambda: own, plan, list(tensors), device, steps, alone=rank)
+    run = steps_of(emitted_step, tensors, plan.micro_batches)
+    return profile_step(run, lambda: emitted_step, plan, list(tensors), device, steps, alone=rank)
 
 
 @contextmanager
@@ -150,10 +150,10 @@ def _made_up(spmd: Spmd, ranks: Communicator, device: torch.device) -> list[Tens
     for source in spmd.graph.sources:
         value = spmd.graph.by_name[source.value]
         shape = spmd.layouts[source.value].local_shape(ranks.coordinates)
-        made = torch.zeros(shape, dtype=value.kept_dtype, device=device)
-        if made.is_floating_point() or made.is_complex():
-            made.normal_(std=_SCALE)
-        tensors.append(made.requires_grad_(source.trainable))
+        tensor = torch.zeros(shape, dtype=value.kept_dtype, device=device)
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.normal_(std=_SCALE)
+        tensors.append(tensor.requires_grad_(source.trainable))
     return tensors
 
 

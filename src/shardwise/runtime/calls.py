@@ -196,8 +196,8 @@ class Calls:
 
     def check_surroundings(self) -> None:
         """Raise ShardwiseError where the code of the captured calls would read something else now."""
-        for found in filter(None, (self._settings_of_model, self._surroundings)):
-            found.check()
+        for snapshot in filter(None, (self._settings_of_model, self._surroundings)):
+            snapshot.check()
 
     def compiled(self, call: Call, state: Mapping[str, torch.Tensor]) -> Compiled:
         """The program of a call over this rank's parameters and buffers; every rank asks for it."""
@@ -370,15 +370,15 @@ class Calls:
             return compiled_program(program, self.ranks, device, on_host), on_host
 
         def forward_only(compiles: bool) -> Emitted:
-            own = variant(with_gradients=False)
-            return emitted(*(compiled(*own) if compiles else own))
+            inference = variant(with_gradients=False)
+            return emitted(*(compiled(*inference) if compiles else inference))
 
         def compiled_step() -> Step:
             program, on_host = compiled(*variant())
 
-            def for_some(given: tuple[bool, ...]) -> Emitted:
-                reached, _ = variant(reached=given)
-                return emitted(with_every_cotangent(program, given, reached.gradients), on_host)
+            def for_some(differentiated: tuple[bool, ...]) -> Emitted:
+                reached, _ = variant(reached=differentiated)
+                return emitted(with_every_cotangent(program, differentiated, reached.gradients), on_host)
 
             return Step(emitted(program, on_host), for_some, forward_only, constants=constants)
 
@@ -386,7 +386,7 @@ class Calls:
         self._announce(program.untraceable)
         parts = repeated(program) if repeats else None
         divided = with_constants_apart(program if parts is None else parts.each)
-        constants = Constants(divided.constants, lambda made: emitted(made, on_host))
+        constants = Constants(divided.constants, lambda constant_program: emitted(constant_program, on_host))
         plain = emitted(divided.step, on_host)
         trial = None
         if self.settings.compile == "auto":
@@ -397,7 +397,7 @@ class Calls:
             return RepeatedStep(program, ahead, plain, behind, constants, passes)
         return Step(
             plain,
-            lambda given: emitted(*variant(reached=given)),
+            lambda differentiated: emitted(*variant(reached=differentiated)),
             forward_only,
             Compiling(compiled_step, trial) if compiles else None,
             constants,
@@ -407,8 +407,8 @@ class Calls:
     def _announce_kept(self, program: LocalProgram) -> None:
         """Say once, on rank 0, which operators draw from a generator, and are kept though the plan makes them again."""
         again = program.spmd.lifetimes.operators
-        drawing = [own for own in program.instructions if isinstance(own, LocalOp) and own.op in again]
-        kept = {own.op for own in drawing if own.call.target in STREAMS.values()} - self._announced
+        drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in again]
+        kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
         self._announced.update(kept)
         if kept and self.ranks.rank == 0:
             warnings.warn(

@@ -58,8 +58,8 @@ class InFlight:
         else:
             self.work.wait()
         if self.rows is not None:
-            received, own = self.rows
-            received.add_(own)
+            received, this_rows = self.rows
+            received.add_(this_rows)
 
 
 def is_gloos(group: Any) -> bool:
@@ -281,7 +281,7 @@ class Message:
         self.ranks, self.purpose, self.number = ranks, purpose, 0
         self.kind, self.axes, self.with_own = first.kind, first.axes, first.with_own
         self.together = together or [range(len(moves))]
-        self.parcels = [Parcel([moves[i] for i in own], ranks, in_place) for own in self.together]
+        self.parcels = [Parcel([moves[i] for i in positions], ranks, in_place) for positions in self.together]
         self.is_gloos = self.parcels[0].is_gloos
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
@@ -325,17 +325,17 @@ class Message:
 
     def _launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
         sent = [
-            parcel.launch([tensors[i] for i in own], wait)
-            for parcel, own in zip(self.parcels, self.together, strict=True)
+            parcel.launch([tensors[i] for i in positions], wait)
+            for parcel, positions in zip(self.parcels, self.together, strict=True)
         ]
         self.ranks.note(self.kind, self.axes, sum(num_bytes for *_, num_bytes in sent))
         return [buffer for buffer, *_ in sent], [] if wait else [flight for _, flight, _ in sent]
 
-    def land(self, buffers: list[torch.Tensor], given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The results, from buffers that are filled. ``given``: this rank's tensor, where the move needs it as well."""
+    def land(self, buffers: list[torch.Tensor], this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """The results, from buffers that are filled. ``this_rank``: its tensor, where the move needs it as well."""
         results: dict[int, torch.Tensor] = {}
-        for parcel, own in zip(reversed(self.parcels), reversed(self.together), strict=True):
-            results.update(zip(own, parcel.land(buffers.pop(), given), strict=True))
+        for parcel, positions in zip(reversed(self.parcels), reversed(self.together), strict=True):
+            results.update(zip(positions, parcel.land(buffers.pop(), this_rank), strict=True))
         return [results[i] for i in range(len(results))]
 
 
@@ -370,14 +370,14 @@ class Parcel:
             return self._reduce_scatter(tensors, wait)
         return self._all_to_all(tensors, wait)
 
-    def land(self, buffer: torch.Tensor, given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The results, from the buffer. ``given``: this rank's tensor, where the move needs it as well."""
+    def land(self, buffer: torch.Tensor, this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """The results, from the buffer. ``this_rank``: its tensor, where the move needs it as well."""
         if self.adds_rows:
             buffer = added(buffer, self.size)
         if self.kind in ("all_reduce", "reduce_scatter"):
             if self.single:
-                own = self.moves[0]
-                return [buffer if buffer.shape == own.shape else buffer.flatten()[: prod(own.shape)].view(own.shape)]
+                only = self.moves[0]
+                return [buffer if buffer.shape == only.shape else buffer.flatten()[: prod(only.shape)].view(only.shape)]
             sizes = [prod(move.shape) for move in self.moves]
             pieces = buffer.flatten()[: sum(sizes)].split(sizes)
             return [piece.view(move.shape) for piece, move in zip(pieces, self.moves, strict=True)]
@@ -393,7 +393,7 @@ class Parcel:
             for pieces, counts, move in zip(arrived, self.counts, self.moves, strict=True):
                 pieces.append(row[start : start + counts[member]].view(move.received[member]))
                 start += counts[member]
-        return [move.unpack([*pieces, *given]) for move, pieces in zip(self.moves, arrived, strict=True)]
+        return [move.unpack([*pieces, *this_rank]) for move, pieces in zip(self.moves, arrived, strict=True)]
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight, int]:
         if self.single:
@@ -431,10 +431,10 @@ class Parcel:
     def _all_to_all(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight, int]:
         packed = [move.pack(tensor) for move, tensor in zip(self.moves, tensors, strict=True)]
         parts = [[_wire(messages[member]).reshape(-1) for messages in packed] for member in range(self.size)]
-        given = [sum(part.numel() for part in row) for row in parts]
+        counts = [sum(part.numel() for part in row) for row in parts]
         sent = torch.cat([part for row in parts for part in row])
         received = self.buffer_like(sent, sum(self.totals))
-        work = dist.all_to_all_single(received, sent, self.totals, given, group=self.group, async_op=not wait)
+        work = dist.all_to_all_single(received, sent, self.totals, counts, group=self.group, async_op=not wait)
         return received.view(tensors[0].dtype), InFlight(work, sent, self.is_gloos), sent.nbytes
 
 
@@ -455,8 +455,8 @@ def group_timeout() -> timedelta | None:
     """The time-out of the group of all ranks, for every other group."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     options: Any = getattr(dist.distributed_c10d._get_default_group()._get_backend(device), "options", None)
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def _row(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
@@ -473,8 +473,8 @@ def _padded(rows: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     sizes = [[part.numel() for part in row] for row in rows]
     longest = max(map(sum, sizes))
     joined = rows[0][0].new_empty(len(rows), longest)
-    for row, own, whole in zip(rows, sizes, joined, strict=True):
-        *places, padding = whole.split([*own, longest - sum(own)])
+    for row, lengths, whole in zip(rows, sizes, joined, strict=True):
+        *places, padding = whole.split([*lengths, longest - sum(lengths)])
         for part, place in zip(row, places, strict=True):
             place.view(part.shape).copy_(part)
         padding.zero_()

@@ -71,7 +71,7 @@ class Kernels(Boxed):
 def _same_order(tensor: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether strides differ only where there is nothing to step over."""
     return 0 in tensor.shape or all(
-        size == 1 or own == wanted for size, own, wanted in zip(tensor.shape, tensor.stride(), stride, strict=True)
+        size == 1 or step == wanted for size, step, wanted in zip(tensor.shape, tensor.stride(), stride, strict=True)
     )
 
 
@@ -107,12 +107,12 @@ def compiled_program(
         return _Compiler(program, ranks, device, on_host, generate or inductor).run()
 
 
-def with_every_cotangent(program: Program, given: Sequence[bool], reached: Iterable[str]) -> Program:
+def with_every_cotangent(program: Program, present: Sequence[bool], reached: Iterable[str]) -> Program:
     """The program for cotangents of some delivered values: the others are zeros. ``reached``: the sources that these
     have gradients for; the others get none."""
     zeros: list[Instruction] = []
     cotangents = list(program.cotangents)
-    for i, (name, there) in enumerate(zip(program.cotangents, given, strict=True)):
+    for i, (name, there) in enumerate(zip(program.cotangents, present, strict=True)):
         if name is not None and not there:
             form = program.forms[name]
             kwargs = (("dtype", form.dtype), ("device", None))
@@ -143,9 +143,9 @@ class _Compiler:
         forward = [self._instruction(item, [first for first, _ in placed]) for item in divided.forward]
         backward = [self._instruction(item, [second for _, second in placed]) for item in divided.backward]
         gradients = {source: self._name(name) for source, name in program.gradients.items()}
-        made = {name for instruction in forward for name in instruction.results} | set(program.taken)
+        computed = {name for instruction in forward for name in instruction.results} | set(program.taken)
         read = (name for instruction in backward for name in instruction.operands)
-        saved = tuple(name for name in dict.fromkeys((*read, *gradients.values())) if name in made)
+        saved = tuple(name for name in dict.fromkeys((*read, *gradients.values())) if name in computed)
         return replace(
             program,
             forward=tuple(forward),
@@ -183,41 +183,41 @@ class _Compiler:
         """The sections of a region as instructions, in the names of the program."""
         names = dict(zip(_numbered("primals", region.inputs), region.inputs, strict=True))
         names |= dict(zip(_numbered("tangents", region.late), region.late, strict=True))
-        found = []
+        sections = []
         for half, ends, mark, part in (
             (halves[0], region.outputs, ".", "forward"),
             (halves[1], region.results, "'", "input"),
         ):
-            made = {name for one in half.parts for name in one.results}
-            own: dict[str, str] = {}
+            computed = {name for section in half.parts for name in section.results}
+            end_of: dict[str, str] = {}
             for node, end in zip(half.returned, ends, strict=True):
-                if node in made and node not in own:
-                    own[node] = end
-                elif node in made:
-                    self.names[end] = own[node]
+                if node in computed and node not in end_of:
+                    end_of[node] = end
+                elif node in computed:
+                    self.names[end] = end_of[node]
                 else:
                     self.names[end] = names[node]
-            for node in made:
-                own.setdefault(node, f"region {number}{mark}{node}")
-            names |= own
+            for node in computed:
+                end_of.setdefault(node, f"region {number}{mark}{node}")
+            names |= end_of
             instructions = []
-            for one in half.parts:
-                results = tuple(names[node] for node in one.results)
-                forms.update(zip(results, one.forms, strict=True))
+            for section in half.parts:
+                results = tuple(names[node] for node in section.results)
+                forms.update(zip(results, section.forms, strict=True))
                 instructions.append(
                     Compute(
-                        one.kernels,
-                        tuple(Ref(names[node]) for node in one.operands),
+                        section.kernels,
+                        tuple(Ref(names[node]) for node in section.operands),
                         (),
                         results,
                         tuple((i,) for i in range(len(results))),
-                        one.forms,
-                        tuple(None if node is None else names[node] for node in one.shares),
+                        section.forms,
+                        tuple(None if node is None else names[node] for node in section.shares),
                         Origin(f"region {number}", "", part),  # type: ignore[arg-type]
                     )
                 )
-            found.append(instructions)
-        return found[0], found[1]
+            sections.append(instructions)
+        return sections[0], sections[1]
 
     def _instruction(self, item: At | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
         """The instruction, in the names that there are now."""
@@ -365,18 +365,18 @@ class _Cut:
             fakes = [self.values[node.name] for node in operands]
             fixed = [i for i, node in enumerate(outputs) if node in ends[:num_returned]]
             with self.fake_mode:
-                found = fx.Interpreter(part).run(*fakes)
+                values = fx.Interpreter(part).run(*fakes)
             function, strides = self.generate(part, fakes, fixed)
             results = [
                 fake if stride is None or stride == fake.stride() else fake.as_strided(fake.shape, stride)
-                for fake, stride in zip(found, strides, strict=True)
+                for fake, stride in zip(values, strides, strict=True)
             ]
             storage = {_storage(fake): node.name for node, fake in reversed(list(zip(operands, fakes, strict=True)))}
             kernels = Kernels(function, tuple(tuple(fake.stride()) for fake in fakes))
             names = tuple(node.name for node in outputs)
             forms = tuple(Form.of(fake) for fake in results)
             shares = []
-            for node, fake in zip(outputs, found, strict=True):
+            for node, fake in zip(outputs, values, strict=True):
                 shares.append(storage.get(_storage(fake)))
                 storage.setdefault(_storage(fake), node.name)
             parts.append(_Part(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
@@ -402,9 +402,9 @@ def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[s
         elif node.op == "get_attr":  # every section has its own
             there[node] = 0
         elif node.op == "call_function":
-            own = _section_of(node, half)
-            there[node] = max([own or 0, *(there[operand] for operand in node.all_input_nodes)])
-            if own is not None or waits.intersection(node.all_input_nodes):
+            section = _section_of(node, half)
+            there[node] = max([section or 0, *(there[operand] for operand in node.all_input_nodes)])
+            if section is not None or waits.intersection(node.all_input_nodes):
                 waits.add(node)
             place[node] = there[node]
     for node in reversed(graph.nodes):
@@ -445,9 +445,9 @@ def inductor(
     fake_mode = next((t.fake_mode for t in operands), None) or FakeTensorMode()  # type: ignore[attr-defined]
     output: Any = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(fixed)
-    with _inductor_context(fake_mode), TracingContext.report_output_strides() as found:
+    with _inductor_context(fake_mode), TracingContext.report_output_strides() as reported:
         function: Any = compile_fx_inner(module, list(operands))
-    strides = [None if one is None else tuple(map(int, one)) for one in found or ()]
+    strides = [None if stride is None else tuple(map(int, stride)) for stride in reported or ()]
     return function, strides or [None] * _num_results(module)
 
 

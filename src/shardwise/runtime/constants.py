@@ -37,16 +37,19 @@ class _Seen:
 
 @dataclass
 class Constants:
-    """``program``: what makes the values, which ``emit`` emits when they are first asked for. ``made``: by name."""
+    """``program``: what makes the values, which ``emit`` emits when they are first asked for. ``tensors``: by
+    name."""
 
     program: Program
     emit: Callable[[Program], Emitted]
-    made: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     _run: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]] | None = None
     _seen: tuple[_Seen, ...] = ()
 
     def __post_init__(self) -> None:
-        read = {name for one in self.program.forward for name in one.operands} & fixed_sources(self.program.spmd)
+        read = {name for instruction in self.program.forward for name in instruction.operands} & fixed_sources(
+            self.program.spmd
+        )
         self.positions = [i for i, source in enumerate(self.program.spmd.graph.sources) if source.value in read]
 
     def of(self, program: Program, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -56,19 +59,19 @@ class Constants:
         read = [tensors[i] for i in self.positions]
         if any(tensor.is_inference() for tensor in read):  # nobody counts writes to these
             self.forget()
-            found = self._make(tensors)
+            tensors_of = self._make(tensors)
         else:
             same = len(self._seen) == len(read) and all(map(_Seen.is_still, self._seen, read))
-            if not self.made or not same:
+            if not self.tensors or not same:
                 self.forget()  # before the new ones take memory
-                self.made = self._make(tensors)
+                self.tensors = self._make(tensors)
                 self._seen = tuple(map(_Seen.of, read))
-            found = self.made
-        return tuple(found[name] for name in program.given if name in found)
+            tensors_of = self.tensors
+        return tuple(tensors_of[name] for name in program.given if name in tensors_of)
 
     def forget(self) -> None:
         """The next call makes them anew."""
-        self.made, self._seen = {}, ()
+        self.tensors, self._seen = {}, ()
 
     def _make(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         if self._run is None:

@@ -161,7 +161,7 @@ class _Writer:
                 self.departing[instruction.flight] = departing
                 self.nodes[instruction.flight] = self._call_module(f"depart_{index}", departing, instruction.operands)
             elif isinstance(instruction, Arrive):
-                arriving = Arriving(instruction, self.departing.pop(instruction.flight).way)
+                arriving = Arriving(instruction, self.departing.pop(instruction.flight).transit)
                 arrived = self._call_module(f"arrive_{index}", arriving, (instruction.flight,))
                 self._name(arrived, instruction.results, single=False)
             elif isinstance(instruction, Land):

@@ -26,14 +26,14 @@ K = TypeVar("K", str, int)
 
 def told(shards: Mapping[K, Shard], rank: int) -> dict[str, Any]:
     """What a state says of its entries, in numbers and texts. ``shards``: by the keys of the state."""
-    return {"rank": rank, "boxes": {key: _boxes(own) for key, own in shards.items()}}
+    return {"rank": rank, "boxes": {key: _boxes(shard) for key, shard in shards.items()}}
 
 
 def check(said: Mapping[str, Any], shards: Mapping[K, Shard], rank: int, name_of: Callable[[K], str] = str) -> None:
     """Raise ShardwiseError for entries that hold other elements than this rank. ``said``: what the state says of them,
     or nothing."""
     known = said.get("boxes", {})
-    foreign = [name_of(key) for key, own in shards.items() if key in known and known[key] != _boxes(own)]
+    foreign = [name_of(key) for key, shard in shards.items() if key in known and known[key] != _boxes(shard)]
     if foreign:
         whose = "were split otherwise" if said["rank"] == rank else f"are the shards of rank {said['rank']}"
         raise ShardwiseError(
@@ -54,9 +54,9 @@ def cut(state: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, torc
     }
 
 
-def _boxes(own: Shard) -> list[list[list[int]]]:
+def _boxes(shard: Shard) -> list[list[list[int]]]:
     """Lists, which a file gives back as they were."""
-    return [[list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(*own)]
+    return [[list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(*shard)]
 
 
 __all__ = ["KEY", "Shard", "check", "cut", "told"]

@@ -71,8 +71,8 @@ class Purpose:
         """The converted value: ``blocks.0.mlp.up.weight``, or ``layer_norm (of norm/layer_norm, gpt.py:85)``."""
         source = self.graph.source_of.get(conversion.origin)
         producer = self.graph.producer.get(conversion.origin)
-        made = f" (of {producer.name}, {producer.source})" if producer else ""
-        return "gradient of " * self.backward + (source.names[0] if source else conversion.origin) + made
+        maker = f" (of {producer.name}, {producer.source})" if producer else ""
+        return "gradient of " * self.backward + (source.names[0] if source else conversion.origin) + maker
 
     def describe(self, conversion: Conversion) -> str:
         """The value with its layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more tensors``."""
@@ -85,8 +85,8 @@ class Purpose:
 
     def num_bytes(self, kind: str, axes: tuple[str, ...]) -> int:
         """Bytes of the whole message of a collective."""
-        found = (one for conversion in self.conversions for one in conversion.collectives(backward=self.backward))
-        return sum(one.num_bytes for one in found if (one.kind, one.axes) == (kind, axes))
+        collectives = (c for conversion in self.conversions for c in conversion.collectives(backward=self.backward))
+        return sum(c.num_bytes for c in collectives if (c.kind, c.axes) == (kind, axes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ def collective_failed(error: Exception, message: Message) -> CollectiveError | N
     size = format_bytes(purpose.num_bytes(message.kind, message.axes))
     direction = "backward" if purpose.backward else "forward"
     members = tuple(sorted(message.ranks.place.group(message.axes, message.ranks.rank)))
-    own = Waiting(message.ranks.name, message.number, collective_of(message), members)
+    waiting = Waiting(message.ranks.name, message.number, collective_of(message), members)
     what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
     facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {message.ranks.calls}")]
-    return exchange_failed(error, message.ranks.rank, own, f"{what} ({size})", name, line, facts)
+    return exchange_failed(error, message.ranks.rank, waiting, f"{what} ({size})", name, line, facts)
 
 
 def collective_of(message: Message) -> str:
@@ -132,15 +132,15 @@ def collective_of(message: Message) -> str:
 
 
 def exchange_failed(
-    error: Exception, rank: int, own: Waiting, what: str, op: str, source: str, facts: list[tuple[str, str]]
+    error: Exception, rank: int, waiting: Waiting, what: str, op: str, source: str, facts: list[tuple[str, str]]
 ) -> CollectiveError | None:
-    """The same for any exchange between ranks: ``what`` failed, in which ``rank`` waits as ``own`` says."""
+    """The same for any exchange between ranks: ``what`` failed, in which ``rank`` waits as ``waiting`` says."""
     text = str(error)
     is_network = isinstance(error, dist.DistError) or any(part in text.lower() for part in _NETWORK_ERROR_TEXTS)
     if isinstance(error, ShardwiseError) or is_out_of_memory(error) or not is_network:
         return None
     late = "timed out" in text.lower() or "timeout" in text.lower()
-    missing, found = _who_is_missing(own, rank)
+    missing, known_of_others = _who_is_missing(waiting, rank)
     who, fix = (
         "",
         "call the module equally often on every rank, with the same inputs and settings; else see the network",
@@ -150,7 +150,7 @@ def exchange_failed(
         who, fix = f"; {names} did not arrive", f"see the first error of {names}, or what ended it"
         if late:
             fix = f"see what {names} did instead (shardwise run prints where), or allow more time in init_ranks"
-    details = [*facts, *(("ranks", fact) for fact in found)]
+    details = [*facts, *(("ranks", fact) for fact in known_of_others)]
     if recorded := last_message():
         details.append(("recorded", f"{recorded} (torch's flight recorder, rank {rank})"))
     details.append(("error", text.split("\n", 1)[0]))
@@ -158,11 +158,11 @@ def exchange_failed(
     return CollectiveError(problem(what, op=op, source=source, fix=fix, facts=details), missing)
 
 
-def _who_is_missing(own: Waiting, rank: int) -> tuple[list[int], list[str]]:
+def _who_is_missing(here_waits: Waiting, rank: int) -> tuple[list[int], list[str]]:
     """The ranks that are in no collective though others wait for them, and what is known of the others in words."""
-    others = [member for member in own.members if member != rank]
+    others = [member for member in here_waits.members if member != rank]
     try:
-        known = _ask(own, rank)
+        known = _ask(here_waits, rank)
     except Exception as error:  # the store is served by a rank, which may be the one that is gone
         return [], [
             f"rank {rank} waits here for {_name(others)}; the store cannot be asked ({error})".split("\n", 1)[0]
@@ -178,7 +178,7 @@ def _who_is_missing(own: Waiting, rank: int) -> tuple[list[int], list[str]]:
         if member not in known:
             missing.add(member)
             continue
-        if (known[member].what, known[member].collective) != (own.what, own.collective):
+        if (known[member].what, known[member].collective) != (here_waits.what, here_waits.collective):
             elsewhere[member] = known[member]
         waited_for += known[member].members
     here = sorted(asked - missing - elsewhere.keys())
@@ -189,7 +189,7 @@ def _who_is_missing(own: Waiting, rank: int) -> tuple[list[int], list[str]]:
     return sorted(missing), facts
 
 
-def _ask(own: Waiting, rank: int) -> dict[int, Waiting]:
+def _ask(waiting: Waiting, rank: int) -> dict[int, Waiting]:
     """Say where this rank waits, and hear it from the others: those of the group, and those for which they wait.
 
     Ends when all of them have said so, or after a while.
@@ -198,16 +198,16 @@ def _ask(own: Waiting, rank: int) -> dict[int, Waiting]:
     before: timedelta = getattr(store, "timeout")  # noqa: B009 - torch's types do not list it
     store.set_timeout(timedelta(seconds=_OTHERS_SECONDS))
     try:
-        store.set(_key(rank), json.dumps(asdict(own)))
-        known = {rank: own}
+        store.set(_key(rank), json.dumps(asdict(waiting)))
+        known = {rank: waiting}
         until = time.monotonic() + _OTHERS_SECONDS
         while True:
             silent = {member for waiting in known.values() for member in waiting.members} - known.keys()
-            found = {member: answer for member in silent if (answer := _answer(store, member)) is not None}
-            known |= found
-            if not silent or (not found and time.monotonic() > until):
+            answers = {member: answer for member in silent if (answer := _answer(store, member)) is not None}
+            known |= answers
+            if not silent or (not answers and time.monotonic() > until):
                 return known
-            if not found:
+            if not answers:
                 time.sleep(_POLL_SECONDS)
     finally:
         with suppress(Exception):

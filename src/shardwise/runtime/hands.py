@@ -71,8 +71,8 @@ class Hands:
                 if work.is_completed():  # the error is its own, or it has just come
                     work.wait()
                     return
-            if (found := self.explained()) is not None:
-                raise found
+            if (error := self.explained()) is not None:
+                raise error
 
     def _raise(self, hand: Hand) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -15,7 +15,7 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.hooks import Shards, carry_hooks
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import InitialShards, Own
+from shardwise.runtime.initial.shards import Holder, InitialShards
 from shardwise.runtime.state import check_initial_values
 
 
@@ -23,7 +23,7 @@ def hold(
     root: torch.nn.Module,
     module: torch.nn.Module,
     plan: Plan,
-    own: Own,
+    holder: Holder,
     device: torch.device,
     seed: int | None,
     init: Init | None,
@@ -31,16 +31,16 @@ def hold(
 ) -> None:
     """Register this rank's shard of every parameter and buffer of ``module`` with ``root``, one full tensor at a
     time."""
-    found = InitialShards(own, plan.precision, device)
+    initial = InitialShards(holder, plan.precision, device)
     fault: ShardwiseError | None = None
     try:
         _check_module(module, plan)
         check_memory(module)
-        found.fill(module, seed, init, weights)
+        initial.fill(module, seed, init, weights)
     except ShardwiseError as error:
         fault = error
-    check_initial_values(found.prints, seed, fault, own.everyone, device)
-    held = found.held
+    check_initial_values(initial.prints, seed, fault, holder.everyone, device)
+    parts = initial.parts
     taken = [name for name in (*module._parameters, *module._buffers) if name in dir(root)]
     if taken:
         what = f"the module has {listed(taken)} among its own parameters and buffers, names that parallel modules have"
@@ -48,30 +48,30 @@ def hold(
     stand_ins = _stand_ins(root, module)
     shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) not in shards and name in held:
-            made = torch.nn.Parameter(held[name], requires_grad=parameter.requires_grad)
-            shards[id(parameter)] = made
+        if id(parameter) not in shards and name in parts:
+            local = torch.nn.Parameter(parts[name], requires_grad=parameter.requires_grad)
+            shards[id(parameter)] = local
             for mark, value in vars(parameter).items():  # p.no_decay = True, say
                 if not isinstance(value, torch.Tensor):
-                    setattr(made, mark, value)
-            ranks = own.host_ranks if name in own.host else own.ranks
-            carry_hooks(parameter, made, own.layout(name, parameter), name, ranks)
+                    setattr(local, mark, value)
+            ranks = holder.host_ranks if name in holder.host else holder.ranks
+            carry_hooks(parameter, local, holder.layout(name, parameter), name, ranks)
         mine = shards.get(id(parameter))
         if isinstance(mine, torch.nn.Parameter):
             path, _, leaf = name.rpartition(".")
             root.get_submodule(path).register_parameter(leaf, mine)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
-        if name in held:
-            shards.setdefault(id(buffer), held[name])
+        if name in parts:
+            shards.setdefault(id(buffer), parts[name])
         if id(buffer) in shards:
             persistent = leaf not in module.get_submodule(path)._non_persistent_buffers_set
             root.get_submodule(path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
     for own_part, original in stand_ins:
         own_part.stand_for(original)
-    if own.everyone.rank == 0:
+    if holder.everyone.rank == 0:
         _announce_plain(module)
-        _announce_twins({name: (p, own.layout(name, p)) for name, p in module.named_parameters() if name in held})
+        _announce_twins({name: (p, holder.layout(name, p)) for name, p in module.named_parameters() if name in parts})
 
 
 def _announce_plain(module: torch.nn.Module) -> None:
@@ -116,7 +116,7 @@ def _without_each_part(name: str) -> list[tuple[int, tuple[str, ...]]]:
 
 def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Shards, torch.nn.Module]]:
     """An empty submodule for each of the module's; what has several names there has them here."""
-    made: list[tuple[Shards, torch.nn.Module]] = []
+    stand_ins: list[tuple[Shards, torch.nn.Module]] = []
     of: dict[int, torch.nn.Module] = {id(module): root}
     for path, original in module.named_modules(remove_duplicate=False):
         above, _, name = path.rpartition(".")
@@ -129,10 +129,10 @@ def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Sha
                 raise PlanError(problem(what, fix="give it another name"))
             continue  # nothing of it is held
         if id(original) not in of:
-            of[id(original)] = own = Shards()
-            made.append((own, original))
+            of[id(original)] = stand_in = Shards()
+            stand_ins.append((stand_in, original))
         parent.add_module(name, of[id(original)])
-    return made
+    return stand_ins
 
 
 def _check_module(module: torch.nn.Module, plan: Plan) -> None:
@@ -142,10 +142,10 @@ def _check_module(module: torch.nn.Module, plan: Plan) -> None:
     faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]
     faults += [f"{name} is in the module and not in the plan" for name in sorted(have.keys() - want.keys())]
     for name in sorted(have.keys() & want.keys()):
-        own = f"{format_dtype(plan.precision.stored(have[name].dtype))}{list(have[name].shape)}"
+        present = f"{format_dtype(plan.precision.stored(have[name].dtype))}{list(have[name].shape)}"
         planned = f"{want[name].dtype}{list(want[name].shape)}"
-        if own != planned:
-            faults.append(f"{name} is {own} in the module and {planned} in the plan")
+        if present != planned:
+            faults.append(f"{name} is {present} in the module and {planned} in the plan")
     if faults:
         more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
         raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))

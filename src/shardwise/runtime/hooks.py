@@ -60,8 +60,8 @@ class StandIn(nn.Module):
         """Take the module's mode, and refuse from now on what it has and ranks do not see."""
         self.training, self._kind = module.training, type(module).__name__
         self._attributes = (frozenset(dir(module)) - _OF_MODULES) | {"forward"}
-        self._class, own = type(module), getattr(module.train, "__func__", None)
-        self._trains_itself = own is not nn.Module.train
+        self._class, train = type(module), getattr(module.train, "__func__", None)
+        self._trains_itself = train is not nn.Module.train
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         self._announce_new(name)
@@ -86,9 +86,9 @@ class StandIn(nn.Module):
             )
 
     def _holds(self, name: str) -> bool:
-        own = vars(self)
-        tables = own["_parameters"], own["_buffers"], own["_modules"]
-        return name in own or any(name in table for table in tables)
+        attributes = vars(self)
+        tables = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
+        return name in attributes or any(name in table for table in tables)
 
 
 _OF_MODULES = frozenset(dir(nn.Module()))
@@ -161,24 +161,24 @@ def announce_hooks(module: nn.Module) -> None:
             warnings.warn(what.format(listed(names)), CaptureWarning, stacklevel=4)
 
 
-def carry_hooks(original: Tensor, own: Tensor, layout: Layout, name: str, ranks: Communicator) -> None:
+def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks: Communicator) -> None:
     """Registers the hooks of a parameter on this rank's shard of it."""
-    if not own.requires_grad:
+    if not part.requires_grad:
         return
     on_gradient: Any = original._backward_hooks or {}
     on_accumulated: Any = getattr(original, "_post_accumulate_grad_hooks", None) or {}
     whole = not layout.positions
     for hook in on_gradient.values():
-        own.register_hook(hook if whole else _of_whole_gradient(hook, layout, name, ranks))
+        part.register_hook(hook if whole else _of_whole_gradient(hook, layout, name, ranks))
     for hook in on_accumulated.values():
-        own.register_post_accumulate_grad_hook(hook if whole else _of_whole_parameter(hook, layout, name, ranks))
+        part.register_post_accumulate_grad_hook(hook if whole else _of_whole_parameter(hook, layout, name, ranks))
 
 
 def gathered(local: Tensor, layout: Layout, what: str, ranks: Communicator) -> Tensor:
     """The whole tensor of which every rank holds its shard in ``layout``; all ranks call this."""
     coordinates = [ranks.mesh.coordinates(rank) for rank in range(ranks.mesh.num_devices)]
     index = torch.arange(torch.Size(layout.shape).numel(), device=local.device).reshape(layout.shape)
-    places = [shard(index, layout, own).reshape(-1) for own in coordinates]
+    places = [shard(index, layout, at).reshape(-1) for at in coordinates]
     padded = local.new_zeros(max(place.numel() for place in places))
     padded[: local.numel()] = local.detach().reshape(-1)
     full = local.new_empty(index.numel())
@@ -200,13 +200,13 @@ def _of_whole_gradient(
 def _of_whole_parameter(
     hook: Callable[[Tensor], None], layout: Layout, name: str, ranks: Communicator
 ) -> Callable[[Tensor], None]:
-    def run(own: Tensor) -> None:
+    def run(part: Tensor) -> None:
         what = f"the hook of {name}"
-        full = nn.Parameter(gathered(own, layout, what, ranks))
-        full.grad = None if own.grad is None else gathered(own.grad, layout, what, ranks)
+        full = nn.Parameter(gathered(part, layout, what, ranks))
+        full.grad = None if part.grad is None else gathered(part.grad, layout, what, ranks)
         hook(full)
         with torch.no_grad():
-            own.copy_(shard(full, layout, ranks.coordinates))
-        own.grad = None if full.grad is None else shard(full.grad, layout, ranks.coordinates).clone()
+            part.copy_(shard(full, layout, ranks.coordinates))
+        part.grad = None if full.grad is None else shard(full.grad, layout, ranks.coordinates).clone()
 
     return run

@@ -70,14 +70,14 @@ def _update(
     """Ahead of a step: all of the update. Raises ShardwiseError for optimizers of which nobody knows that they may
     update parameters one after another."""
     _show(optimizer, args, kwargs)  # its last step may have ended in an error behind this hook
-    given = [group["params"] for group in optimizer.param_groups]
+    lists = [group["params"] for group in optimizer.param_groups]
     wanted = with_states_on_host()
-    if wanted.isdisjoint(id(parameter) for own in given for parameter in own):
+    if wanted.isdisjoint(id(parameter) for parameters in lists for parameter in parameters):
         return None
     _check(optimizer)
     args, kwargs = _evaluated(args, kwargs)
-    parameters = [(i, p) for i, own in enumerate(given) for p in own]
-    groups = state_groups([(one, one[1].nbytes) for one in parameters])
+    parameters = [(i, p) for i, group_parameters in enumerate(lists) for p in group_parameters]
+    groups = state_groups([(numbered, numbered[1].nbytes) for numbered in parameters])
     step = bare_step(type(optimizer))
     hosts = _Hosts(optimizer, wanted)
     try:
@@ -87,30 +87,30 @@ def _update(
             hosts.land(hosts.going)  # room for the states of two groups
             if number + 1 < len(groups):
                 hosts.bring(p for _, p in groups[number + 1])
-            for i, own in enumerate(optimizer.param_groups):
-                own["params"] = [p for at, p in group if at == i]
+            for i, group_now in enumerate(optimizer.param_groups):
+                group_now["params"] = [p for at, p in group if at == i]
             step(optimizer)
             hosts.send(p for _, p in group)
         hosts.end()
     except BaseException:
-        _restore(optimizer, given)
+        _restore(optimizer, lists)
         raise
-    for own in optimizer.param_groups:
-        own["params"] = []
-    _hidden[optimizer] = given
+    for group_now in optimizer.param_groups:
+        group_now["params"] = []
+    _hidden[optimizer] = lists
     return args, kwargs
 
 
 def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Behind a step: the optimizer has its parameters again."""
-    given = _hidden.pop(optimizer, None)
-    if given is not None:
-        _restore(optimizer, given)
+    lists = _hidden.pop(optimizer, None)
+    if lists is not None:
+        _restore(optimizer, lists)
 
 
-def _restore(optimizer: Optimizer, given: Iterable[list[Tensor]]) -> None:
-    for group, own in zip(optimizer.param_groups, given, strict=True):
-        group["params"] = own
+def _restore(optimizer: Optimizer, lists: Iterable[list[Tensor]]) -> None:
+    for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+        group["params"] = parameters
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -177,14 +177,14 @@ class _Hosts:
 
     def land(self, started: list[Started]) -> None:
         """What follows on the device waits for copies; what they were made of may go."""
-        for one in started:
-            one.wait()
+        for copy in started:
+            copy.wait()
         started.clear()
 
     def end(self) -> None:
         """Wait until all states are on the host: whoever reads them there does not ask the device."""
-        for one in self.going:
-            one.finish()
+        for copy in self.going:
+            copy.finish()
         self.going.clear()
 
     def _states(self, parameter: Tensor) -> list[tuple[str, Tensor]]:

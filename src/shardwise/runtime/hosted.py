@@ -48,12 +48,12 @@ def matching(module: torch.nn.Module, patterns: Iterable[str]) -> frozenset[str]
     named = dict(module.named_parameters(remove_duplicate=False))
     chosen: set[int] = set()
     for pattern in patterns:
-        found = [name for name in named if fnmatchcase(name, pattern)]
-        if not found:
+        matches = [name for name in named if fnmatchcase(name, pattern)]
+        if not matches:
             near = get_close_matches(pattern, list(named), 1)
             fix = f"did you mean {near[0]}?" if near else f"the parameters are {', '.join(list(named)[:8])}"
             raise ShardwiseError(problem(f"host: no parameter is called {pattern}", fix=fix))
-        chosen.update(id(named[name]) for name in found)
+        chosen.update(id(named[name]) for name in matches)
     return frozenset(name for name, parameter in named.items() if id(parameter) in chosen)
 
 
@@ -184,9 +184,9 @@ class _Placing:
 
 def _apart(bucket: Bucket, values: set[str]) -> Iterator[Bucket]:
     for on_host in (True, False):
-        own = tuple(c for c in bucket.conversions if (c.value in values) == on_host)
-        if own:
-            yield replace(bucket, conversions=own)
+        conversions = tuple(c for c in bucket.conversions if (c.value in values) == on_host)
+        if conversions:
+            yield replace(bucket, conversions=conversions)
 
 
 def _check(local: LocalOp, name_of: dict[str, str]) -> None:
@@ -206,5 +206,5 @@ def _check(local: LocalOp, name_of: dict[str, str]) -> None:
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where the ranks exchange a number about these tensors: on their device, though some are on the host."""
-    found = {tensor.device for tensor in tensors}
-    return next((device for device in found if device != HOST), HOST)
+    devices = {tensor.device for tensor in tensors}
+    return next((device for device in devices if device != HOST), HOST)

@@ -25,16 +25,16 @@ def taken_apart(outputs: Sequence[Any], memories: Sequence[Memory | None], sourc
     ``memories``: per output; ``sources``: value -> the tensor that this rank holds.
     """
     owner = {_storage(tensor): name for name, tensor in sources.items() if tensor.numel()}
-    found = []
+    apart = []
     for output, memory in zip(outputs, memories, strict=True):
         if memory is None or not isinstance(output, Tensor) or not output.numel():
-            found.append(output)
+            apart.append(output)
             continue
         if owner.setdefault(_storage(output), memory.name) != memory.name:
             output = output.clone()
             owner[_storage(output)] = memory.name
-        found.append(output)
-    return found
+        apart.append(output)
+    return apart
 
 
 def written_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -52,21 +52,21 @@ def written_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def live(outputs: Sequence[Any], memories: Sequence[Memory | None], whole: Mapping[str, Tensor]) -> list[Any]:
     """The outputs, those that are views of a buffer taken from it. ``whole``: value -> the buffers that this rank holds
     whole, after the step has written them."""
-    found = []
+    results = []
     for output, memory in zip(outputs, memories, strict=True):
         buffer = None if memory is None else whole.get(memory.name)
         if memory is not None and buffer is not None and memory.geometry is not None:
             size, stride, offset = memory.geometry
             if buffer.is_contiguous() and buffer.dtype == output.dtype:
                 output = buffer.as_strided(size, stride, buffer.storage_offset() + offset)
-        found.append(output)
-    return found
+        results.append(output)
+    return results
 
 
 def whole_buffers(spmd: Spmd) -> tuple[str, ...]:
     """The values of the buffers that every rank holds whole."""
-    held = [source.value for source in spmd.graph.sources if source.kind == "buffer"]
-    return tuple(name for name in held if not spmd.layouts[name].positions)
+    buffers = [source.value for source in spmd.graph.sources if source.kind == "buffer"]
+    return tuple(name for name in buffers if not spmd.layouts[name].positions)
 
 
 def announce_copies(spmd: Spmd, memories: Iterable[Memory | None]) -> None:

@@ -35,7 +35,7 @@ from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
 from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import Own
+from shardwise.runtime.initial.shards import Holder
 from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
 from shardwise.runtime.repeated import RepeatedStep, scale_of
@@ -84,7 +84,9 @@ class Parallel(Split):
         self._latest: Compiled | None = None
         self._start_from(seed, self.device)
         hosts = (settings.host, self._host_ranks)
-        hold(self, module, plan, Own(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights)
+        hold(
+            self, module, plan, Holder(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights
+        )
         self._protect()
         self._state = State(self)
         self.stand_for(module)
@@ -173,10 +175,10 @@ class Parallel(Split):
             return self._latest.runs
 
         replicas, self._replicas = self._replicas, None  # a checked step is another one
-        held = [*self.parameters(), *self.buffers()]
+        state = [*self.parameters(), *self.buffers()]
         try:
             with self._unchanged():
-                return profile_step(step, taken, self.plan, held, self.device, steps)
+                return profile_step(step, taken, self.plan, state, self.device, steps)
         finally:
             self._replicas = replicas
 
@@ -195,9 +197,9 @@ class Parallel(Split):
 
         def run() -> tuple[Compiled, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
             nonlocal seed
-            compiled, given = self._program(flat, spec, mode)
+            compiled, inputs_here = self._program(flat, spec, mode)
             self._latest = compiled
-            inputs = iter(given)
+            inputs = iter(inputs_here)
             tensors = [next(inputs) if t is None else t for t in compiled.tensors]
             if seed is None:  # else the call began anew
                 seed = self._seed_of_call(draws=compiled.seed is not None)
@@ -259,15 +261,15 @@ class Parallel(Split):
         named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         mode = (self.training, True, False, in_other_mode(self._state.modules))
-        own = key = call_key(flat, spec, mode, [x.shape for x in tensors])
+        own_key = key = call_key(flat, spec, mode, [x.shape for x in tensors])
         batch = None
         if self._parts is not None:
-            parts_of_call, signature = self._parts, self._signature(own, flat, spec, mode)
+            parts_of_call, signature = self._parts, self._signature(own_key, flat, spec, mode)
 
             def agreed() -> Batch:
-                found = parts_of_call.batch(signature, tensors)
+                agreed_batch = parts_of_call.batch(signature, tensors)
                 self._ranks.make_sure()
-                return found
+                return agreed_batch
 
             batch = self._parts.call(agreed)
         shapes = dict(zip(named, (tuple(x.shape) for x in tensors), strict=True)) if batch is None else batch.shapes
@@ -276,7 +278,7 @@ class Parallel(Split):
             key = call_key(flat, spec, mode, list(shapes.values()))
         step = self._in_passes.get(key)
         if batch is None and (step is None or self._is_new(key) or self._is_changed()):
-            check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
+            check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
         self._compared(key)
         if step is None:
             call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
@@ -286,7 +288,7 @@ class Parallel(Split):
                 announce_statistics(sorted(step.passes.statistics), stacklevel=4)
         self._latest = next(iter(step.programs.values()))
         _check_gradients(self._latest, tensors)
-        given = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))
+        named_inputs = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))
         split = with_samples_in(self.plan)
         cut_by = samples
         if (
@@ -294,15 +296,15 @@ class Parallel(Split):
             and batch is not None
             and not self._parts.divides(batch, step.passes, lambda whole: self._wanted(step, whole), split)
         ):
-            given = {name: self._parts.whole(name, x, batch) for name, x in given.items()}
+            named_inputs = {name: self._parts.whole(name, x, batch) for name, x in named_inputs.items()}
             batch = None
 
         def parts(compiled: Compiled, start: int | None, size: int) -> list[torch.Tensor]:
-            found = []
-            for (name, x), layout in zip(given.items(), compiled.inputs, strict=False):
+            tensors_here = []
+            for (name, x), layout in zip(named_inputs.items(), compiled.inputs, strict=False):
                 rows = x if start is None or name not in split else rows_of_pass(x, start, size, cut_by)
-                found.append(self._own_part(rows, layout) if batch is None else rows)
-            return found
+                tensors_here.append(self._own_part(rows, layout) if batch is None else rows)
+            return tensors_here
 
         check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
         return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
@@ -312,7 +314,7 @@ class Parallel(Split):
         """What the programs of a step take of its inputs."""
         spans = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
         spans += [] if step.prelude is None else [(step.prelude, 0, sum(step.passes.sizes))]
-        return [(dict(zip(batch.shapes, own.inputs, strict=False)), start, stop) for own, start, stop in spans]
+        return [(dict(zip(batch.shapes, program.inputs, strict=False)), start, stop) for program, start, stop in spans]
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The leaves of a call and their tree, when a call begins."""
@@ -334,16 +336,16 @@ class Parallel(Split):
         its inputs."""
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         shapes: Sequence[tuple[int, ...]] = [x.shape for x in tensors]
-        own = key = call_key(flat, spec, mode, shapes)
+        own_key = key = call_key(flat, spec, mode, shapes)
         batch = None
         if self._parts is not None:
-            batch = self._parts.batch(self._signature(own, flat, spec, mode), tensors)
+            batch = self._parts.batch(self._signature(own_key, flat, spec, mode), tensors)
             shapes = tuple(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
         # Ranks may be known to make this kind of call, and one of them not to make it now.
         if batch is None and (compiled is None or self._is_new(key) or self._is_changed()):
-            check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks, self.device)
+            check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
         self._compared(key)
         if compiled is None:
             self._ranks.make_sure()
@@ -354,11 +356,11 @@ class Parallel(Split):
         if torch.is_grad_enabled():
             _check_gradients(compiled, tensors)
         if batch is None:  # of a batch on the host only this rank's part comes to the device
-            given = zip(tensors, compiled.inputs, strict=False)
-            return compiled, [self._own_part(x, layout).to(self.device) for x, layout in given]
-        given = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
+            with_layouts = zip(tensors, compiled.inputs, strict=False)
+            return compiled, [self._own_part(x, layout).to(self.device) for x, layout in with_layouts]
+        with_layouts = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
         assert self._parts is not None
-        named = zip(batch.shapes, given, strict=False)
+        named = zip(batch.shapes, with_layouts, strict=False)
         return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -401,10 +403,10 @@ class Parallel(Split):
         return self.compiled[-1].program
 
 
-def _check_gradients(compiled: Compiled, given: list[torch.Tensor]) -> None:
+def _check_gradients(compiled: Compiled, inputs: list[torch.Tensor]) -> None:
     """Raise ShardwiseError for gradients that the program has no collectives for, and that would be one rank's part."""
     names = [source.names[0] for source in compiled.captured.graph.sources if source.kind == "input"]
-    wanted = [name for name, tensor in zip(names, given, strict=False) if tensor.requires_grad]
+    wanted = [name for name, tensor in zip(names, inputs, strict=False) if tensor.requires_grad]
     if wanted:
         raise ShardwiseError(
             problem(

@@ -171,16 +171,16 @@ def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
     """Rank 0's plan on every rank. Raises LaunchError where another rank brought a different one, or rank 0 none."""
     failure: ShardwiseError | None = None
-    own: Plan | None = None
+    agreed: Plan | None = None
     try:
-        own = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        agreed = Plan.load(plan) if isinstance(plan, str | Path) else plan
     except ShardwiseError as error:
         failure = error
     rank, size = dist.get_rank(), dist.get_world_size()
     if size > 1:
         meet_rank_zero("its plan")
     states: list[Any] = [None] * size
-    dist.all_gather_object(states, own.digest if own else ("failed" if failure else None))
+    dist.all_gather_object(states, agreed.digest if agreed else ("failed" if failure else None))
     if failure is not None:
         raise failure
     broken = [i for i, state in enumerate(states) if state == "failed"]
@@ -200,13 +200,13 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
             )
         )
     if None in states:
-        box = [own.to_json() if rank == 0 and own else None]
+        box = [agreed.to_json() if rank == 0 and agreed else None]
         dist.broadcast_object_list(box, src=0)
         received = Plan.from_json(str(box[0]), name="the plan of rank 0")
-        own = own or received
-    assert own is not None, "a plan is known on every rank by now"
-    assert own.digest == states[0], "the broadcast changed the plan"
-    return own
+        agreed = agreed or received
+    assert agreed is not None, "a plan is known on every rank by now"
+    assert agreed.digest == states[0], "the broadcast changed the plan"
+    return agreed
 
 
 __all__ = ["agree_on_plan", "parallelize"]

@@ -61,8 +61,8 @@ class StepInPasses:
             compiled = self.programs[size]
             running = None
             for start, _ in group:
-                given = values_of_step(compiled.captured.graph, whole, start, device)
-                tensors = _filled(compiled, parts(compiled, start, size), given, seed)
+                values = values_of_step(compiled.captured.graph, whole, start, device)
+                tensors = _filled(compiled, parts(compiled, start, size), values, seed)
                 running = running or compiled.in_passes.begin(tensors, observed=check is not None)
                 observed = None if check is None else check.observed(compiled.in_passes.emitted, ())
                 delivered, written = running.run(tensors, scale, observed)
@@ -74,8 +74,8 @@ class StepInPasses:
             _add_up(compiled, running.end(), gradients)
         if check is not None:
             check.watch(compiled.spmd, tensors)
-        found = list(gradients.values())
-        torch.autograd.backward([parameter for parameter, _ in found], [gradient for _, gradient in found])
+        pairs = list(gradients.values())
+        torch.autograd.backward([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs])
         assert total is not None, "a batch has a sample"
         return total
 
@@ -101,23 +101,23 @@ class StepInPasses:
                 written_back([tensors[position]], [value])
 
 
-def _filled(compiled: Compiled, inputs: Sequence[Tensor], given: Mapping[str, Tensor], seed: Tensor) -> list[Tensor]:
+def _filled(compiled: Compiled, inputs: Sequence[Tensor], values: Mapping[str, Tensor], seed: Tensor) -> list[Tensor]:
     """The tensors of all sources of a program."""
     rest = iter(inputs)
     tensors: list[Tensor] = []
     for position, (name, tensor) in enumerate(zip(compiled.names, compiled.tensors, strict=True)):
         if position == compiled.seed:
             tensor = seed
-        elif name in given:
-            tensor = given[name]
+        elif name in values:
+            tensor = values[name]
         tensors.append(next(rest) if tensor is None else tensor)
     return tensors
 
 
-def _add_up(compiled: Compiled, found: dict[str, Tensor], gradients: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Add what some passes found to the gradients, by the identity of the parameter. ``found`` is emptied."""
+def _add_up(compiled: Compiled, sums: dict[str, Tensor], gradients: dict[int, tuple[Tensor, Tensor]]) -> None:
+    """Add what some passes found to the gradients, by the identity of the parameter. ``sums`` is emptied."""
     for name, parameter in zip(compiled.names, compiled.tensors, strict=True):
-        gradient = found.pop(name, None)
+        gradient = sums.pop(name, None)
         if gradient is None or parameter is None or not parameter.requires_grad:
             continue
         if id(parameter) in gradients:

@@ -41,7 +41,7 @@ from shardwise.runtime.holding import hold
 from shardwise.runtime.hooks import gathered
 from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import Own
+from shardwise.runtime.initial.shards import Holder
 from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
@@ -91,7 +91,8 @@ class Pipeline(Split):
         calls = Calls(module, plan, settings, self._everyone, self._everyone)
         self._calls = calls
         self._calls_of = [
-            calls.of_stage(plan.alone(i), *own) for i, own in enumerate(zip(self._ranks, self._host_ranks, strict=True))
+            calls.of_stage(plan.alone(i), *communicators)
+            for i, communicators in enumerate(zip(self._ranks, self._host_ranks, strict=True))
         ]
         self._ready: dict[Any, Ready] = {}
         self._latest: Ready | None = None
@@ -105,8 +106,8 @@ class Pipeline(Split):
             ranks.create_groups([ranks.mesh.sub_axes])  # of all of a stage: parameters are gathered for hooks over it
         first = self._stages[0]
         hosts = (settings.host, self._host_ranks[first])
-        own = Own(self.layouts, self._ranks[first], self._everyone, *hosts, self._names)
-        hold(self, module, plan, own, self.device, seed, init, weights)
+        holder = Holder(self.layouts, self._ranks[first], self._everyone, *hosts, self._names)
+        hold(self, module, plan, holder, self.device, seed, init, weights)
         self._protect()
         self._state = State(self)
         own_ranks = {number: self._ranks[number] for number in self._stages}
@@ -119,10 +120,10 @@ class Pipeline(Split):
     def layouts(self) -> Mapping[str, Any]:
         """Parameter, buffer or input of this rank's stages -> its layout, over the devices of its first stage. What
         several of them have lies alike in all."""
-        found: dict[str, Any] = {}
+        layouts: dict[str, Any] = {}
         for number in self._stages:
-            found = {**self.plan.stages[number].layouts, **found}
-        return found
+            layouts = {**self.plan.stages[number].layouts, **layouts}
+        return layouts
 
     @property
     def coordinates(self) -> Mapping[str, int]:
@@ -147,8 +148,8 @@ class Pipeline(Split):
         first = {
             entry.name: stage.placement.ranks for stage in reversed(self.plan.stages) for entry in stage.parameters
         }
-        own = self.plan.stages[self._stages[0]].placement.ranks
-        elsewhere = frozenset(name for name in self._groups.shared if first[name] != own)
+        first_ranks = self.plan.stages[self._stages[0]].placement.ranks
+        elsewhere = frozenset(name for name in self._groups.shared if first[name] != first_ranks)
         protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
         place_states(self, self.plan.optimizer, self._calls.settings.host)
 
@@ -239,10 +240,10 @@ class Pipeline(Split):
             return self._latest
 
         replicas, self._replicas = self._replicas, None  # a checked step is another one
-        own = {number: self._ranks[number] for number in self._stages}
+        ranks = {number: self._ranks[number] for number in self._stages}
         try:
             with self._unchanged():
-                return profile_pipeline(step, taken, self.plan, own, self.device, steps)
+                return profile_pipeline(step, taken, self.plan, ranks, self.device, steps)
         finally:
             self._replicas = replicas
 
@@ -280,23 +281,25 @@ class Pipeline(Split):
         mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         shapes: list[tuple[int, ...]] = [tuple(x.shape) for x in tensors]
-        own = key = call_key(flat, spec, mode, shapes)
+        own_key = key = call_key(flat, spec, mode, shapes)
         batch = None
         if self._parts is not None:
-            parts, signature = self._parts, self._signature(own, flat, spec, mode)
+            parts, signature = self._parts, self._signature(own_key, flat, spec, mode)
 
             def agreed() -> Batch:
-                found = parts.batch(signature, tensors)
+                agreed_batch = parts.batch(signature, tensors)
                 self._everyone.make_sure()
-                return found
+                return agreed_batch
 
             batch = parts.call(agreed)
             shapes = list(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
         elif key not in self._ready or self._is_new(key):
-            check_equal(self._signature(own, flat, spec, mode), tensors, self._everyone, self.device, self.plan.holds)
+            check_equal(
+                self._signature(own_key, flat, spec, mode), tensors, self._everyone, self.device, self.plan.holds
+            )
         elif self._is_changed():  # ranks of other stages may have nothing to freeze
-            check_equal(self._signature(own, flat, spec, mode), tensors, self._ranks[self._stages[0]], self.device)
+            check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks[self._stages[0]], self.device)
         self._compared(key)
         return key, Call(self._examples(flat, spec, shapes), *mode), batch
 
@@ -341,19 +344,19 @@ class Pipeline(Split):
         }
         state = {**self._state.tensors, SEED: self._seed}
         programs: dict[int, dict[int, StageProgram]] = {number: {} for number in self._stages}
-        for size, one in bounds.items():
-            for calls, spmd in zip(self._calls_of, one.spmds, strict=True):
+        for size, of_size in bounds.items():
+            for calls, spmd in zip(self._calls_of, of_size.spmds, strict=True):
                 calls.check_hosted(spmd)  # on all ranks alike
-            for number, (calls, spmd) in enumerate(zip(self._calls_of, one.spmds, strict=True)):
+            for number, (calls, spmd) in enumerate(zip(self._calls_of, of_size.spmds, strict=True)):
                 calls.create_groups(spmd)
                 if number in programs:
-                    part = one.cut.parts[number]
+                    part = of_size.cut.parts[number]
                     compiled = calls.compiled_of(spmd, captured, part, call, state, repeats=call.loss_only)
                     returned = {
                         *(part.cotangents or ()),
-                        *(one.cut.parts[number - 1].cotangents or () if number else ()),
+                        *(of_size.cut.parts[number - 1].cotangents or () if number else ()),
                     }
-                    sends = one.cut.sends(number)
+                    sends = of_size.cut.sends(number)
                     programs[number][size] = StageProgram(compiled, self._ranks[number], sends, frozenset(returned))
         last = len(self.plan.stages) - 1
         workers = tuple(
@@ -404,10 +407,10 @@ class Pipeline(Split):
         try:
             losses = ready.scheduled.step() if keeps else ready.scheduled.forward()
         except RuntimeError as error:
-            found = self._faults.explained(error, ready.scheduled)
-            if found is None:
+            explanation = self._faults.explained(error, ready.scheduled)
+            if explanation is None:
                 raise
-            raise found from error
+            raise explanation from error
         if check is not None:
             check.settle_forward()
         return losses
@@ -416,27 +419,27 @@ class Pipeline(Split):
         """The values of the prelude, which depends on the inputs of all micro-batches; every rank that needs them
         computes them. Parts of a ``batch`` are gathered for it."""
         prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
-        wanted = any(whole_sources(own.part) for worker in ready.workers for own in worker.programs.values())
+        wanted = any(whole_sources(program.part) for worker in ready.workers for program in worker.programs.values())
         if prelude is None or not wanted:
             return {}
         state = self._state.tensors
-        given: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for source in prelude.sources:
             if source.kind == "input":
                 tensor = tensors[source.names[0]]
                 if batch is not None and self._parts is not None:
                     tensor = self._parts.whole(source.names[0], tensor, batch)
-                given[source.value] = tensor.to(self.device, prelude.by_name[source.value].dtype)
+                values[source.value] = tensor.to(self.device, prelude.by_name[source.value].dtype)
             elif source.kind == "constant":
-                given[source.value] = ready.captured.constants[source.value].to(self.device)
+                values[source.value] = ready.captured.constants[source.value].to(self.device)
             else:
                 name, ranks = source.names[0], self._ranks[self._stages[0]]
                 layout = self.layouts[name]
                 is_whole = not layout.positions
-                given[source.value] = state[name] if is_whole else gathered(state[name], layout, name, ranks)
+                values[source.value] = state[name] if is_whole else gathered(state[name], layout, name, ranks)
         with torch.no_grad(), self.device:
-            found = interpret(prelude, given)
-        return {name: found[name] for name in ready.passes.whole}
+            results = interpret(prelude, values)
+        return {name: results[name] for name in ready.passes.whole}
 
     def _add_gradients(self, ready: Ready, check: PipelineCheck | None) -> None:
         """Add what the step has found to ``.grad``, of parameters of several stages the sum over them."""

@@ -56,9 +56,9 @@ class PipelineProfile:
         """Write both steps as one trace, which https://ui.perfetto.dev opens: a row per place."""
         titles = ("measured", "predicted")
         rows = {
-            f"place {place}, {title}": own
+            f"place {place}, {title}": events
             for title, places in zip(titles, self.events, strict=True)
-            for place, own in enumerate(places)
+            for place, events in enumerate(places)
         }
         write_trace(path, rows, self.mesh)
 
@@ -71,9 +71,14 @@ class PipelineProfile:
             "stages take what they took and messages nothing",
             f"{'':9} {'forward':>10} {'predicted':>10} {'backward':>10} {'predicted':>10}  of a micro-batch",
         ]
-        for number, (own, other) in enumerate(zip(self.measured, self.predicted, strict=True)):
-            times = own.forward, other.forward, own.input + own.weight, other.input + other.weight
-            lines.append(f"stage {number:<3} " + " ".join(f"{format_seconds(one):>10}" for one in times))
+        for number, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
+            times = (
+                measured.forward,
+                predicted.forward,
+                measured.input + measured.weight,
+                predicted.input + predicted.weight,
+            )
+            lines.append(f"stage {number:<3} " + " ".join(f"{format_seconds(seconds_of):>10}" for seconds_of in times))
         for number, profile in sorted(self.stages.items()):
             lines += [
                 "",
@@ -105,22 +110,24 @@ def profile_pipeline(
     for worker in ready.workers:
         worker.remembers = True
     step()
-    own = {worker.number: _operators(worker, plan, ranks[worker.number], device, steps) for worker in ready.workers}
+    profiles_here = {
+        worker.number: _operators(worker, plan, ranks[worker.number], device, steps) for worker in ready.workers
+    }
     everywhere: list[Any] = [None] * dist.get_world_size()
-    place_of = {rank: place for place, held in enumerate(_places(plan)) for rank in held}
-    dist.all_gather_object(everywhere, (median(walls), busy / sum(walls), seconds, last, own))
+    place_of = {rank: place for place, ranks in enumerate(_places(plan)) for rank in ranks}
+    dist.all_gather_object(everywhere, (median(walls), busy / sum(walls), seconds, last, profiles_here))
     slowest: dict[tuple[int, Kind], float] = defaultdict(float)
     operators: dict[int, StepProfile] = {}
     events: dict[int, tuple[Event, ...]] = {}
-    for rank, (_, _, found, timed, profiles) in enumerate(everywhere):
-        for key, one in found.items():
-            slowest[key] = max(slowest[key], one)
+    for rank, (_, _, means, timed, profiles) in enumerate(everywhere):
+        for key, mean_seconds in means.items():
+            slowest[key] = max(slowest[key], mean_seconds)
         operators = {**profiles, **operators}
         events.setdefault(place_of[rank], timed)
     measured = tuple(_measured(slowest, number) for number in range(len(plan.stages)))
     predicted = _predicted(plan, ready)
     order = ready.scheduled.order
-    simulated = simulate_pipeline(order, [_without_update(one) for one in predicted])
+    simulated = simulate_pipeline(order, [_without_update(stage) for stage in predicted])
     return PipelineProfile(
         (max(wall for wall, *_ in everywhere), simulated.seconds),
         (1 - mean(share for _, share, *_ in everywhere), simulated.bubbles),
@@ -135,7 +142,7 @@ def profile_pipeline(
 
 
 def _is_on_trial(workers: Sequence[StageWorker]) -> bool:
-    runs = (own.compiled.in_passes.compiling for worker in workers for own in worker.programs.values())
+    runs = (program.compiled.in_passes.compiling for worker in workers for program in worker.programs.values())
     return any(compiling is not None and compiling.is_on_trial for compiling in runs)
 
 
@@ -159,11 +166,11 @@ def _steps(
             step()
         dist.barrier()  # a place waits at the end for those that work longer
         walls.append(time.perf_counter() - start)
-        busy += sum(one.seconds for one in actions)
-        for one in actions:
-            taken[one.action.stage, one.action.kind].append(one.seconds)
-        last = tuple(_event(one, start) for one in actions)
-    return walls, busy, {key: mean(found) for key, found in taken.items()}, last
+        busy += sum(timed.seconds for timed in actions)
+        for timed in actions:
+            taken[timed.action.stage, timed.action.kind].append(timed.seconds)
+        last = tuple(_event(timed, start) for timed in actions)
+    return walls, busy, {key: mean(seconds) for key, seconds in taken.items()}, last
 
 
 def _event(timed: Timed, start: float) -> Event:
@@ -174,18 +181,18 @@ def _event(timed: Timed, start: float) -> Event:
 
 def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: torch.device, steps: int) -> StepProfile:
     """A stage by itself: its largest micro-batch, operator by operator. The ranks of the stage call it together."""
-    own = worker.programs[max(worker.sizes)].compiled.in_passes
-    tensors, worker.given, worker.remembers = worker.given, [], False
-    held = [tensor for tensor in worker.programs[max(worker.sizes)].compiled.tensors if tensor is not None]
+    in_passes = worker.programs[max(worker.sizes)].compiled.in_passes
+    tensors, worker.remembered, worker.remembers = worker.remembered, [], False
+    state = [tensor for tensor in worker.programs[max(worker.sizes)].compiled.tensors if tensor is not None]
     group = ranks.group(ranks.mesh.sub_axes)
 
     def gather(value: Any) -> list[Any]:
-        found: list[Any] = [None] * len(ranks.place.ranks)
-        dist.all_gather_object(found, value, group=group)
-        return found
+        gathered: list[Any] = [None] * len(ranks.place.ranks)
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
 
-    run = steps_of(own, tensors, plan.micro_batches)
-    return profile_step(run, lambda: own, plan.alone(worker.number), held, device, steps, gather=gather)
+    run = steps_of(in_passes, tensors, plan.micro_batches)
+    return profile_step(run, lambda: in_passes, plan.alone(worker.number), state, device, steps, gather=gather)
 
 
 def _measured(seconds: Mapping[tuple[int, Kind], float], number: int) -> StageSeconds:
@@ -214,9 +221,9 @@ def _simulated_events(
     return tuple(
         tuple(
             Event(f"stage {action.stage}, {action}", action.kind, (), start, stages[action.stage].of(action.kind))
-            for action, start in zip(actions, own, strict=True)
+            for action, start in zip(actions, begins, strict=True)
         )
-        for actions, own in zip(order, starts, strict=True)
+        for actions, begins in zip(order, starts, strict=True)
     )
 
 

@@ -21,7 +21,7 @@ def last_message() -> str:
     entries: list[dict[str, Any]] = pickle.loads(dump()).get("entries", []) if dump is not None else []
     if not entries:
         return ""
-    entry = next((one for one in entries if _is_under_way(one)), entries[-1])
+    entry = next((recorded for recorded in entries if _is_under_way(recorded)), entries[-1])
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     sizes = ", ".join(f"{dtype} {size}" for dtype, size in pairs) or "nothing"
     frames = (frame for frame in entry.get("frames", ()) if not frame["filename"].startswith(NOT_USER_CODE))

@@ -44,9 +44,9 @@ class TimesOnDisk:
     @staticmethod
     def of(environment: Mapping[str, str]) -> TimesOnDisk:
         """In ``SHARDWISE_CACHE``, else in ``shardwise`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-        own = environment.get("SHARDWISE_CACHE")
+        folder = environment.get("SHARDWISE_CACHE")
         caches = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return TimesOnDisk((Path(own) if own else Path(caches) / "shardwise") / "compile")
+        return TimesOnDisk((Path(folder) if folder else Path(caches) / "shardwise") / "compile")
 
     def path(self, key: Mapping[str, str]) -> Path:
         return self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
@@ -58,7 +58,7 @@ class TimesOnDisk:
             if content["version"] != VERSION or content["key"] != dict(key):
                 raise ValueError("it is of another version, or about another program")
             times = Times(float(content["eager_seconds"]), float(content["compiled_seconds"]))
-            if not all(math.isfinite(one) and one > 0 for one in (times.eager, times.compiled)):
+            if not all(math.isfinite(seconds) and seconds > 0 for seconds in (times.eager, times.compiled)):
                 raise ValueError(f"these are no seconds: {times.eager} and {times.compiled}")
         except FileNotFoundError:
             return None

@@ -44,20 +44,20 @@ class RepeatedStep:
         compiled, turn = None, Turn(compiled=False)
         if self.compiling is not None and not observed:
             compiled, turn = self.compiling.begin()
-        each = compiled or self.emitted
+        emitted = compiled or self.emitted
         with torch.no_grad():
-            given = self.ahead.forward.forward(*tensors)[0] if self.ahead.program.forward else ()
-        return Running(self, each, turn, (*given, *self.constants.of(each.program, tensors)))
+            ahead = self.ahead.forward.forward(*tensors)[0] if self.ahead.program.forward else ()
+        return Running(self, emitted, turn, (*ahead, *self.constants.of(emitted.program, tensors)))
 
 
 @dataclass
 class Running:
-    """Passes under way. ``each``: what runs them; ``sums``: source -> its gradient so far, as a pass makes it."""
+    """Passes under way. ``emitted``: what runs them; ``sums``: source -> its gradient so far, as a pass makes it."""
 
     step: RepeatedStep
-    each: Emitted
+    emitted: Emitted
     turn: Turn
-    given: tuple[Tensor, ...]
+    prepared: tuple[Tensor, ...]
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def run(
@@ -65,7 +65,7 @@ class Running:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Forward and backward of a pass: (delivered, mutations). ``scale``: the cotangent of the loss (1);
         ``observed``: runs forward instead of the program's own."""
-        program = self.each.program
+        program = self.emitted.program
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.no_grad():
             delivered, written, saved = self.forward(tensors, observed)
@@ -83,20 +83,20 @@ class Running:
     def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
         """Forward of a pass: (delivered, mutations, saved)."""
         with self.turn.timed():
-            found: tuple[Any, Any, Any] = (observed or self.each.forward.forward)(*tensors, *self.given)
-        return found
+            results: tuple[Any, Any, Any] = (observed or self.emitted.forward.forward)(*tensors, *self.prepared)
+        return results
 
     def backward(self, saved: list[Any], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Backward of a pass: source -> gradient. ``saved`` is emptied."""
         with self.turn.timed():
-            found = self.each.backward.forward(saved, *cotangents)
-        return dict(zip(self.each.program.gradients, found, strict=True))
+            gradients = self.emitted.backward.forward(saved, *cotangents)
+        return dict(zip(self.emitted.program.gradients, gradients, strict=True))
 
     def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
         """Add the gradients that a pass has found. ``read``: what is read later; its memory is not added to."""
-        held: list[_Extent] = []
+        in_use: list[_Extent] = []
         if not gradients.keys() <= self.sums.keys():
-            held = [_extent(tensor) for tensor in (*read, *self.given)]
+            in_use = [_extent(tensor) for tensor in (*read, *self.prepared)]
         for source, gradient in gradients.items():
             if source in self.sums:
                 self.step.add(source, self.sums[source], gradient)
@@ -104,20 +104,20 @@ class Running:
             # A compiler may return one tensor for two gradients: what is added to is nobody else's. Gradients that came
             # in one message lie beside each other.
             memory, first, last = _extent(gradient)
-            is_shared = any(other == memory and first < end and start < last for other, start, end in held)
+            is_shared = any(other == memory and first < end and start < last for other, start, end in in_use)
             self.sums[source] = gradient.clone() if is_shared else gradient
-            held.append((memory, first, last))
+            in_use.append((memory, first, last))
 
     def end(self) -> dict[str, Tensor]:
         """Source -> the gradient of what is stored, of all passes together."""
         self.turn.is_complete = True
         behind = self.step.behind
-        self.given = ()
+        self.prepared = ()
         if behind.program.backward:
             with torch.no_grad():
                 sums = [self.sums.pop(source) for source in behind.program.gradients]
-                found = behind.backward.forward(sums)
-            self.sums.update(zip(behind.program.gradients, found, strict=True))
+                gradients = behind.backward.forward(sums)
+            self.sums.update(zip(behind.program.gradients, gradients, strict=True))
         return self.sums
 
 

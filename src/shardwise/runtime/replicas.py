@@ -172,15 +172,15 @@ class ReplicaCheck:
         program, spmd = emitted.forward, emitted.program.spmd
         if program not in self._instrumented:
             self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
-        own = self._instrumented[program]
+        instrumented = self._instrumented[program]
         names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
-        given = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
-        leaders = torch.cat([_leaders([s.layout for s in given], spmd.mesh), own.leaders], dim=1)
+        inputs = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
+        leaders = torch.cat([_leaders([s.layout for s in inputs], spmd.mesh), instrumented.leaders], dim=1)
 
         def forward(*tensors: Tensor) -> Any:
             prints = [self.fingerprint(tensor) for tensor in batch]
-            *results, computed = own.program(*tensors)
-            self.compare((*given, *own.subjects), [*prints, *computed], leaders, "forward")
+            *results, computed = instrumented.program(*tensors)
+            self.compare((*inputs, *instrumented.subjects), [*prints, *computed], leaders, "forward")
             self.passed += 1
             return results
 
@@ -294,8 +294,8 @@ def _subject(name: str, spmd: Spmd) -> Subject:
         return Subject(kind, source.names[0], spmd.layouts[name], graph.by_name[name].dtype)
     conversion = next((c for c in spmd.conversions if c.result == name), None)
     if conversion is not None:
-        own = graph.source_of.get(conversion.origin)
-        shown = own.names[0] if own else conversion.origin
+        origin = graph.source_of.get(conversion.origin)
+        shown = origin.names[0] if origin else conversion.origin
         consumer = graph.op_by_name.get(conversion.op) or graph.producer.get(conversion.origin)
         where = (consumer.name, consumer.source) if consumer else (conversion.op, "")
         return Subject("conversion", shown, conversion.target, graph.by_name[conversion.origin].dtype, *where)
@@ -326,8 +326,8 @@ def _report(
     """(the message about one subject: who differs from whom, in the first group of copies that are not equal; who).
     ``ranks``: those that compared."""
     groups: dict[int, dict[int, list[int]]] = {}  # leader -> fingerprint -> ranks
-    for rank, found, leader in zip(ranks, prints, leaders, strict=True):
-        groups.setdefault(leader, {}).setdefault(found, []).append(rank)
+    for rank, fingerprint, leader in zip(ranks, prints, leaders, strict=True):
+        groups.setdefault(leader, {}).setdefault(fingerprint, []).append(rank)
     split = [group for group in groups.values() if len(group) > 1]
     most, *others = sorted(split[0].values(), key=lambda ranks: (-len(ranks), ranks))
     differing = sorted(rank for ranks in others for rank in ranks)

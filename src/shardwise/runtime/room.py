@@ -41,10 +41,10 @@ def check_room(plan: Plan, rooms: Mapping[int, tuple[int, int]]) -> None:
     rank, (room, whole) = min(rooms.items(), key=lambda entry: entry[1][0])
     if needed <= room:
         return
-    own, free, total = (format_quantity(x, "B") for x in (plan.predicted.memory_bytes, room, whole))
+    taken, free, total = (format_quantity(x, "B") for x in (plan.predicted.memory_bytes, room, whole))
     raise OutOfDeviceMemoryError(
         problem(
-            f"a step of the plan takes {own} of a device, and rank {rank} can get {free} of the {total} of its GPU",
+            f"a step of the plan takes {taken} of a device, and rank {rank} can get {free} of the {total} of its GPU",
             facts=[("peak", plan.predicted.peak_at)] if plan.predicted.peak_at else (),
             fix="end what else uses this GPU (nvidia-smi), plan with memory_bytes= of what is free or for more devices",
         )

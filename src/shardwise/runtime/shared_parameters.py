@@ -42,20 +42,20 @@ class PlaceGroups:
         )
 
     @staticmethod
-    def of(plan: Plan, own: tuple[int, ...], position: int, host: frozenset[str]) -> PlaceGroups:
-        """Those of a rank of the place ``own``. ``host``: names of the tables on the CPU, whose groups are gloo's. All
+    def of(plan: Plan, place: tuple[int, ...], position: int, host: frozenset[str]) -> PlaceGroups:
+        """Those of a rank of a ``place``. ``host``: names of the tables on the CPU, whose groups are gloo's. All
         ranks make all groups."""
         everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
         every = position_groups(everywhere)[position]
         groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}
-        found: dict[str, Any] = {}
+        groups_of: dict[str, Any] = {}
         for name, places in shared_places(plan).items():
             key = places, name in host
             if key not in groups:
                 groups[key] = position_groups(places, "gloo" if name in host else None)[position]
-            if own in places:
-                found[name] = groups[key]
-        return PlaceGroups(every, found)
+            if place in places:
+                groups_of[name] = groups[key]
+        return PlaceGroups(every, groups_of)
 
 
 __all__ = ["PlaceGroups", "shared_places"]

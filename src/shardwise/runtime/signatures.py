@@ -57,21 +57,22 @@ _NUM_NAMED = 8  # ranks or inputs that a message lists
 @dataclass(frozen=True)
 class Signature:
     """A call as its rank sees it. ``leaves``: per argument its name, and its value or its dtype; ``shapes``: of the
-    tensors among them, by name; ``held``: of the module's own tensors those that are frozen or were replaced."""
+    tensors among them, by name; ``circumstances``: of the module's own tensors those that are frozen or were
+    replaced."""
 
     mode: str
     leaves: tuple[tuple[str, str], ...]
     shapes: Mapping[str, Shape]
-    held: Circumstances = ()
+    circumstances: Circumstances = ()
 
     @classmethod
-    def of(cls, named: Sequence[tuple[str, Any]], mode: str, held: Circumstances) -> Signature:
+    def of(cls, named: Sequence[tuple[str, Any]], mode: str, circumstances: Circumstances) -> Signature:
         """Of a call in a ``mode`` ("training, the loss only")."""
         return cls(
             mode,
             tuple((name, _text(x)) for name, x in named),
             {n: tuple(x.shape) for n, x in named if isinstance(x, torch.Tensor)},
-            held,
+            circumstances,
         )
 
     @cached_property
@@ -87,9 +88,9 @@ class Signature:
 
     def __str__(self) -> str:
         leaves = [f"{name} {self.described(name)}" for name, _ in self.leaves]
-        kinds = dict.fromkeys(what for what, _ in self.held)
-        held = [f"{kind} {listed([name for what, name in self.held if what == kind])}" for kind in kinds]
-        return ", ".join([*leaves[:_NUM_NAMED], *["..."] * (len(leaves) > _NUM_NAMED), self.mode, *held])
+        kinds = dict.fromkeys(what for what, _ in self.circumstances)
+        grouped = [f"{kind} {listed([name for what, name in self.circumstances if what == kind])}" for kind in kinds]
+        return ", ".join([*leaves[:_NUM_NAMED], *["..."] * (len(leaves) > _NUM_NAMED), self.mode, *grouped])
 
 
 def _text(leaf: Any) -> str:
@@ -155,7 +156,7 @@ def check_equal(
     hands.ask(str(signature))
     what = f"a call unlike the last of this rank ({signature})"
     everywhere = gather_objects((signature, _prints(signature, tensors, wire(device))), ranks, device, what)
-    _check_same([own for own, _ in everywhere], holds, with_shapes=True)
+    _check_same([signature for signature, _ in everywhere], holds, with_shapes=True)
     for name, first in everywhere[0][1].items():
         other = next((rank for rank, (_, prints) in enumerate(everywhere) if prints[name] != first), None)
         if other is not None:
@@ -182,8 +183,8 @@ def _fingerprint(device: torch.device) -> Fingerprint:
 
 def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: bool) -> None:
     first = everywhere[0]
-    for what, name in dict.fromkeys(case for other in everywhere for case in other.held):
-        so = {rank: (what, name) in other.held for rank, other in enumerate(everywhere) if holds(rank, name)}
+    for what, name in dict.fromkeys(case for other in everywhere for case in other.circumstances):
+        so = {rank: (what, name) in other.circumstances for rank, other in enumerate(everywhere) if holds(rank, name)}
         if len(set(so.values())) > 1:
             yes, no = (next(rank for rank in so if so[rank] == answer) for answer in (True, False))
             raise ShardwiseError(
@@ -202,9 +203,9 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
         for name in names:
-            key, own = (dict(s.leaves).get(name) for s in (first, other))
+            key, other_leaf = (dict(s.leaves).get(name) for s in (first, other))
             shapes = [s.shapes.get(name, ()) for s in (first, other)]
-            if key == own and (shapes[0] == shapes[1] or (not with_shapes and len(shapes[0]) == len(shapes[1]))):
+            if key == other_leaf and (shapes[0] == shapes[1] or (not with_shapes and len(shapes[0]) == len(shapes[1]))):
                 continue
             fix = 'pass the same arguments on every rank, or each its part of the batch: inputs="local"'
             what = f"{name} is {first.described(name)} on rank 0 and {other.described(name)} on rank {rank}"
@@ -284,8 +285,8 @@ class LocalInputs:
         """
         if self._found is None:
             self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and once more where it comes out of a file
-            own = torch.tensor([signature.digest])
-            flight = self.numbers.start_gather(own, "the sizes of the ranks' inputs")
+            digest = torch.tensor([signature.digest])
+            flight = self.numbers.start_gather(digest, "the sizes of the ranks' inputs")
             taken, again = self._latest.get(signature.digest, ((), False))
             if again:
                 self.everyone.before_next = lambda: self._check(flight, taken)
@@ -380,8 +381,8 @@ class LocalInputs:
         prints = _prints(signature, tensors, self.device)
         what = f"the parts of a batch ({signature})"
         everywhere = gather_objects((signature, prints), self.everyone, self.device, what)
-        _check_same([own for own, _ in everywhere], self._holds, with_shapes=False)
-        of_ranks = [own.shapes for own, _ in everywhere]
+        _check_same([signature for signature, _ in everywhere], self._holds, with_shapes=False)
+        of_ranks = [signature.shapes for signature, _ in everywhere]
         for name in signature.shapes:
             self._check_copies(name, of_ranks, [prints[name] for _, prints in everywhere])
         of_devices = dict(zip(self._devices, of_ranks, strict=True))
@@ -391,9 +392,9 @@ class LocalInputs:
     def _check_copies(self, name: str, parts: Sequence[Mapping[str, Shape]], prints: Sequence[int]) -> None:
         """Ranks that the plan gives the same part of an input must have passed the same."""
         first: dict[tuple[int, ...], int] = {}
-        for rank, found in enumerate(prints):
+        for rank, fingerprint in enumerate(prints):
             leader = first.setdefault(tuple(p for _, p, _ in self._places(name, self._devices[rank])), rank)
-            if (prints[leader], parts[leader][name]) == (found, parts[rank][name]):
+            if (prints[leader], parts[leader][name]) == (fingerprint, parts[rank][name]):
                 continue
             layout = self.layouts.get(name)
             text = "whole" if layout is None else format_layout(layout)
@@ -432,7 +433,7 @@ class LocalInputs:
                     raise ShardwiseError(
                         problem(
                             f"dim {dim} of {name} has {known} and {size} elements on ranks that hold the same part of "
-                            f"it: {_listed([own[name] for own in parts])}",
+                            f"it: {_listed([shapes[name] for shapes in parts])}",
                             fix="pass parts that make one batch: only dims that the plan splits may differ",
                         )
                     )

@@ -57,15 +57,15 @@ class Split(StandIn):
     def train(self, mode: bool = True) -> Self:
         """As of the model, whose own ``train`` says which of its parts follow, and are frozen."""
         twin = self.original
-        for path, own in self._state.modules.items():
-            twin.get_submodule(path).training = own.training
-        held = dict(self.named_parameters(remove_duplicate=False))
-        parameters = [(p, held[n]) for n, p in twin.named_parameters(remove_duplicate=False) if n in held]
+        for path, part in self._state.modules.items():
+            twin.get_submodule(path).training = part.training
+        parts = dict(self.named_parameters(remove_duplicate=False))
+        parameters = [(p, parts[n]) for n, p in twin.named_parameters(remove_duplicate=False) if n in parts]
         for parameter, own_part in parameters:
             parameter.requires_grad_(own_part.requires_grad)
         twin.train(mode)
-        for path, own in self._state.modules.items():
-            own.training = twin.get_submodule(path).training
+        for path, part in self._state.modules.items():
+            part.training = twin.get_submodule(path).training
         for parameter, own_part in parameters:
             own_part.requires_grad_(parameter.requires_grad)
         return self
@@ -166,7 +166,7 @@ class Split(StandIn):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
     ) -> None:
-        shards = {prefix + name: own for name, own in self._shards.items()}
+        shards = {prefix + name: shard for name, shard in self._shards.items()}
         check(local_metadata.get(KEY, {}), self._shards, self.device_number)
         state_dict |= cut(state_dict, shards)  # torch's own copy, which submodules read
         seed = state_dict.get(prefix + SEED)
@@ -182,8 +182,8 @@ class Split(StandIn):
         """Of the parameters and buffers of which other ranks hold other elements, by all names."""
         tensors = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         layouts = {id(tensor): self.layouts[name] for name, tensor in tensors if name in self.layouts}
-        found = {name: layouts[id(tensor)] for name, tensor in tensors if id(tensor) in layouts}
-        return {name: (layout, self.coordinates) for name, layout in found.items() if layout.positions}
+        layout_of = {name: layouts[id(tensor)] for name, tensor in tensors if id(tensor) in layouts}
+        return {name: (layout, self.coordinates) for name, layout in layout_of.items() if layout.positions}
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
         """The seed of the random numbers of this call: another one for every call in training.

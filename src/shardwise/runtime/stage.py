@@ -115,13 +115,13 @@ class StageProgram:
         spmd = self.compiled.spmd
         at = {name: i for i, name in enumerate(self.compiled.delivered)}
         pairs = [
-            (out.name, own.name)
-            for out, own in zip(self.part.outputs, spmd.outputs, strict=True)
+            (out.name, emitted_out.name)
+            for out, emitted_out in zip(self.part.outputs, spmd.outputs, strict=True)
             if isinstance(out, Ref)
         ]
         if self.part.loss is not None and spmd.loss is not None:
             pairs.append((self.part.loss, spmd.loss))
-        return {name: at[own] for name, own in pairs if own in at}
+        return {name: at[emitted_name] for name, emitted_name in pairs if emitted_name in at}
 
     @cached_property
     def halves(self) -> tuple[tuple[Program, fx.GraphModule], tuple[Program, fx.GraphModule]]:
@@ -151,9 +151,9 @@ class StageWorker:
     """A stage as a schedule asks for it (``torch_schedules.Worker``). ``sizes``: the samples of every micro-batch;
     ``programs``: by size; ``statistics``: names of the buffers that every micro-batch writes.
 
-    ``outputs``: of calls without backward, what the stage delivers; ``given``: the tensors of its first micro-batch,
-    where it ``remembers`` them. What a step does once is done ahead of the first
-    micro-batch of a size, and at the ``end``.
+    ``outputs``: of calls without backward, what the stage delivers; ``remembered``: the tensors of its first
+    micro-batch, where it ``remembers`` them. What a step does once is done ahead of the first micro-batch of a
+    size, and at the ``end``.
     """
 
     number: int
@@ -166,7 +166,7 @@ class StageWorker:
     check: ReplicaCheck | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     remembers: bool = False
-    given: list[Tensor] = field(default_factory=list)
+    remembered: list[Tensor] = field(default_factory=list)
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
     _running: dict[int, Running] = field(default_factory=dict)  # by size
     _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -183,57 +183,57 @@ class StageWorker:
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
         """Forward of a micro-batch: what is sent, or the loss."""
-        own = self.programs[self.sizes[micro_batch]]
-        compiled = own.compiled
-        tensors = self._tensors(own, micro_batch, received)
+        stage = self.programs[self.sizes[micro_batch]]
+        compiled = stage.compiled
+        tensors = self._tensors(stage, micro_batch, received)
         if self.remembers and micro_batch == 0:
-            self.given = [x if x.requires_grad else x.clone() for x in tensors]
+            self.remembered = [x if x.requires_grad else x.clone() for x in tensors]
         with torch.no_grad():
             if self.keeps:
-                given = list(tensors)
+                sources = list(tensors)
                 for position in compiled.written:  # later micro-batches write it before backward reads what it was
-                    given[position] = tensors[position].clone()
+                    sources[position] = tensors[position].clone()
                 size = self.sizes[micro_batch]
                 if size not in self._running:
                     self._running[size] = compiled.in_passes.begin(tensors, observed=self.check is not None)
                 running = self._running[size]
-                observed = None if self.check is None else self.check.observed(running.each, ())
-                delivered, written, saved = running.forward(given, observed)
-                self._saved[micro_batch] = dict(zip(running.each.program.saved, saved, strict=True))
+                observed = None if self.check is None else self.check.observed(running.emitted, ())
+                delivered, written, saved = running.forward(sources, observed)
+                self._saved[micro_batch] = dict(zip(running.emitted.program.saved, saved, strict=True))
                 self.most_kept = max(self.most_kept, len(self._saved))
             else:
                 delivered, written = compiled.step(tensors)
         self._write(compiled, tensors, written, micro_batch)
-        results = {name: delivered[i] for name, i in own.position.items()}
+        results = {name: delivered[i] for name, i in stage.position.items()}
         if not self.keeps:
             self.outputs = results
         if self.is_last:
-            loss = results.get(own.part.loss or "")
+            loss = results.get(stage.part.loss or "")
             return tensors[0].new_zeros(()) if loss is None else loss.clone()
-        sent = zip(own.sent, self.sends, strict=False)
+        sent = zip(stage.sent, self.sends, strict=False)
         return tuple(crossing.packed(results[crossing.value], example) for crossing, example in sent) or _token(
             delivered
         )
 
-    def _tensors(self, own: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
+    def _tensors(self, stage: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of all sources."""
-        step, compiled = self.step, own.compiled
+        step, compiled = self.step, stage.compiled
         assert step is not None, "a step has begun"
         start, size = sum(self.sizes[:micro_batch]), self.sizes[micro_batch]
-        arrived = {c.value: c.unpacked(wire) for c, wire in zip(own.received, received, strict=False)}
-        given = values_of_step(own.part, step.whole, start, step.device)
+        arrived = {c.value: c.unpacked(wire) for c, wire in zip(stage.received, received, strict=False)}
+        values = values_of_step(stage.part, step.whole, start, step.device)
         tensors: list[Tensor] = []
-        for position, (source, tensor) in enumerate(zip(own.part.sources, compiled.tensors, strict=True)):
+        for position, (source, tensor) in enumerate(zip(stage.part.sources, compiled.tensors, strict=True)):
             if source.kind == "activation":
                 tensors.append(arrived[source.value])
-            elif source.value in given:
-                tensors.append(given[source.value])
+            elif source.value in values:
+                tensors.append(values[source.value])
             elif source.kind == "input":
                 rows, layout = step.inputs[source.names[0]], compiled.spmd.layouts[source.value]
                 if source.names[0] in step.with_samples and len(self.sizes) > 1:
                     rows = rows_of_pass(rows, start, size, sum(self.sizes))
                 if layout.positions and not step.are_parts:
-                    rows = shard(rows, layout, own.ranks.coordinates)
+                    rows = shard(rows, layout, stage.ranks.coordinates)
                 tensors.append(rows.to(step.device))
             else:
                 tensors.append(step.seed if position == compiled.seed else _there(tensor, source.names[0]))
@@ -252,61 +252,61 @@ class StageWorker:
     def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Backward of a micro-batch, or a part of it: the cotangents of what was received."""
         size = self.sizes[micro_batch]
-        own = self.programs[size]
+        stage = self.programs[size]
         running = self._running[size]
         if kind != "weight":
-            self._saved[micro_batch].update(self._cotangents(own, running.each.program, cotangents))
-        program = running.each.program if kind == "backward" else own.halves[0 if kind == "input" else 1][0]
+            self._saved[micro_batch].update(self._cotangents(stage, running.emitted.program, cotangents))
+        program = running.emitted.program if kind == "backward" else stage.halves[0 if kind == "input" else 1][0]
         values = self._saved[micro_batch] if kind == "input" else self._saved.pop(micro_batch)
         saved = [values[name] for name in program.saved]
-        given = [values[name] for name in program.cotangents if name is not None]
+        deltas = [values[name] for name in program.cotangents if name is not None]
         if kind == "backward":
             values.clear()
         with torch.no_grad():
             if kind == "backward":
-                found = running.backward(saved, given)
+                gradients_of = running.backward(saved, deltas)
             else:
-                run = own.halves[0 if kind == "input" else 1][1]
-                found = dict(zip(program.gradients, run.forward(saved, *given), strict=True))
-        sources = own.part.source_of
+                run = stage.halves[0 if kind == "input" else 1][1]
+                gradients_of = dict(zip(program.gradients, run.forward(saved, *deltas), strict=True))
+        sources = stage.part.source_of
         if kind == "input":
-            read = own.halves[1][0].saved
-            handed = {name: found[name] for name in found if name not in sources}
+            read = stage.halves[1][0].saved
+            handed = {name: gradients_of[name] for name in gradients_of if name not in sources}
             self._saved[micro_batch] = {name: handed[name] if name in handed else values[name] for name in read}
-        received = [found.get(crossing.value) for crossing in own.received]
-        gradients = {n: g for n, g in found.items() if n in sources and sources[n].kind != "activation"}
+        received = [gradients_of.get(crossing.value) for crossing in stage.received]
+        gradients = {n: g for n, g in gradients_of.items() if n in sources and sources[n].kind != "activation"}
         kept = self._saved.get(micro_batch, {}).values() if kind == "input" else ()
-        in_use = (*own.compiled.tensors, *given, *kept, *received)
+        in_use = (*stage.compiled.tensors, *deltas, *kept, *received)
         running.add(gradients, (value for value in in_use if isinstance(value, Tensor)))
         if kind == "weight":
             return ()
-        packed = zip(own.received, received, self.receives, strict=False)
+        packed = zip(stage.received, received, self.receives, strict=False)
         back = [None if g is None or not c.returns else c.packed(g, example) for c, g, example in packed]
         return tuple(back) or (None,) * len(self.receives)
 
     def _cotangents(
-        self, own: StageProgram, program: Program, cotangents: Sequence[Tensor | None]
+        self, stage: StageProgram, program: Program, cotangents: Sequence[Tensor | None]
     ) -> dict[str, Tensor]:
         """The cotangents of what a program of the stage delivers, by their names in it."""
         arrived = {
             crossing.value: crossing.unpacked(wire)
-            for crossing, wire in zip(own.sent, cotangents, strict=False)
+            for crossing, wire in zip(stage.sent, cotangents, strict=False)
             if wire is not None
         }
-        found: dict[str, Tensor] = {}
-        for value, position in own.position.items():
+        by_name: dict[str, Tensor] = {}
+        for value, position in stage.position.items():
             name = program.cotangents[position]
             if name is None:
                 continue
             if value in arrived:
-                found[name] = arrived[value]
+                by_name[name] = arrived[value]
             else:
                 form = program.forms[name]
-                assert value == own.part.loss, f"no cotangent of {value} has come"
+                assert value == stage.part.loss, f"no cotangent of {value} has come"
                 assert self.step is not None, "a step has begun"
                 loss = torch.empty(form.shape, dtype=form.dtype, device=self.step.device)
-                found[name] = cotangent_of(loss, self.step.scale)
-        return found
+                by_name[name] = cotangent_of(loss, self.step.scale)
+        return by_name
 
     def end(self) -> dict[str, Tensor]:
         """Source -> the gradient of what is stored, of all micro-batches together."""

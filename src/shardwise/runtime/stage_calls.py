@@ -34,24 +34,25 @@ class Ready:
     @property
     def wanted(self) -> list[Wanted]:
         """What the programs of all stages take of the inputs."""
-        found: list[Wanted] = []
+        wanted: list[Wanted] = []
         for start, size in zip(self.passes.starts, self.passes.sizes, strict=True):
             for part, spmd in zip(self.bounds[size].cut.parts, self.bounds[size].spmds, strict=True):
                 inputs = [source for source in part.sources if source.kind == "input"]
-                found.append(({s.names[0]: spmd.layouts[s.value] for s in inputs}, start, start + size))
-        return found
+                wanted.append(({s.names[0]: spmd.layouts[s.value] for s in inputs}, start, start + size))
+        return wanted
 
     @property
     def draws(self) -> bool:
         """Whether this rank draws random numbers."""
-        programs = (own for worker in self.workers for own in worker.programs.values())
-        return any(own.compiled.seed is not None for own in programs)
+        programs = (program for worker in self.workers for program in worker.programs.values())
+        return any(program.compiled.seed is not None for program in programs)
 
     def with_state(self, state: Mapping[str, Tensor]) -> Ready:
         """The same with the parameters and buffers of ``state``, by name."""
         for worker in self.workers:
             worker.programs = {
-                size: replace(own, compiled=own.compiled.with_state(state)) for size, own in worker.programs.items()
+                size: replace(program, compiled=program.compiled.with_state(state))
+                for size, program in worker.programs.items()
             }
         return self
 

@@ -44,24 +44,24 @@ class StageFaults:
         ranks = {peer: self.plan.stages[peer].placement.ranks[self.position] for peer in sorted(peers)}
         others = " or ".join(f"stage {peer} (rank {rank})" for peer, rank in ranks.items())
         what = f"rank {self.everyone.rank} at {where}: the exchange with {others}"
-        found = self._lost(error, what, ranks.values())
-        if found is None:
+        explanation = self._lost(error, what, ranks.values())
+        if explanation is None:
             error.add_note(f"on rank {self.everyone.rank}, at {where}")
-        return found
+        return explanation
 
     def _lost(self, error: RuntimeError, what: str, ranks: Iterable[int]) -> ShardwiseError | None:
         """What to raise for an exchange with some ranks that failed, which one of them may have explained; None: it was
         not the network."""
-        own = self.everyone.rank
-        waiting = Waiting(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (own, *ranks))
-        found = exchange_failed(error, own, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
-        if found is None:
+        rank = self.everyone.rank
+        waiting = Waiting(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (rank, *ranks))
+        failure = exchange_failed(error, rank, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
+        if failure is None:
             return None
         said = hands.explained()
         return (
             CollectiveError(f"{what} failed: {said}", said.blames)
             if isinstance(said, CollectiveError)
-            else said or found
+            else said or failure
         )
 
     @contextmanager
@@ -70,9 +70,9 @@ class StageFaults:
         try:
             yield
         except RuntimeError as error:
-            if (found := self._lost(error, f"rank {self.everyone.rank}: {what}", ranks)) is None:
+            if (failure := self._lost(error, f"rank {self.everyone.rank}: {what}", ranks)) is None:
                 raise
-            raise found from error
+            raise failure from error
 
 
 __all__ = ["StageFaults"]

@@ -28,24 +28,24 @@ def brought_together(
     graph, bound = ready.captured.graph, ready.bound
     home = dict(bound.cut.output_parts)
     layouts = [delivered_layouts(part, spmd) for part, spmd in zip(bound.cut.parts, bound.spmds, strict=True)]
-    own = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
+    outputs = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
     whole: dict[str, Tensor] = {}
     for out in graph.outputs:
         if not isinstance(out, Ref) or out.name in whole:
             continue
         value, number = graph.by_name[out.name], home[out.name]
-        made = plan.stages[number].placement.ranks
+        makers = plan.stages[number].placement.ranks
         crossing = Crossing(out.name, value.shape, value.dtype, returns=False)
-        with faults.exchange(f"an output of stage {number}", made), trail.waiting(b"an output"):
-            if dist.get_rank() in made:
-                tensor = own[out.name].detach().clone()
+        with faults.exchange(f"an output of stage {number}", makers), trail.waiting(b"an output"):
+            if dist.get_rank() in makers:
+                tensor = outputs[out.name].detach().clone()
                 layout = layouts[number][out.name]
                 if layout.positions:  # the next stage receives it as well, and has it split
                     tensor = gathered(tensor, layout, f"an output of stage {number}", ranks[number])
                 wire = crossing.packed(tensor, crossing.example())
             else:
                 wire = torch.empty_like(crossing.example(), device=device)
-            dist.broadcast(wire, made[0])
+            dist.broadcast(wire, makers[0])
         whole[out.name] = crossing.unpacked(wire)
     return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
 

@@ -25,15 +25,15 @@ from shardwise.runtime.shared_parameters import shared_places
 
 
 class StageCheck(ReplicaCheck):
-    """The check of a stage: ``found`` is the first difference, (message, the ranks that differ)."""
+    """The check of a stage: ``difference`` is the first difference, (message, the ranks that differ)."""
 
     def __init__(self, ranks: Communicator, number: int, device: torch.device) -> None:
         super().__init__(1, ranks, device)
         self.part = f" of stage {number}"
-        self.found: tuple[str, list[int]] | None = None
+        self.difference: tuple[str, list[int]] | None = None
 
     def _differs(self, message: str, differing: list[int]) -> None:
-        self.found = self.found or (message, differing)
+        self.difference = self.difference or (message, differing)
 
 
 class PipelineCheck:
@@ -42,7 +42,7 @@ class PipelineCheck:
     def __init__(
         self, settings: Settings, plan: Plan, everyone: Communicator, ranks: Mapping[int, Communicator]
     ) -> None:
-        self.stages = {number: StageCheck(own, number, settings.device) for number, own in ranks.items()}
+        self.stages = {number: StageCheck(of_stage, number, settings.device) for number, of_stage in ranks.items()}
         self.passed = 0  # steps whose forward pass, and what it began with, was found equal in all stages
         self._whole = ReplicaCheck(settings.check_replicas, everyone, settings.device)
         # Of every shard of a parameter that several stages have: the ranks that hold it.
@@ -56,22 +56,22 @@ class PipelineCheck:
         """Compare what a step begins with. ``batch``: whole, by name; ``state``: this rank's parameters. Raises
         ReplicaError, on all ranks alike."""
         for check in self.stages.values():
-            check.found = None
-        own = self._whole
+            check.difference = None
+        whole = self._whole
         size = dist.get_world_size()
         columns = [torch.zeros(size, dtype=torch.int64) for _ in batch]
         subjects = [Subject("batch", name, None, x.dtype) for name, x in batch.items()]
-        prints = [own.fingerprint(x) for x in batch.values()]
+        prints = [whole.fingerprint(x) for x in batch.values()]
         for name, groups in self._shared.items():
             leaders = torch.arange(size)
             for ranks in groups:
                 leaders[list(ranks)] = ranks[0]
             columns.append(leaders)
-            held = state.get(name)
+            parameter = state.get(name)
             subjects.append(Subject("parameter", f"{name} of several stages", None, torch.float32))
-            prints.append(own.fingerprint(torch.empty(0) if held is None else held))
+            prints.append(whole.fingerprint(torch.empty(0) if parameter is None else parameter))
         if subjects:
-            own.compare(subjects, prints, torch.stack(columns, 1), "forward")
+            whole.compare(subjects, prints, torch.stack(columns, 1), "forward")
 
     def watch(self, number: int, spmd: Spmd, tensors: Sequence[Any]) -> None:
         """Compare the gradients that are added to the parameters of a stage."""
@@ -84,9 +84,11 @@ class PipelineCheck:
 
     def settle(self) -> None:
         """Raise ReplicaError on all ranks alike, where a stage has found a difference."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, next((c.found for c in self.stages.values() if c.found is not None), None))
-        first = next((one for one in found if one is not None), None)
+        differences: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(
+            differences, next((c.difference for c in self.stages.values() if c.difference is not None), None)
+        )
+        first = next((difference for difference in differences if difference is not None), None)
         if first is not None:
             raise ReplicaError(*first)
 

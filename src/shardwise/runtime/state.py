@@ -83,11 +83,11 @@ class State:
     def circumstances(self) -> Circumstances:
         """What the other ranks must know of this one's tensors: which were replaced ahead of this call, and which are
         frozen."""
-        found = tuple(("replaced", name) for name in self._replaced)
+        replaced = tuple(("replaced", name) for name in self._replaced)
         if all(map(_REQUIRES_GRAD, self._parameters)):
-            return found
+            return replaced
         frozen = [s.name for s in self._slots if isinstance(s.tensor, Parameter) and not s.tensor.requires_grad]
-        return (*found, *(("frozen", name) for name in frozen))
+        return (*replaced, *(("frozen", name) for name in frozen))
 
     def _check_ties(self, slots: Sequence[Slot]) -> None:
         """One of several names of a tensor must not have been given another."""
@@ -107,8 +107,8 @@ def _are_there(places: Sequence[tuple[Any, str, str, Any]]) -> bool:
     """Whether every place, (table, key, name, what it holds), still holds it: asked in every call, in C."""
     if not places:
         return True
-    tables, keys, _, held = zip(*places, strict=True)
-    return all(map(is_, map(dict.get, tables, keys), held))
+    tables, keys, _, values = zip(*places, strict=True)
+    return all(map(is_, map(dict.get, tables, keys), values))
 
 
 def _successor(slot: Slot) -> torch.Tensor:

@@ -90,9 +90,9 @@ class Step:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]:
         """Forward, as it was emitted for backward or otherwise: (delivered, mutations, saved)."""
         emitted = emitted or self.emitted
-        given = () if self.constants is None else self.constants.of(emitted.program, tensors)
+        constants = () if self.constants is None else self.constants.of(emitted.program, tensors)
         run: Forward = observed or emitted.forward.forward
-        return run(*tensors, *given)
+        return run(*tensors, *constants)
 
     def _forward_alone(self) -> Emitted:
         compiled = self.compiling is not None and self.compiling.is_preferred
@@ -100,10 +100,10 @@ class Step:
             self._alone[compiled] = self.forward_only(compiled)
         return self._alone[compiled]
 
-    def backward_for(self, given: tuple[bool, ...]) -> Emitted:
+    def backward_for(self, present: tuple[bool, ...]) -> Emitted:
         """The program for cotangents of some delivered values."""
-        if given not in self._backward:
-            emitted = self.emit_for(given)
+        if present not in self._backward:
+            emitted = self.emit_for(present)
             missing = set(emitted.program.saved).difference(self.emitted.program.saved)
             if missing:
                 raise ShardwiseError(
@@ -113,8 +113,8 @@ class Step:
                         fix="give gradients to all outputs (zeros where there are none)",
                     )
                 )
-            self._backward[given] = emitted
-        return self._backward[given]
+            self._backward[present] = emitted
+        return self._backward[present]
 
 
 class _Step(torch.autograd.Function):
@@ -144,14 +144,14 @@ class _Step(torch.autograd.Function):
         check_ambient(None, "around the backward of a parallel module")
         step: Step = ctx.step
         saved = _kept(ctx)
-        given = cotangents[: step.num_delivered]
-        emitted = step.backward_for(tuple(cotangent is not None for cotangent in given))
+        delivered = cotangents[: step.num_delivered]
+        emitted = step.backward_for(tuple(cotangent is not None for cotangent in delivered))
         taken = _in_order(step.emitted, emitted, saved)
         with ctx.turn.timed():
-            found = emitted.backward.forward(taken, *(cotangent for cotangent in given if cotangent is not None))
+            results = emitted.backward.forward(taken, *(cotangent for cotangent in delivered if cotangent is not None))
         ctx.turn.is_complete = True
         gradients: list[Tensor | None] = [None] * ctx.num_tensors
-        for value, gradient in zip(emitted.program.gradients, found, strict=True):
+        for value, gradient in zip(emitted.program.gradients, results, strict=True):
             if ctx.needs_input_grad[3 + step.positions[value]]:
                 gradients[step.positions[value]] = gradient
         return (None, None, None, *gradients)
@@ -204,20 +204,20 @@ def _changed(program: Program, name: str) -> ShardwiseError:
             )
         )
     op = program.spmd.graph.producer.get(name)  # it may be converted
-    made = f"the output of {op.name} ({op.source})" if op else "an output of the call"
+    maker = f"the output of {op.name} ({op.source})" if op else "an output of the call"
     return ShardwiseError(
         problem(
-            f"{made} was changed in place after the call, and backward needs the values that it had",
+            f"{maker} was changed in place after the call, and backward needs the values that it had",
             fix="write out.mul(2) instead of out.mul_(2), or change a copy: out.clone()",
         )
     )
 
 
-def _in_order(made: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
+def _in_order(all_saved: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
     """The saved values that a variant of the backward takes, in its order."""
-    if made is wanted:
+    if all_saved is wanted:
         return saved
-    by_name = dict(zip(made.program.saved, saved, strict=True))
+    by_name = dict(zip(all_saved.program.saved, saved, strict=True))
     saved.clear()
     return [by_name[name] for name in wanted.program.saved]
 

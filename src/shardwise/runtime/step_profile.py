@@ -81,13 +81,13 @@ class StepProfile:
 
     def __str__(self) -> str:
         measured, predicted = map(format_seconds, self.step_seconds)
-        own, expected = map(format_bytes, self.peak_bytes)
+        peak, expected = map(format_bytes, self.peak_bytes)
         compiled = ["the step is compiled; the operators, measured and predicted, are not"] if self.compiled else []
         alone = [] if self.alone is None else [f"rank {self.alone} of {self.mesh.num_devices} alone: without messages"]
         lines = [
             *alone,
             f"forward and backward {measured}, predicted {predicted} ({self.cluster})",
-            f"peak memory {own}, predicted {expected}",
+            f"peak memory {peak}, predicted {expected}",
             *compiled,
             f"{'measured':>10} {'predicted':>10}  the largest disagreements first; what calibrates them",
         ]
@@ -102,13 +102,13 @@ def profile_step(
     step: Callable[[], Any],
     taken: Callable[[], Step | RepeatedStep],
     plan: Plan,
-    held: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor],
     device: torch.device,
     steps: int,
     alone: int | None = None,
     gather: Callable[[Any], list[Any]] | None = None,
 ) -> StepProfile:
-    """Every rank calls it. ``step``: runs forward and backward; ``taken``: what it ran on this rank; ``held``:
+    """Every rank calls it. ``step``: runs forward and backward; ``taken``: what it ran on this rank; ``state``:
     parameters and buffers of this rank; ``alone``: this rank, where there are no others; ``gather``: what every rank of
     the plan has, where these are not all ranks of the job."""
     gather = gather or (_from_all if alone is None else _from_one)
@@ -127,13 +127,13 @@ def profile_step(
         walls.append(time.perf_counter() - start)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-    own = taken()
-    program = own.program
-    is_compiled = own.compiling is not None and own.compiling.is_preferred
+    emitted_step = taken()
+    program = emitted_step.program
+    is_compiled = emitted_step.compiling is not None and emitted_step.compiling.is_preferred
     passes: list[_Clock] = []
     for _ in range(steps):
-        clock = _Clock(program, device, held)
-        with _timed(own, clock):
+        clock = _Clock(program, device, state)
+        with _timed(emitted_step, clock):
             step()
         passes.append(clock)
     prices = prices_of(plan)
@@ -160,18 +160,18 @@ def profile_step(
     )
 
 
-def steps_of(own: Step | RepeatedStep, tensors: Sequence[torch.Tensor], passes: int) -> Callable[[], None]:
+def steps_of(emitted_step: Step | RepeatedStep, tensors: Sequence[torch.Tensor], passes: int) -> Callable[[], None]:
     """Forward and backward of a whole batch, or of as many passes, all over the same tensors."""
 
     def run() -> None:
         for tensor in tensors:
             tensor.grad = None
-        if isinstance(own, Step):
-            delivered, _ = own(tensors)
+        if isinstance(emitted_step, Step):
+            delivered, _ = emitted_step(tensors)
             delivered[0].backward()  # the loss is delivered first
             return
-        running = own.begin(tensors)
-        is_differentiated = any(running.each.program.cotangents)
+        running = emitted_step.begin(tensors)
+        is_differentiated = any(running.emitted.program.cotangents)
         for _ in range(passes):
             if is_differentiated:
                 running.run(tensors)
@@ -185,9 +185,9 @@ def steps_of(own: Step | RepeatedStep, tensors: Sequence[torch.Tensor], passes: 
 
 def _from_all(value: Any) -> list[Any]:
     """What every rank has, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _from_one(value: Any) -> list[Any]:
@@ -196,13 +196,13 @@ def _from_one(value: Any) -> list[Any]:
 
 @dataclass
 class _Clock:
-    """What one step took, node by node. ``held``: memory that lasts; ``peak``: the most bytes of it and of the values
+    """What one step took, node by node. ``state``: memory that lasts; ``peak``: the most bytes of it and of the values
     that a pass holds (not counted on GPUs, which count by themselves); ``figures``: of the operators' longest
     kernels, behind their seconds."""
 
     program: Program
     device: torch.device
-    held: Sequence[torch.Tensor]
+    state: Sequence[torch.Tensor]
     now: float = 0.0
     peak: int = 0
     num_passes: int = 0
@@ -215,7 +215,7 @@ class _Clock:
         start = time.perf_counter()
         result = call()
         if isinstance(target, Departing):
-            target.way.message.finish(result[1])
+            target.transit.message.finish(result[1])
             result[1] = []
         _finish(self.device)
         seconds = time.perf_counter() - start
@@ -231,9 +231,11 @@ class _Clock:
         elif isinstance(target, (Converting, Departing)):
             sent = sent_by(target.instruction)
             total = sum(collective.num_bytes for collective in sent)
-            for one in sent:
-                share = one.num_bytes / total if total else 1 / len(sent)
-                self._add(Event(one.kind, part, one.axes, self.now, seconds * share, one.num_bytes))
+            for collective in sent:
+                share = collective.num_bytes / total if total else 1 / len(sent)
+                self._add(
+                    Event(collective.kind, part, collective.axes, self.now, seconds * share, collective.num_bytes)
+                )
         return result
 
     def add(self, source: str, total: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -249,7 +251,7 @@ class _Clock:
         """Note how much memory there is."""
         if self.device.type != "cpu":
             return
-        tensors = (leaf for leaf in tree_leaves((list(values), list(self.held))) if isinstance(leaf, torch.Tensor))
+        tensors = (leaf for leaf in tree_leaves((list(values), list(self.state))) if isinstance(leaf, torch.Tensor))
         storages = {storage.data_ptr(): storage.nbytes() for x in tensors if (storage := x.untyped_storage()).nbytes()}
         self.peak = max(self.peak, sum(storages.values()))
 
@@ -260,9 +262,9 @@ class _Clock:
     def _figure(self, instruction: Compute) -> str:
         """Which figure of a device says what an operator takes."""
         forms = self.program.forms
-        made = [*instruction.forms, *(forms[name] for name in instruction.writes)]
+        written = [*instruction.forms, *(forms[name] for name in instruction.writes)]
         call = Called(instruction.target, instruction.args, instruction.kwargs)
-        work = work_of(call, [forms[name] for name in instruction.operands], made)
+        work = work_of(call, [forms[name] for name in instruction.operands], written)
         if work.kind:
             return f"device.kernels.{work.kind}"
         return f"device.matmul_efficiency.{work.dtype}" if work.flops else "device.memory_efficiency"
@@ -291,9 +293,9 @@ class _Half:
 
 def _halves(step: Step | RepeatedStep) -> list[_Half]:
     """What runs in a step, uncompiled."""
-    own = step.emitted
-    program = own.program
-    halves = [_Half(own.forward, program.forward, "forward"), _Half(own.backward, program.backward, "backward")]
+    emitted = step.emitted
+    program = emitted.program
+    halves = [_Half(emitted.forward, program.forward, "forward"), _Half(emitted.backward, program.backward, "backward")]
     if isinstance(step, RepeatedStep):
         ahead, behind = step.ahead, step.behind
         halves.append(_Half(ahead.forward, ahead.program.forward, ONCE))
@@ -317,7 +319,7 @@ def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
         vars(half.module)["forward"] = run(half)
     before, step.compiling = step.compiling, None
     if isinstance(step, RepeatedStep):
-        own, step.add = step.add, clock.add
+        add, step.add = step.add, clock.add
     try:
         yield
     finally:
@@ -325,21 +327,21 @@ def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
             del vars(half.module)["forward"]
         step.compiling = before
         if isinstance(step, RepeatedStep):
-            step.add = own
+            step.add = add
 
 
 def _compared(
     passes: Sequence[_Clock], expected: Sequence[Event], links: Links, gather: Callable[[Any], list[Any]]
 ) -> Iterator[Compared]:
     """Every operator, and all messages of a kind over the same axes, in each part of a step."""
-    own = [_sums(clock.events, clock.num_passes) for clock in passes]
-    mine = {key: median(sums.get(key, 0.0) for sums in own) for key in own[0]}
+    sums_of_passes = [_sums(clock.events, clock.num_passes) for clock in passes]
+    mine = {key: median(sums.get(key, 0.0) for sums in sums_of_passes) for key in sums_of_passes[0]}
     everyone = gather(mine)
     predicted = _sums(expected, 1)
     for key in dict.fromkeys((*mine, *predicted)):
         part, name, stream = key
-        found = [sums[key] for sums in everyone if key in sums]
-        measured = (min if stream else max)(found, default=0.0)
+        seconds = [sums[key] for sums in everyone if key in sums]
+        measured = (min if stream else max)(seconds, default=0.0)
         levels = "" if not stream else ", ".join(f"levels.{level}" for level in links.level_names(stream))
         figure = levels or passes[0].figures.get((part, name), (0.0, "device"))[1]
         title = f"{name} over {links.mesh.format_axes(stream)}" if stream else name

@@ -27,10 +27,10 @@ _passed: WeakSet[Optimizer] = WeakSet()  # those that have updated something
 
 
 class Template:
-    """A module that was split, weakly; ``own``: the parallel module."""
+    """A module that was split, weakly; ``parallel``: the parallel module."""
 
-    def __init__(self, module: nn.Module, own: nn.Module) -> None:
-        self._module, self._own = ref(module), ref(own)
+    def __init__(self, module: nn.Module, parallel: nn.Module) -> None:
+        self._module, self._own = ref(module), ref(parallel)
         self._values, self._places = _values(module), dict(_places(module))
         self._calls, self._next = 0, 1
         for name, parameter in module.named_parameters():
@@ -47,8 +47,8 @@ class Template:
         if self._calls != self._next:
             return
         self._next *= 2
-        module, own = self._module(), self._own()
-        changed = [] if module is None or own is None else self._changed(module, own)
+        module, parallel = self._module(), self._own()
+        changed = [] if module is None or parallel is None else self._changed(module, parallel)
         if changed:
             self._next = 0
             warnings.warn(
@@ -59,12 +59,12 @@ class Template:
                 stacklevel=6,
             )
 
-    def _changed(self, module: nn.Module, own: nn.Module) -> list[str]:
+    def _changed(self, module: nn.Module, parallel: nn.Module) -> list[str]:
         """What is another, in words. One that is trained itself, beside the parallel module, changes its values."""
-        modes = {f"{path}.training": part.training for path, part in own.named_modules()}
-        frozen = {f"{name}.requires_grad": p.requires_grad for name, p in own.named_parameters()}
+        modes = {f"{path}.training": part.training for path, part in parallel.named_modules()}
+        frozen = {f"{name}.requires_grad": p.requires_grad for name, p in parallel.named_parameters()}
         followed = {key.removeprefix("."): value for key, value in (modes | frozen).items()}
-        found = [
+        changes = [
             f"{place} is {value!r}, and was {self._places[place]!r}"
             for place, value in _places(module)
             if place in self._places
@@ -72,9 +72,9 @@ class Template:
             and followed.get(place) != value
         ]
         if any(parameter.grad is not None for parameter in module.parameters()):
-            return found
+            return changes
         values, its = _values(module), dict(module.named_parameters())
-        return found + [
+        return changes + [
             f"values of {name}"
             for name, before in self._values.items()
             if values.get(name, before) != before and its[name] not in _trained

@@ -163,8 +163,8 @@ class _Stage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
         cotangents = bwd_kwargs.get("output_grads") or ()
-        found = self._worker.backward(self._micro_batch, _PARTS[backward_type], cotangents)
-        return (None,) if self.is_first else found, []
+        gradients = self._worker.backward(self._micro_batch, _PARTS[backward_type], cotangents)
+        return (None,) if self.is_first else gradients, []
 
 
 class _StageWhereAllIsDifferentiable(_Stage):
@@ -173,8 +173,8 @@ class _StageWhereAllIsDifferentiable(_Stage):
     itself for a place that has both, which gloo refuses."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        found: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [message for message in found if message.peer != dist.get_rank()]
+        messages: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [message for message in messages if message.peer != dist.get_rank()]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         trains, self.has_backward = self.has_backward, False
@@ -203,12 +203,16 @@ class _StageWhereAllIsDifferentiable(_Stage):
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
         cotangents = bwd_kwargs.get("output_grads") or ()
         differentiable = [sent.requires_grad for sent in self._worker.sends]
-        kept = tuple(own if is_one else None for own, is_one in zip(cotangents, differentiable, strict=False))
-        found, rest = super().backward_maybe_with_nosync(backward_type, {**bwd_kwargs, "output_grads": kept})
+        kept = tuple(
+            cotangent if is_one else None for cotangent, is_one in zip(cotangents, differentiable, strict=False)
+        )
+        gradients, rest = super().backward_maybe_with_nosync(backward_type, {**bwd_kwargs, "output_grads": kept})
         if self.is_first:
-            return found, rest
+            return gradients, rest
         numbers = (torch.zeros(1, dtype=value.dtype, device=self.device) for value in self._worker.receives)
-        return tuple(own if own is not None else n for own, n in zip(found, numbers, strict=False)), rest
+        return tuple(
+            gradient if gradient is not None else n for gradient, n in zip(gradients, numbers, strict=False)
+        ), rest
 
 
 # torch that keeps what crosses as types knows which of it is differentiable.
@@ -240,11 +244,11 @@ class Scheduled:
         settings: dict[str, Any] = {"loss_fn": _is_loss, "scale_grads": False}
         if schedule.stages_per_place > 1:
             settings["backward_requires_autograd"] = False
-        given: Any = stages if schedule.stages_per_place > 1 else stages[0]
+        stages_or_one: Any = stages if schedule.stages_per_place > 1 else stages[0]
         if schedule.is_solved:
             self._schedule: Any = _in_order(schedule, stages, num_micro_batches, settings)
         else:
-            self._schedule = get_schedule_class(schedule.base)(given, num_micro_batches, **settings)
+            self._schedule = get_schedule_class(schedule.base)(stages_or_one, num_micro_batches, **settings)
 
     def step(self) -> list[Tensor]:
         """Forward and backward of all micro-batches: their losses, in order, where the last stage is."""
@@ -277,21 +281,21 @@ class Scheduled:
     @contextmanager
     def measured(self) -> Iterator[list[Timed]]:
         """The actions of this place, as long as it lasts."""
-        found: list[Timed] = []
-        self._progress.record = found
+        timed: list[Timed] = []
+        self._progress.record = timed
         try:
-            yield found
+            yield timed
         finally:
             self._progress.record = None
 
 
 def _in_order(schedule: Schedule, stages: list[_Stage], num_micro_batches: int, settings: dict[str, Any]) -> Any:
     """torch's runtime of an order that is not its own."""
-    made: Any = _PipelineScheduleRuntime(stages, num_micro_batches, **settings)
+    runtime: Any = _PipelineScheduleRuntime(stages, num_micro_batches, **settings)
     lines = (line.split() for line in format_order(schedule.actions))
-    made.pipeline_order = {place: [_Action.from_str(text) for text in line] for place, line in enumerate(lines)}
-    made._prepare_schedule_with_comms(made.pipeline_order)  # sets where every stage is, too
-    return made
+    runtime.pipeline_order = {place: [_Action.from_str(text) for text in line] for place, line in enumerate(lines)}
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)  # sets where every stage is, too
+    return runtime
 
 
 def _is_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -305,7 +309,7 @@ def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Ord
         return schedule.actions
     if schedule.is_solved:
         schedule = schedule_of(schedule.instead)
-    found: list[tuple[Action, ...]] = []
+    places: list[tuple[Action, ...]] = []
     num_stages = num_places * schedule.stages_per_place
     stages = [
         SimpleNamespace(
@@ -318,14 +322,14 @@ def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Ord
         )
         for number in range(schedule.stages_per_place)
     ]
-    given: Any = stages if schedule.stages_per_place > 1 else stages[0]
-    made: Any = get_schedule_class(schedule.base)(given, num_micro_batches)
+    stages_or_one: Any = stages if schedule.stages_per_place > 1 else stages[0]
+    schedule_of_torch: Any = get_schedule_class(schedule.base)(stages_or_one, num_micro_batches)
     for place in range(num_places):
         actions: list[Action] = []
-        for action in made.pipeline_order[place]:
+        for action in schedule_of_torch.pipeline_order[place]:
             actions += _actions(action)
-        found.append(tuple(actions if schedule.stages_per_place > 1 else _numbered(actions)))
-    return tuple(found)
+        places.append(tuple(actions if schedule.stages_per_place > 1 else _numbered(actions)))
+    return tuple(places)
 
 
 def _actions(action: Any) -> list[Action]:
@@ -333,7 +337,7 @@ def _actions(action: Any) -> list[Action]:
     if action is None:
         return []
     if action.sub_actions:
-        return [own for part in action.sub_actions for own in _actions(part)]
+        return [action_of_part for part in action.sub_actions for action_of_part in _actions(part)]
     kind = _KINDS.get(action.computation_type.value)
     return [] if kind is None else [Action(action.stage_index, kind, action.microbatch_index)]
 

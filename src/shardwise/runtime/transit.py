@@ -75,7 +75,7 @@ class Converting(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Way:
+class Transit:
     """Local steps, one message, local steps."""
 
     before: Direction
@@ -83,13 +83,13 @@ class Way:
     after: Direction  # from the buffers of the message
 
     @staticmethod
-    def of(purpose: Purpose, in_place: bool) -> Way:
-        made = stages([conversion.moves for conversion in purpose.conversions], purpose, in_place)
-        sends = next(i for i, stage in enumerate(made) if isinstance(stage, Exchange))
-        exchange = made[sends]
+    def of(purpose: Purpose, in_place: bool) -> Transit:
+        steps = stages([conversion.moves for conversion in purpose.conversions], purpose, in_place)
+        sends = next(i for i, stage in enumerate(steps) if isinstance(stage, Exchange))
+        exchange = steps[sends]
         assert isinstance(exchange, Exchange), "the stage that sends"
-        after: list[Callable[[Any], Any]] = [exchange.message.land, *made[sends + 1 :]]
-        return Way(Direction(tuple(made[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
+        after: list[Callable[[Any], Any]] = [exchange.message.land, *steps[sends + 1 :]]
+        return Transit(Direction(tuple(steps[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
 
 
 class Departing(torch.nn.Module):
@@ -98,10 +98,12 @@ class Departing(torch.nn.Module):
     def __init__(self, instruction: Depart, graph: Graph, ranks: Communicator) -> None:
         super().__init__()
         self.instruction = instruction
-        self.way = Way.of(Purpose(instruction.conversions, graph, ranks, instruction.backward), instruction.overwrites)
+        self.transit = Transit.of(
+            Purpose(instruction.conversions, graph, ranks, instruction.backward), instruction.overwrites
+        )
 
     def forward(self, *tensors: Tensor) -> list[Any]:
-        return [*self.way.message.launch(self.way.before(tensors), wait=False)]
+        return [*self.transit.message.launch(self.transit.before(tensors), wait=False)]
 
     def extra_repr(self) -> str:
         return described(self.instruction)
@@ -110,14 +112,14 @@ class Departing(torch.nn.Module):
 class Arriving(torch.nn.Module):
     """The message is waited for and unpacked: what ``Departing`` gave -> tensors. What was sent is let go first."""
 
-    def __init__(self, instruction: Arrive, way: Way) -> None:
+    def __init__(self, instruction: Arrive, transit: Transit) -> None:
         super().__init__()
-        self.instruction, self.way = instruction, way
+        self.instruction, self.transit = instruction, transit
 
     def forward(self, flight: list[Any]) -> tuple[Tensor, ...]:
-        self.way.message.finish(flight[1])
+        self.transit.message.finish(flight[1])
         del flight[1]
-        return tuple(self.way.after(flight.pop()))
+        return tuple(self.transit.after(flight.pop()))
 
     def extra_repr(self) -> str:
         return described(self.instruction)
@@ -128,17 +130,17 @@ def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = F
     execution; identities are left out. ``in_place``: the first message may use the memory of the tensor that is
     given."""
     ranks, backward = purpose.ranks, purpose.backward
-    made: list[Together] = []
+    steps: list[Together] = []
     together = list(zip(*moves, strict=True))
     for step in reversed(together) if backward else together:
         parts = [local_move(move, ranks.coordinates, backward=backward) for move in step]
         if parts[0].kind is not None:
             on_gloo = is_gloos(ranks.group(parts[0].axes))
             buffers = sharing_buffers(step, ranks.coordinates, backward=backward, on_gloo=on_gloo)
-            made.append(Exchange(Message(parts, ranks, purpose, in_place and not made, buffers)))
+            steps.append(Exchange(Message(parts, ranks, purpose, in_place and not steps, buffers)))
         elif not all(part.is_identity for part in parts):
-            made.append(_each(parts))
-    return made
+            steps.append(_each(parts))
+    return steps
 
 
 def _each(parts: Sequence[LocalMove]) -> Together:

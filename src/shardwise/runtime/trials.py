@@ -206,8 +206,8 @@ class Trial:
         self.choice = self.trials.latest = times.compiled < (1 - MARGIN) * times.eager
         self._turns = []
         kind, other = ("compiled", "eager") if self.choice else ("eager", "compiled")
-        own, others = (times.compiled, times.eager) if self.choice else (times.eager, times.compiled)
-        self._say(f"runs {kind}: {own * 1e3:.4g} ms, {other} {others * 1e3:.4g} ms, {how}")
+        chosen, others = (times.compiled, times.eager) if self.choice else (times.eager, times.compiled)
+        self._say(f"runs {kind}: {chosen * 1e3:.4g} ms, {other} {others * 1e3:.4g} ms, {how}")
 
     def _say(self, what: str) -> None:
         if self._is_first:
@@ -219,8 +219,8 @@ class Trial:
             return math.inf
         kinds = ROUND * (len(self._turns) // len(ROUND))
         timed = [t for t, kind in zip(self._turns, kinds, strict=True) if t.is_complete and kind == compiled]
-        found = [turn.watch.seconds for turn in timed if turn.watch is not None]
-        return median(found) if len(found) >= LEAST_TIMED else math.nan
+        seconds = [turn.watch.seconds for turn in timed if turn.watch is not None]
+        return median(seconds) if len(seconds) >= LEAST_TIMED else math.nan
 
     def _of_all(self, times: Times) -> torch.Tensor:
         """[ranks, 2]: what the ranks of the placement have."""
@@ -243,26 +243,26 @@ class Trial:
 @dataclass
 class Compiling(Generic[_Variant]):
     """The compiled variant of a step: ``make`` makes it when it is first wanted. ``trial``: says whether it is, by
-    default always; ``made``: None before, and where it was let go."""
+    default always; ``variant``: None before, and where it was let go."""
 
     make: Callable[[], _Variant]
     trial: Trial | None = None
-    made: _Variant | None = None
+    variant: _Variant | None = None
 
     def begin(self) -> tuple[_Variant | None, Turn]:
         """A training step begins: what runs it (None: the step as it is written), and its turn."""
         if self.trial is None:
-            self.made = self.made or self.make()
-            return self.made, Turn(compiled=True)
+            self.variant = self.variant or self.make()
+            return self.variant, Turn(compiled=True)
         turn = self.trial.begin()
-        if turn.compiled and self.made is None:
+        if turn.compiled and self.variant is None:
             try:
-                self.made = self.make()
+                self.variant = self.make()
             except Exception as error:
                 self.trial.cannot_compile(error)
         if self.trial.choice is False:
-            self.made = None
-        return (self.made if turn.compiled else None), turn
+            self.variant = None
+        return (self.variant if turn.compiled else None), turn
 
     @property
     def is_preferred(self) -> bool:
@@ -285,8 +285,10 @@ def digest(program: Program) -> str:
 
 
 def _text(instruction: Instruction) -> str:
-    own = (f"{one.name}={getattr(instruction, one.name)}" for one in fields(instruction) if one.name != "origin")
-    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(instruction).__name__} {' '.join(own)}")
+    entries = (
+        f"{entry.name}={getattr(instruction, entry.name)}" for entry in fields(instruction) if entry.name != "origin"
+    )
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(instruction).__name__} {' '.join(entries)}")
 
 
 def _device_name(device: torch.device) -> str:

@@ -58,7 +58,7 @@ def with_outputs_split(
         if isinstance(output, Ref) and memory is not None and memory.name in spmd.graph.source_of:
             fixed.add(output.name)
     wanted = set(refs(spmd.outputs)) - fixed
-    found = {
+    gatherings = {
         conversion.result: conversion
         for conversion in spmd.conversions
         if conversion.result in wanted
@@ -68,15 +68,18 @@ def with_outputs_split(
     }
     steps: list[Step | Conversion | Bucket] = []
     for step in spmd.steps:
-        kept = tuple(conversion for conversion in conversions_of(step) if conversion.result not in found)
+        kept = tuple(conversion for conversion in conversions_of(step) if conversion.result not in gatherings)
         if len(kept) == len(conversions_of(step)):
             steps.append(step)
         elif kept:
             steps.append(replace(step, conversions=kept) if isinstance(step, Bucket) and kept[1:] else kept[0])
     outputs = tuple(
-        Ref(found[out.name].value) if isinstance(out, Ref) and out.name in found else out for out in spmd.outputs
+        Ref(gatherings[out.name].value) if isinstance(out, Ref) and out.name in gatherings else out
+        for out in spmd.outputs
     )
-    return replace(spmd, steps=tuple(steps), outputs=outputs), {own.value: own for own in found.values()}
+    return replace(spmd, steps=tuple(steps), outputs=outputs), {
+        conversion.value: conversion for conversion in gatherings.values()
+    }
 
 
 def handed_out(
@@ -84,17 +87,17 @@ def handed_out(
 ) -> list[Any]:
     """Flattened outputs of a call, those that are split as tensors that are read later. ``names``: per output that of
     the program; ``split``: the conversions by those that are."""
-    found: list[Any] = []
-    made: dict[tuple[int, str], Tensor] = {}
+    outputs_read: list[Any] = []
+    unread_of: dict[tuple[int, str], Tensor] = {}
     for output, name in zip(outputs, names, strict=True):
         if isinstance(name, Ref) and name.name in split and isinstance(output, Tensor):
             key = (id(output), name.name)
-            if key not in made:
-                unread = Unread(output.detach(), split[name.name], graph, ranks, len(made))
-                made[key] = _Defer.apply(output, unread)  # type: ignore[no-untyped-call]
-            output = made[key]
-        found.append(output)
-    return found
+            if key not in unread_of:
+                unread = Unread(output.detach(), split[name.name], graph, ranks, len(unread_of))
+                unread_of[key] = _Defer.apply(output, unread)  # type: ignore[no-untyped-call]
+            output = unread_of[key]
+        outputs_read.append(output)
+    return outputs_read
 
 
 def _read_all(tree: Any) -> Any:
@@ -135,8 +138,8 @@ class Unread:
 
     def _converted(self, tensor: Tensor, *, backward: bool) -> Tensor:
         purpose = Purpose((self.conversion,), self.graph, self.ranks, backward)
-        found: Tensor = Direction(tuple(stages([self.conversion.moves], purpose)), purpose)([tensor])[0]
-        return found
+        converted: Tensor = Direction(tuple(stages([self.conversion.moves], purpose)), purpose)([tensor])[0]
+        return converted
 
     @property
     def described(self) -> str:
@@ -157,9 +160,9 @@ class WhenRead(Tensor):
     @staticmethod
     def __new__(cls, unread: Unread) -> WhenRead:
         make: Any = Tensor._make_wrapper_subclass
-        made: WhenRead = make(cls, unread.shape, dtype=unread.dtype, device=unread.device)
-        made.unread = unread
-        return made
+        tensor: WhenRead = make(cls, unread.shape, dtype=unread.dtype, device=unread.device)
+        tensor.unread = unread
+        return tensor
 
     def _text(self) -> str:
         if self.unread.part is None:
@@ -188,16 +191,16 @@ class WhenRead(Tensor):
                     fix="write the operator without the underscore, or give parallelize outputs='whole'",
                 )
             )
-        own: dict[int, WhenRead] = {}
+        wrapper_of: dict[int, WhenRead] = {}
 
         def read(tensor: WhenRead) -> Tensor:
             whole = tensor.unread.whole()
-            own[id(whole)] = tensor
+            wrapper_of[id(whole)] = tensor
             return whole
 
         args, kwargs = pytree.tree_map_only(WhenRead, read, (args, kwargs or {}))
-        found = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, lambda tensor: own.get(id(tensor), tensor), found)
+        result = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda tensor: wrapper_of.get(id(tensor), tensor), result)
 
     __torch_dispatch__: Any = _dispatched  # torch declares these two as something else
     __repr__: Any = _text

@@ -108,14 +108,14 @@ def cost_graph(
 
 def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
     """The named axes whose parts the user treats differently."""
-    found = set()
+    separate = set()
     for name, _ in mesh.axes:
         parts = mesh.expand(name)
         for choices in fixed.values():
-            own = {choices[part] for part in parts if part in choices}
-            if len(own) > 1 or (own and not all(part in choices for part in parts)):
-                found.add(name)
-    return frozenset(found)
+            chosen = {choices[part] for part in parts if part in choices}
+            if len(chosen) > 1 or (chosen and not all(part in choices for part in parts)):
+                separate.add(name)
+    return frozenset(separate)
 
 
 def searched(cost: CostGraph, search: str, memory_bytes: float | None, cutoff: float = inf) -> Search:
@@ -178,5 +178,5 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
 
 def best_completion(cost: CostGraph, fixed: Mapping[int, int]) -> list[int]:
     """The assignment of least step in which some variables have given values."""
-    found = [minimise(restricted(cost.weighted(Weights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
-    return min((item.assignment for item in found), key=lambda own: step_seconds(cost.components(own)))
+    solutions = [minimise(restricted(cost.weighted(Weights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
+    return min((item.assignment for item in solutions), key=lambda values: step_seconds(cost.components(values)))

@@ -76,7 +76,7 @@ def candidates(searches: Sequence[Search], name: str, limit: float, share: float
     most = share * ordered[0].outcome.seconds
     size = max(len(ordered[0].cost.domains.graph.ops), 1)
     per_mesh = [list(_of_mesh(search, name, limit, most)) for search in ordered]
-    turns = [own[turn] for turn in range(MAX_PER_MESH) for own in per_mesh if turn < len(own)]
+    turns = [of_one_mesh[turn] for turn in range(MAX_PER_MESH) for of_one_mesh in per_mesh if turn < len(of_one_mesh)]
     return turns[: min(MAX_CANDIDATES, max(1, MAX_OPERATORS // size))]
 
 
@@ -84,17 +84,17 @@ def _of_mesh(search: Search, name: str, limit: float, most: float) -> Iterator[C
     """The search's own first, then those of other searches, then the next best by what they take unhidden. Of those
     that have the same components only one: they are the same plan but for its mirror images."""
     outcome = search.outcome
-    own = Candidate(search, outcome.assignment, outcome.components)
-    yield own
+    first = Candidate(search, outcome.assignment, outcome.components)
+    yield first
     if name not in BOUNDED:
         return
     others = [_candidate(search, assignment) for assignment in _of_other_searches(search, limit)]
     next_best = [_candidate(search, assignment) for assignment in chain(outcome.candidates, _listed(search))]
     next_best.sort(key=lambda candidate: candidate.unhidden_seconds)
-    taken = [own]
+    taken = [first]
     for candidate in (*others, *next_best):
         fits = candidate.additive_price <= most and candidate.num_bytes <= limit
-        if fits and not any(np.allclose(candidate.components, one.components, rtol=1e-9, atol=0) for one in taken):
+        if fits and not any(np.allclose(candidate.components, other.components, rtol=1e-9, atol=0) for other in taken):
             taken.append(candidate)
             yield candidate
 

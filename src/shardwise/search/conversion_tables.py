@@ -8,54 +8,54 @@ from numpy.typing import NDArray
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 
 
-def seconds_between(routes: Routes, made: Ints, nodes: Ints) -> Floats:
-    """[made, nodes] seconds; each pair of layouts once, however many strategies have it."""
-    rows, back = np.unique(made, return_inverse=True)
+def seconds_between(routes: Routes, starts: Ints, nodes: Ints) -> Floats:
+    """[starts, nodes] seconds; each pair of layouts once, however many strategies have it."""
+    rows, back = np.unique(starts, return_inverse=True)
     columns, forth = np.unique(nodes, return_inverse=True)
     small = routes.prices(columns)[rows]
     return small[back][:, forth]
 
 
-def is_copied(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
-    """[made, nodes]: whether a conversion makes another tensor. Between invariant and replicated it is the same one."""
+def is_copied(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """[starts, nodes]: whether a conversion makes another tensor. Invariant and replicated are the same one."""
     codes = np.where(routes.codes == STATES.index("R"), STATES.index("I"), routes.codes)
-    return np.asarray((codes[made][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
+    return np.asarray((codes[starts][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
 
 
-def kept_of(routes: Routes, made: Ints, nodes: Ints, *, is_held: bool, resent: bool) -> tuple[Floats, Floats]:
-    """[made, nodes] elements that an operand which is kept in ``nodes`` holds; and 1 where its message is sent again.
+def kept_of(routes: Routes, starts: Ints, nodes: Ints, *, is_held: bool, resent: bool) -> tuple[Floats, Floats]:
+    """[starts, nodes] elements that an operand which is kept in ``nodes`` holds; and 1 where its message is sent again.
     ``is_held``: what it is made from is there without it; ``resent``: whether messages may be sent again, which they
     are where that holds fewer elements."""
-    copied = is_copied(routes, made, nodes)
-    before, after = np.broadcast_arrays(routes.numel[made][:, None], routes.numel[nodes][None, :])
+    copied = is_copied(routes, starts, nodes)
+    before, after = np.broadcast_arrays(routes.numel[starts][:, None], routes.numel[nodes][None, :])
     again = copied & ((before <= after) if is_held else (before < after)) & resent
-    held = np.where(again, 0 if is_held else before, after * copied if is_held else after)
-    return held.astype(np.float64), again.astype(np.float64)
+    elements = np.where(again, 0 if is_held else before, after * copied if is_held else after)
+    return elements.astype(np.float64), again.astype(np.float64)
 
 
-def is_brought(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
-    """[made, nodes]: whether forward brings what a device does not have: another tensor, and no smaller one."""
-    return is_copied(routes, made, nodes) & np.less_equal.outer(routes.numel[made], routes.numel[nodes])
+def is_brought(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """[starts, nodes]: whether forward brings what a device does not have: another tensor, and no smaller one."""
+    return is_copied(routes, starts, nodes) & np.less_equal.outer(routes.numel[starts], routes.numel[nodes])
 
 
-def keeps_size(routes: Routes, made: Ints, nodes: Ints) -> NDArray[np.bool_]:
-    """[made, nodes]: whether a device has as many elements in both layouts."""
-    return np.equal.outer(routes.numel[made], routes.numel[nodes])
+def keeps_size(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """[starts, nodes]: whether a device has as many elements in both layouts."""
+    return np.equal.outer(routes.numel[starts], routes.numel[nodes])
 
 
-def larger(routes: Routes, made: Ints, nodes: Ints, itemsize: int) -> tuple[Floats, Floats]:
-    """[made, nodes] bytes of gradients in ``nodes`` where these are larger than in ``made``, and by how many."""
-    itemsizes = np.where(keeps_size(routes, made, nodes), 0.0, float(itemsize))
+def larger(routes: Routes, starts: Ints, nodes: Ints, itemsize: int) -> tuple[Floats, Floats]:
+    """[starts, nodes] bytes of gradients in ``nodes`` where these are larger than in ``starts``, and by how many."""
+    itemsizes = np.where(keeps_size(routes, starts, nodes), 0.0, float(itemsize))
     whole: Floats = itemsizes * routes.numel[nodes][None, :]
-    return whole, whole - itemsizes * routes.numel[made][:, None]
+    return whole, whole - itemsizes * routes.numel[starts][:, None]
 
 
-def bytes_sent(routes: Routes, made: Ints, nodes: Ints) -> Floats:
-    """[made, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
+def bytes_sent(routes: Routes, starts: Ints, nodes: Ints) -> Floats:
+    """[starts, nodes] bytes of a conversion while it runs: what is sent, the message, what is made of it. An estimate:
     what lies between on a longer route is not looked at."""
-    before, after = routes.numel[made][:, None], routes.numel[nodes][None, :]
-    held = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
-    return np.where(is_copied(routes, made, nodes), held, 0.0)
+    before, after = routes.numel[starts][:, None], routes.numel[nodes][None, :]
+    num_bytes = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
+    return np.where(is_copied(routes, starts, nodes), num_bytes, 0.0)
 
 
 def sendable(routes: Routes) -> Ints:

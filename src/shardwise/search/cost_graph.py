@@ -88,11 +88,11 @@ class CostGraph:
     def _distinct(self) -> dict[int, int]:
         """Kind -> its number among those of different content."""
         numbers: dict[object, int] = {}
-        found = {}
+        number_of = {}
         for kind, components in enumerate(self.kinds):
             key = tuple(None if table is None else (table.shape, table.tobytes()) for table in components)
-            found[kind] = numbers.setdefault(key, len(numbers))
-        return found
+            number_of[kind] = numbers.setdefault(key, len(numbers))
+        return number_of
 
     @cached_property
     def _tables(self) -> list[Components]:
@@ -118,7 +118,7 @@ class CostGraph:
         scopes: list[list[Scope]] = [[] for _ in self._tables]
         for scope, number in self._scopes:
             scopes[number].append(scope)
-        return [(table, np.array(own, dtype=np.int64)) for table, own in zip(self._tables, scopes, strict=True)]
+        return [(table, np.array(group, dtype=np.int64)) for table, group in zip(self._tables, scopes, strict=True)]
 
     def components(self, assignment: list[int]) -> Floats:
         """The four components of a complete assignment."""
@@ -133,11 +133,11 @@ class CostGraph:
 
 def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
     """(kind, name) of a variable -> the bytes that it and the conversions to it hold."""
-    found: dict[tuple[str, str], float] = {}
+    num_bytes: dict[tuple[str, str], float] = {}
     for scope, kind in cost.factors:
         table = cost.kinds[kind][BYTES]
         if table is not None:
             variable = cost.variables[scope[-1]]
             key = variable.kind, variable.name
-            found[key] = found.get(key, 0.0) + float(table[tuple(assignment[v] for v in scope)])
-    return found
+            num_bytes[key] = num_bytes.get(key, 0.0) + float(table[tuple(assignment[v] for v in scope)])
+    return num_bytes

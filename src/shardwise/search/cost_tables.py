@@ -166,15 +166,15 @@ class _Builder:
             assert nodes is not None, f"{op.name}: {name} has no layouts"
             self._arrive(name, variable, nodes, traffic=False)
 
-    def _share(self, name: str, maker: int, made: Ints, *, traffic: bool) -> None:
+    def _share(self, name: str, maker: int, starts: Ints, *, traffic: bool) -> None:
         """The layout that the consumers of a value convert from: any that its maker or a consumer uses."""
-        used = [made]
+        used = [starts]
         for op in self.consumers[name]:
             domain = self.domains.domain(op, self.fixed.get(op.name))
             used += [
                 nodes
-                for nodes, own in zip(domain.operands, op.operands, strict=True)
-                if own == name and nodes is not None
+                for nodes, operand in zip(domain.operands, op.operands, strict=True)
+                if operand == name and nodes is not None
             ]
         nodes = np.unique(np.concatenate(used))
         routes = self.domains.routes(name)
@@ -187,22 +187,22 @@ class _Builder:
         resent = bool(consumers) and not traffic and self.again.resent.issuperset(consumers)
         beside = self.again.operators.isdisjoint(consumers)
         how = kept, traffic, only_copies, dtype, resent, beside
-        key: object = "share", id(routes), made.tobytes(), nodes.tobytes(), *how
-        window = self._window(name, key, lambda: routes.prices(nodes)[made]) if traffic else inf
+        key: object = "share", id(routes), starts.tobytes(), nodes.tobytes(), *how
+        window = self._window(name, key, lambda: routes.prices(nodes)[starts]) if traffic else inf
 
         def table() -> Components:
-            seconds = routes.prices(nodes)[made]
+            seconds = routes.prices(nodes)[starts]
             # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is made
             # again only copies.
-            numel, again = kept_of(routes, made, nodes, is_held=only_copies or dropped, resent=resent)
-            held = numel * (routes.tensor.itemsize if kept else 0)
-            share = self._share_of_pass(routes, made, nodes, traffic)
-            sums = self._whole_sums(name, made, nodes, traffic)
-            times = self._times(routes, made, nodes, traffic)
-            once = self._placed(seconds, held, traffic, window, share, sums, times)
+            numel, again = kept_of(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
+            kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
+            share = self._share_of_pass(routes, starts, nodes, traffic)
+            sums = self._whole_sums(name, starts, nodes, traffic)
+            times = self._times(routes, starts, nodes, traffic)
+            once = self._placed(seconds, kept_bytes, traffic, window, share, sums, times)
             return self._resent(once, seconds, again, beside)
 
-        self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, made, nodes))
+        self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, starts, nodes))
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str) -> bool:
@@ -214,17 +214,17 @@ class _Builder:
         return {
             op.name
             for op in self.consumers[name]
-            for i, own in enumerate(op.operands)
-            if own == name and i in self.domains.domain(op, self.fixed.get(op.name)).keeps
+            for i, operand in enumerate(op.operands)
+            if operand == name and i in self.domains.domain(op, self.fixed.get(op.name)).keeps
         }
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def _edge(self, name: str, op: Op, variable: int, domain: Domain) -> None:
         """What a consumer's layouts of a value cost, from where the value is."""
-        home, made = self.cost.home[name]
+        home, starts = self.cost.home[name]
         routes = self.domains.routes(name)
-        positions = tuple(i for i, own in enumerate(op.operands) if own == name)
+        positions = tuple(i for i, operand in enumerate(op.operands) if operand == name)
         traffic = name in self.parameter
         maker = self.cost.variables[home]
         computed = name not in self.local and (
@@ -237,7 +237,7 @@ class _Builder:
         resent = not traffic and op.name in self.again.resent
         beside = op.name not in self.again.operators
         how = traffic, computed, dropped, kept, resent, beside
-        key: object = "edge", id(routes), made.tobytes(), id(domain), positions, *how
+        key: object = "edge", id(routes), starts.tobytes(), id(domain), positions, *how
 
         def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
             done: list[Ints] = []
@@ -251,34 +251,34 @@ class _Builder:
                 done.append(nodes)
 
         def taken() -> Floats:
-            seconds = np.zeros((len(made), len(domain)))
+            seconds = np.zeros((len(starts), len(domain)))
             for _, nodes, fresh in fresh_nodes():
-                seconds += seconds_between(routes, made, nodes) * fresh[None, :]
+                seconds += seconds_between(routes, starts, nodes) * fresh[None, :]
             return seconds
 
         window = self._window(name, key, taken) if traffic else inf
 
         def table() -> Components:
-            held, repeated = np.zeros((2, len(made), len(domain)))
+            kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
             times: Floats | float = 1.0
             for position, nodes, fresh in fresh_nodes():
-                times = np.maximum(times, self._times(routes, made, nodes, traffic))
+                times = np.maximum(times, self._times(routes, starts, nodes, traffic))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
-                    numel, again = kept_of(routes, made, nodes, is_held=dropped or not computed, resent=resent)
-                    held += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
+                    numel, again = kept_of(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
+                    kept_bytes += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
                     repeated += again * fresh[None, :]
             share: Floats | float = 1.0
             sums: tuple[Floats, Floats] | None = None
             if is_once:
                 ((_, nodes, _),) = fresh_nodes()
-                share = self._share_of_pass(routes, made, nodes, is_once)
-                sums = self._whole_sums(name, made, nodes, is_once)
-            once = self._placed(taken(), held, traffic, window, share, sums, times)
+                share = self._share_of_pass(routes, starts, nodes, is_once)
+                sums = self._whole_sums(name, starts, nodes, is_once)
+            once = self._placed(taken(), kept_bytes, traffic, window, share, sums, times)
             return self._resent(once, taken(), repeated, beside)
 
         def transient() -> Floats:
-            tables = [bytes_sent(routes, made, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
+            tables = [bytes_sent(routes, starts, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
             most: Floats = np.max(tables, axis=0)
             return most
 
@@ -296,34 +296,34 @@ class _Builder:
                 total += routes.numel[nodes] * routes.tensor.grad_itemsize
         return total
 
-    def _share_of_pass(self, routes: Routes, made: Ints, nodes: Ints, is_once: bool) -> Floats | float:
-        """[made, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
+    def _share_of_pass(self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool) -> Floats | float:
+        """[starts, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
         that is no smaller than what operators use, or wherever that is asked for, but not what is gathered again
         (``programs.once``)."""
         passes = self.domains.prices.passes
         if not is_once or passes == 1:
             return 1.0
         if self.again.gathered == "once":
-            return np.full((len(made), len(nodes)), 1 / passes)
-        held = keeps_size(routes, made, nodes)
+            return np.full((len(starts), len(nodes)), 1 / passes)
+        is_once_a_step = keeps_size(routes, starts, nodes)
         if self.again.gathered == "again":
-            held &= ~is_brought(routes, made, nodes)
-        return np.where(held, 1 / passes, 1.0)
+            is_once_a_step &= ~is_brought(routes, starts, nodes)
+        return np.where(is_once_a_step, 1 / passes, 1.0)
 
-    def _times(self, routes: Routes, made: Ints, nodes: Ints, traffic: bool) -> Floats | float:
-        """[made, nodes] How often a parameter's conversions send what they send once: those that bring what a device
+    def _times(self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool) -> Floats | float:
+        """[starts, nodes] How often a parameter's conversions send what they send once: those that bring what a device
         does not have do so again in backward, where that is asked for."""
         if not traffic or self.again.gathered != "again":
             return 1.0
-        return np.where(is_brought(routes, made, nodes), GATHERED_AGAIN, 1.0)
+        return np.where(is_brought(routes, starts, nodes), GATHERED_AGAIN, 1.0)
 
-    def _whole_sums(self, name: str, made: Ints, nodes: Ints, is_once: bool) -> tuple[Floats, Floats] | None:
+    def _whole_sums(self, name: str, starts: Ints, nodes: Ints, is_once: bool) -> tuple[Floats, Floats] | None:
         """Of a parameter's gradient that adds up over the passes in a larger layout than that in which it is stored, in
         the dtype of what is stored: ``larger``, of which a step has some more seconds to add."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
         if not is_once or is_one_pass or not routes.tensor.differentiable or self.again.gathered != "once":
             return None
-        return larger(routes, made, nodes, self.graph.by_name[name].kept_dtype.itemsize)
+        return larger(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 
     def _deliver(self) -> None:
         """The loss is needed whole, and buffers that are written back."""
@@ -332,12 +332,12 @@ class _Builder:
         for name in dict.fromkeys(wanted):
             if name not in self.cost.home:
                 continue
-            (home, made), routes = self.cost.home[name], self.domains.routes(name)
+            (home, starts), routes = self.cost.home[name], self.domains.routes(name)
 
-            def table(routes: Routes = routes, made: Ints = made) -> Components:
-                return routes.prices(np.array([routes.whole]))[made, 0], None, None, None
+            def table(routes: Routes = routes, starts: Ints = starts) -> Components:
+                return routes.prices(np.array([routes.whole]))[starts, 0], None, None, None
 
-            self._factor((home,), ("deliver", id(routes), made.tobytes()), table)
+            self._factor((home,), ("deliver", id(routes), starts.tobytes()), table)
         for name in self.graph.cotangents or ():
             if name in self.cost.home:
                 self._send(name)
@@ -345,27 +345,27 @@ class _Builder:
     def _send(self, name: str) -> None:
         """What another stage reads leaves as that takes it. Where this is not known: as it is; sums and what is
         replicated in the layout that takes least."""
-        (home, made), routes = self.cost.home[name], self.domains.routes(name)
+        (home, starts), routes = self.cost.home[name], self.domains.routes(name)
         node = routes.node_of(self.taken[name]) if name in self.taken else None
         nodes = sendable(routes) if node is None else np.array([node])
-        seconds = routes.prices(nodes)[made]
+        seconds = routes.prices(nodes)[starts]
         least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
         self.cost.sent[name] = home, nodes[least]
 
         def table() -> Components:
             return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
 
-        self._factor((home,), ("send", id(routes), made.tobytes(), nodes.tobytes()), table)
+        self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), table)
 
     def _window(self, name: str, key: object, seconds: Callable[[], Floats]) -> float:
         """What messages of a parameter can hide behind; inf where no conversion of ``key`` is longer."""
         if key not in self._longest:
             self._longest[key] = float(seconds().max(initial=0.0))
-        own = self.domains.windows[name]
-        return own if own < self._longest[key] else inf
+        window = self.domains.windows[name]
+        return window if window < self._longest[key] else inf
 
     def _placed(
-        self, seconds: Floats, held: Floats, traffic: bool, window: float, share: Floats | float,
+        self, seconds: Floats, kept_bytes: Floats, traffic: bool, window: float, share: Floats | float,
         sums: tuple[Floats, Floats] | None, times: Floats | float,
     ) -> Components:  # fmt: skip
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
@@ -373,7 +373,7 @@ class _Builder:
         once, which nothing hides; ``sums``: ``_whole_sums``; ``times``: ``_times``, of which what is more than once is
         in backward."""
         whole, more = sums or (0.0, 0.0)
-        some = held + whole if held.any() or np.any(whole) else None
+        some = kept_bytes + whole if kept_bytes.any() or np.any(whole) else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
         hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
         exposed = times * seconds - hidden
@@ -388,11 +388,11 @@ class _Builder:
         beside the backward ahead of their operators, which are not made again themselves."""
         if not again.any():
             return once
-        exposed, compute, traffic, held = once
+        exposed, compute, traffic, kept_bytes = once
         more, overlap = SENT_AGAIN * seconds * again, self.domains.prices.device.overlap if is_beside else 0.0
         beside = overlap * more if traffic is None else traffic + overlap * more
         waits = (1 - overlap) * more if exposed is None else exposed + (1 - overlap) * more
-        return waits, compute, beside, held
+        return waits, compute, beside, kept_bytes
 
     def _factor(
         self,

@@ -24,8 +24,8 @@ Cuts = Mapping[str, Mapping[str, tuple[int, ...]]]
 def with_cuts(choice: Choice, cuts: Cuts, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
     """The choice with factors split by hand. Raises LayoutError naming the operator where that is not possible."""
     strategies = dict(choice.strategies)
-    for name, own in cuts.items():
-        strategies[name] = replace(strategies[name], cuts=tuple(sorted(own.items())))
+    for name, counts in cuts.items():
+        strategies[name] = replace(strategies[name], cuts=tuple(sorted(counts.items())))
         try:
             check_strategy(rules[name], strategies[name], mesh)
         except LayoutError as error:
@@ -46,7 +46,7 @@ def stored_as_cut(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mes
         for value, need in zip(op.operands, apply_strategy(rules[op.name], strategy, mesh).operands, strict=True):
             source = graph.source_of.get(value)
             if source is not None and source.kind == "parameter" and not sources[value].windows:
-                own = sources[value]
-                windows = tuple(cut for cut in need.windows if own.dims[cut.dim] == need.dims[cut.dim])
-                sources[value] = replace(own, windows=windows)
+                layout = sources[value]
+                windows = tuple(cut for cut in need.windows if layout.dims[cut.dim] == need.dims[cut.dim])
+                sources[value] = replace(layout, windows=windows)
     return replace(choice, sources=sources)

@@ -94,11 +94,11 @@ class Choosing:
 
     @cached_property
     def active(self) -> frozenset[str]:
-        found = {*self.parameters, *self.received}
+        active = {*self.parameters, *self.received}
         for op in self.graph.ops:
-            if any(name in found for name in op.operands):
-                found.update(op.results)
-        return frozenset(found)
+            if any(name in active for name in op.operands):
+                active.update(op.results)
+        return frozenset(active)
 
     @cached_property
     def operators(self) -> tuple[Op, ...]:
@@ -108,12 +108,12 @@ class Choosing:
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
         """Active value -> the operators with a choice that use it, each once."""
-        found: dict[str, list[Op]] = {}
+        consumers: dict[str, list[Op]] = {}
         for op in self.operators:
             for name in dict.fromkeys(op.operands):
                 if name in self.active:
-                    found.setdefault(name, []).append(op)
-        return found
+                    consumers.setdefault(name, []).append(op)
+        return consumers
 
     def windows(self, prices: Prices) -> Mapping[str, float]:
         """Parameter -> seconds that its messages can hide behind."""
@@ -123,10 +123,10 @@ class Choosing:
 
     def kind(self, op: Op) -> int:
         """A number that operators share which have the same domain."""
-        found = self._kinds.get(op.name)
-        if found is None:
-            found = self._kinds[op.name] = self._numbers.setdefault(self._kind_of(op), len(self._numbers))
-        return found
+        number = self._kinds.get(op.name)
+        if number is None:
+            number = self._kinds[op.name] = self._numbers.setdefault(self._kind_of(op), len(self._numbers))
+        return number
 
     def is_blocked(self, op: Op, factor: str) -> bool:
         """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
@@ -186,20 +186,20 @@ class Domains:
     def domain(self, op: Op, fixed: Mapping[str, AxisChoice] | None = None) -> Domain:
         """The strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
         key = self.choosing.kind(op)
-        found = self._domains.get(key)
-        if found is None:
-            found = self._domains[key] = self._build(op)
+        domain = self._domains.get(key)
+        if domain is None:
+            domain = self._domains[key] = self._build(op)
         if not fixed:
-            return found
+            return domain
         narrow = (key, tuple(sorted(fixed.items(), key=lambda item: item[0])))
         if narrow not in self._domains:
             wanted = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
             kept = [
                 i
-                for i, choices in enumerate(found.choices)
+                for i, choices in enumerate(domain.choices)
                 if all(not want or want == {choice} for want, choice in zip(wanted, choices, strict=True))
             ]
-            self._domains[narrow] = found.only(np.array(kept, dtype=np.int64))
+            self._domains[narrow] = domain.only(np.array(kept, dtype=np.int64))
         return self._domains[narrow]
 
     def renamed_codes(self, op: Op) -> Ints | None:
@@ -328,7 +328,7 @@ class Domains:
         local = np.array([-(-f.size // num_parts[f.name]) for f in rule.factors], dtype=np.int64).reshape(-1, count)
         alive = np.ones(count, dtype=np.bool_)
         # Lowered strategies and those that exchange halos are priced by what is emitted for them.
-        plain = np.array([lowered.isdisjoint(own) for own in choices], dtype=np.bool_)
+        plain = np.array([lowered.isdisjoint(parts) for parts in choices], dtype=np.bool_)
         same, back = np.unique(local[:, plain], axis=1, return_inverse=True)
         place = {factor.name: i for i, factor in enumerate(rule.factors)}
         prices = np.zeros((3, same.shape[1]))
@@ -346,8 +346,8 @@ class Domains:
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
             forward[i] = fragment.compute / LOWERED_PARTS
             taken = zip(operands, op.operands, fragment.operands, strict=True)
-            made = zip(results, op.results, fragment.results, strict=True)
-            for nodes, name, layout in (*taken, *made):
+            produced = zip(results, op.results, fragment.results, strict=True)
+            for nodes, name, layout in (*taken, *produced):
                 if nodes is not None:
                     node = self.routes(name).node_of(layout)
                     alive[i] &= node is not None
@@ -376,11 +376,11 @@ class Domains:
     ) -> float:
         """Bytes kept of a local call besides its operands. What belongs to neither operands nor results (statistics of
         a norm, probabilities of a cross entropy) has its part of the largest tensor."""
-        own = float(sum(prod(shapes[1][i]) * outputs[i].dtype.itemsize for i in results))
+        num_bytes = float(sum(prod(shapes[1][i]) * outputs[i].dtype.itemsize for i in results))
         if other_bytes:
             whole = max(value.numel for value in (*values, *outputs))
-            own += other_bytes * max(prod(shape) for side in shapes for shape in side) / max(whole, 1)
-        return own
+            num_bytes += other_bytes * max(prod(shape) for side in shapes for shape in side) / max(whole, 1)
+        return num_bytes
 
 
 def strategy_of(choices: Sequence[AxisChoice], axes: Axes) -> Strategy:

@@ -142,11 +142,11 @@ class _Run:
         key = self.solver, weights
         if key not in self.cost.solutions:
             self.cost.solutions[key] = self.solver(self.cost.weighted(weights))
-        found = self.cost.solutions[key]
+        solution = self.cost.solutions[key]
         self.solves += 1
-        self.largest_joint = max(self.largest_joint, found.largest_joint)
-        self.slack = found.value - found.lower
-        return self.add(found.assignment)
+        self.largest_joint = max(self.largest_joint, solution.largest_joint)
+        self.slack = solution.value - solution.lower
+        return self.add(solution.assignment)
 
     def overlapped(self, per_byte: float) -> float:
         """The best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the assignment
@@ -173,15 +173,15 @@ class _Run:
             starts = [item.at(weights(0.0)) for item in (low, high)]
             multiplier = float((starts[0] - starts[1]) / (slopes[1] - slopes[0]))
             self.multiplier, meet = multiplier, low.at(weights(multiplier))
-            found = self.solved(weights(multiplier))
-            value = found.at(weights(multiplier))
+            middle = self.solved(weights(multiplier))
+            value = middle.at(weights(multiplier))
             bound = max(bound, value - self.slack)
             if value >= meet * (1 - NEAR) or self._is_beaten(bound, per_byte):
                 break
-            if found.components[TRAFFIC] > found.components[COMPUTE]:
-                low = found
+            if middle.components[TRAFFIC] > middle.components[COMPUTE]:
+                low = middle
             else:
-                high = found
+                high = middle
         self.bracket = (low, high)
         self.best_of_last = min((low, high), key=lambda item: item.seconds + per_byte * item.components[BYTES])
         return bound if per_byte > TIE else bound - TIE * max(low.components[BYTES], high.components[BYTES])
@@ -214,15 +214,15 @@ class _Run:
             meet = large.seconds + per_byte * float(large.components[BYTES])
             value = self.overlapped(per_byte)
             bound = max(bound, value - per_byte * self.memory_bytes)
-            found = self.best_of_last
-            reached = found.seconds + per_byte * float(found.components[BYTES])
-            if reached >= meet * (1 - 1e-9) or found in (large, small):
+            middle = self.best_of_last
+            reached = middle.seconds + per_byte * float(middle.components[BYTES])
+            if reached >= meet * (1 - 1e-9) or middle in (large, small):
                 self.mix(*self.bracket)
                 break
-            if self.fits(found):
-                small = found
+            if self.fits(middle):
+                small = middle
             else:
-                large = found
+                large = middle
             self.mix(*self.bracket)
         self.mix(large, small)
         self.mix(small, large)
@@ -268,10 +268,10 @@ class _Run:
         ends = [np.array(item.assignment, dtype=np.int64) for item in (first, second)]
         for tables, scopes in self.cost.by_kind:
             before, after = scopes[:, 0] + 1, scopes[:, -1] + 1
-            own = [tuple(values[scopes].T) for values in ends]
-            pieces = [(after, np.full_like(after, count + 1), own[0]), (np.zeros_like(before), before, own[1])]
+            indices = [tuple(values[scopes].T) for values in ends]
+            pieces = [(after, np.full_like(after, count + 1), indices[0]), (np.zeros_like(before), before, indices[1])]
             if scopes.shape[1] == 2:
-                pieces.append((before, after, (own[0][0], own[1][1])))
+                pieces.append((before, after, (indices[0][0], indices[1][1])))
             for start, stop, at in pieces:
                 for i, table in enumerate(tables):
                     if table is not None:
@@ -305,7 +305,7 @@ class _Run:
             improved = False
             for variable in sorted(at):
                 beside = tuple(
-                    [(number, *[-1 if v == variable else assignment[v] for v in own]) for own, number in at[variable]]
+                    [(number, *[-1 if v == variable else assignment[v] for v in over]) for over, number in at[variable]]
                 )
                 if (beside, assignment[variable]) in settled:
                     continue
@@ -326,13 +326,13 @@ class _Run:
     def _components_beside(self, beside: Iterable[tuple[int, ...]], size: int) -> Floats:
         """[values, components] of a variable: the sum over its tables (number, values of their variables; -1: its
         own)."""
-        found = np.zeros((size, 4))
+        components = np.zeros((size, 4))
         for number, *values in beside:
             index = tuple(slice(None) if value < 0 else value for value in values)
             for i, table in enumerate(self.cost.by_kind[number][0]):
                 if table is not None:
-                    found[:, i] += table[index]
-        return found
+                    components[:, i] += table[index]
+        return components
 
 
 def _order(item: _Seen) -> tuple[float, float]:

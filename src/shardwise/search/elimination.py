@@ -39,10 +39,10 @@ class TooWide(Exception):
 
 
 class Interner:
-    """Tables by number; equal tables have equal numbers, but for those that are ``given``."""
+    """Tables by number; equal tables have equal numbers, but for ``tables``, which it begins with."""
 
-    def __init__(self, given: Sequence[Table] = ()) -> None:
-        self.tables = list(given)
+    def __init__(self, tables: Sequence[Table] = ()) -> None:
+        self.tables = list(tables)
         self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def add(self, table: Table) -> int:
@@ -157,18 +157,18 @@ class Elimination:
         if not scope:
             self.constants.append(number)
             return
-        own = self._at[scope[0]].get(scope)
-        if own is not None:
-            number = self._computed((min(own, number), max(own, number)))
+        other = self._at[scope[0]].get(scope)
+        if other is not None:
+            number = self._computed((min(other, number), max(other, number)))
         for variable in scope:
             self._at[variable][scope] = number
 
     def _signed(self, variable: int) -> tuple[_Least, Scope]:
         """What eliminating the variable depends on, and its neighbours."""
-        found = self._at[variable]
-        neighbours = tuple(sorted({v for scope in found for v in scope if v != variable}))
+        tables = self._at[variable]
+        neighbours = tuple(sorted({v for scope in tables for v in scope if v != variable}))
         place = {v: i for i, v in enumerate(neighbours)} | {variable: OWN}
-        parts = sorted((number, tuple(place[v] for v in scope)) for scope, number in found.items())
+        parts = sorted((number, tuple(place[v] for v in scope)) for scope, number in tables.items())
         return _Least(self.sizes[variable], tuple(self.sizes[v] for v in neighbours), tuple(parts)), neighbours
 
     def _eliminate(self, variable: int, step: _Least, neighbours: Scope) -> Scope:
@@ -189,11 +189,11 @@ class Elimination:
 
         def sign(variable: int) -> None:
             step, neighbours = self._signed(variable)
-            own = classes.get(step)
-            if own is None:
-                own = classes[step] = _Class(step, prod(step.shape) * step.size)
-            own.members[variable] = None
-            class_of[variable] = own, neighbours
+            group = classes.get(step)
+            if group is None:
+                group = classes[step] = _Class(step, prod(step.shape) * step.size)
+            group.members[variable] = None
+            class_of[variable] = group, neighbours
 
         for variable in range(len(self.sizes)):
             if variable != self.last:
@@ -207,13 +207,13 @@ class Elimination:
             for variable in sorted(best.members):
                 if variable not in dirty:
                     del best.members[variable]
-                    own, neighbours = class_of.pop(variable)
-                    dirty.update(self._eliminate(variable, own.step, neighbours))
+                    group, neighbours = class_of.pop(variable)
+                    dirty.update(self._eliminate(variable, group.step, neighbours))
             for variable in sorted(dirty & class_of.keys()):
-                own, _ = class_of[variable]
-                del own.members[variable]
-                if not own.members:
-                    del classes[own.step]
+                group, _ = class_of[variable]
+                del group.members[variable]
+                if not group.members:
+                    del classes[group.step]
                 sign(variable)
             if not best.members and classes.get(best.step) is best:
                 del classes[best.step]
@@ -228,10 +228,10 @@ class Elimination:
     def marginal(self, tables: Sequence[Table]) -> Table:
         """Per value of the last variable the least value of an assignment that gives it this value."""
         assert self.last is not None, "no variable was left"
-        found = np.full(self.sizes[self.last], float(sum(float(tables[number]) for number in self.constants)))
+        least = np.full(self.sizes[self.last], float(sum(float(tables[number]) for number in self.constants)))
         for number in self._at[self.last].values():
-            found = found + tables[number]
-        return found
+            least = least + tables[number]
+        return least
 
     def assignment(self, tables: Sequence[Table], last_value: int | None = None) -> list[int]:
         """An assignment of least value; of those that give the last variable a value, where that is said. No arg-min is
@@ -262,14 +262,14 @@ def elimination_of(problem: Problem, last: int | None = None, max_joint: int = M
     """How a problem is eliminated; those that leave no variable to the last are remembered. Raises TooWide when a joint
     table would have more than ``max_joint`` combinations."""
     key = tuple(problem.factors)
-    found = problem.known.get(key) if last is None else None
-    if found is None:
-        found = Elimination(problem, last)
+    elimination = problem.known.get(key) if last is None else None
+    if elimination is None:
+        elimination = Elimination(problem, last)
         if last is None:
-            problem.known[key] = found
-    if found.largest > max_joint:
-        raise TooWide(found.widest, found.largest)
-    return found
+            problem.known[key] = elimination
+    if elimination.largest > max_joint:
+        raise TooWide(elimination.widest, elimination.largest)
+    return elimination
 
 
 def solve(problem: Problem, *, last: int | None = None, max_joint: int = MAX_JOINT) -> Solution:
@@ -342,10 +342,10 @@ def restricted(problem: Problem, fixed: Mapping[int, int]) -> Problem:
         tables.append(only)
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     for scope, number in problem.factors:
-        held = tuple([fixed.get(v, -1) for v in scope])  # -1: free
-        if (number, held) not in numbers:
-            at = tuple(slice(None) if value < 0 else value for value in held)
-            numbers[number, held] = len(tables)
+        values = tuple([fixed.get(v, -1) for v in scope])  # -1: free
+        if (number, values) not in numbers:
+            at = tuple(slice(None) if value < 0 else value for value in values)
+            numbers[number, values] = len(tables)
             tables.append(np.asarray(problem.interner.tables[number][at]))
-        factors.append((tuple([v for v in scope if v not in fixed]), numbers[number, held]))
+        factors.append((tuple([v for v in scope if v not in fixed]), numbers[number, values]))
     return Problem(problem.sizes, factors, Interner(tables), problem.known)

@@ -91,7 +91,7 @@ def plan_within(
         rung = rungs[number]
         if not fitting:
             _refuse_slower(price, planner.settings)
-        if fitting and price >= min(_seconds(own.answer.ranking) for own in fitting):
+        if fitting and price >= min(_seconds(other.answer.ranking) for other in fitting):
             break
         if rung.is_ruled_out(price, fitting):
             continue
@@ -105,10 +105,10 @@ def plan_within(
     eased: list[tuple[_Rung, Planner, Ranked]] = []
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
         least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
-        fastest = min((_seconds(own) for _, _, own in eased), default=inf)
+        fastest = min((_seconds(result) for _, _, result in eased), default=inf)
         if least < fastest:
-            eased += [(rung, *own) for own in _eased(rung, segments, fastest)]
-    rung, easier, ranking = min(eased, key=lambda one: _seconds(one[2]))
+            eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
+    rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
     best = rung.planner.planned_as_eased(rung.answer, easier, ranking)
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
         return plan_within(replace(planner, folded=None), segments, gathered, offload)
@@ -135,7 +135,7 @@ class _Rung:
     costs: Sequence[CostGraph]
 
     @cached_property
-    def found(self) -> tuple[Sequence[Search], Sequence[tuple[float, CostGraph]]]:
+    def searches(self) -> tuple[Sequence[Search], Sequence[tuple[float, CostGraph]]]:
         """The searches of the meshes on which what adds up fits, and of the others the least bytes."""
         return self.planner.searches(self.costs)
 
@@ -148,8 +148,8 @@ class _Rung:
     def price(self) -> float:
         """The least additive price, and no less than copies to the host and back take; infinite where what adds up is
         too much."""
-        done = [own for own in self.found[0] if not own.outcome.stopped]
-        return min((max(own.outcome.seconds, self._copies(own)) for own in done), default=inf)
+        done = [search for search in self.searches[0] if not search.outcome.stopped]
+        return min((max(search.outcome.seconds, self._copies(search)) for search in done), default=inf)
 
     def _copies(self, search: Search) -> float:
         """Seconds of the copies to the host and back of what waits there: the bytes by which a device would hold more
@@ -165,22 +165,23 @@ class _Rung:
         """Whether it makes more again than a plan that fits of another, at no lower price than that (which is above the
         other's ``price`` where its cheapest plan was too large)."""
         return any(
-            self._makes_more_again(own) and price >= own.answer.ranking.best.candidate.additive_price for own in fitting
+            self._makes_more_again(other) and price >= other.answer.ranking.best.candidate.additive_price
+            for other in fitting
         )
 
     def _makes_more_again(self, other: _Rung) -> bool:
         """Whether it does all that another does, and more."""
-        own, weaker = self.planner.settings.levers, other.planner.settings.levers
-        if self.how not in STRENGTH or other.how not in STRENGTH or own.offloads != weaker.offloads:
+        levers, weaker = self.planner.settings.levers, other.planner.settings.levers
+        if self.how not in STRENGTH or other.how not in STRENGTH or levers.offloads != weaker.offloads:
             return False
-        gathers = GATHERS[own.gathered] >= GATHERS[weaker.gathered]
+        gathers = GATHERS[levers.gathered] >= GATHERS[weaker.gathered]
         return STRENGTH[self.how].issuperset(STRENGTH[other.how]) and gathers
 
     @cached_property
     def answer(self) -> Answer:
         """What is found, for which programs are made. Bytes that add up may be a few more than the peak, so that some
         fit which were refused."""
-        return self.planner.answer_of(*self.found)
+        return self.planner.answer_of(*self.searches)
 
 
 def _ladder(
@@ -188,16 +189,16 @@ def _ladder(
 ) -> Iterator[_Rung]:
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
-    for how, held, moved in LADDER:
-        if (gathered is not None and held != gathered) or (how is not None and not has_blocks):
+    for how, gathers, moved in LADDER:
+        if (gathered is not None and gathers != gathered) or (how is not None and not has_blocks):
             continue
-        if held == "once" and gathered is None and planner.settings.passes == 1:  # as if they were held
+        if gathers == "once" and gathered is None and planner.settings.passes == 1:  # as if they were held
             continue
         if decided and (how == "offload" or moved != "auto"):
             continue
-        levers = Levers.of(planner.graph, segments, how, held, moved if offload == "auto" else offload)
-        own = replace(planner, settings=replace(planner.settings, levers=levers))
-        yield _Rung(own, how, [own.cost_graph(mesh) for mesh in own.meshes])
+        levers = Levers.of(planner.graph, segments, how, gathers, moved if offload == "auto" else offload)
+        with_levers = replace(planner, settings=replace(planner.settings, levers=levers))
+        yield _Rung(with_levers, how, [with_levers.cost_graph(mesh) for mesh in with_levers.meshes])
 
 
 def _eased(rung: _Rung, segments: Sequence[Segment], fastest: float) -> Iterator[tuple[Planner, Ranked]]:
@@ -210,7 +211,10 @@ def _eased(rung: _Rung, segments: Sequence[Segment], fastest: float) -> Iterator
     strong = planner.settings.levers
     asked = {*segments}
     for weaker in EASIER.get(rung.how, ("none",)):  # what is kept is named, too
-        eased = tuple(own if own in asked or own.how == "none" else replace(own, how=weaker) for own in strong.segments)
+        eased = tuple(
+            segment if segment in asked or segment.how == "none" else replace(segment, how=weaker)
+            for segment in strong.segments
+        )
         yield planner.eased(ranking, replace(strong, segments=eased), fastest)
 
 

@@ -47,8 +47,8 @@ def fixed_choices(
         for op in subjects(graph, factored, annotation):
             idle.pop(annotation.source, None)
             rule = factored.rules[op.name]
-            own = {f.name: weight[op.name, f.name] for f in rule.factors}
-            fixed[op.name] = choices_for(op, rules[op.name], rule, annotation.strategy, mesh, graph, own)
+            weights = {f.name: weight[op.name, f.name] for f in rule.factors}
+            fixed[op.name] = choices_for(op, rules[op.name], rule, annotation.strategy, mesh, graph, weights)
     for annotation in idle.values():
         raise covers_nothing(annotation)
     for value, text in graph.constraints:
@@ -58,10 +58,10 @@ def fixed_choices(
         shape = graph.by_name[value].shape
         try:
             if text.startswith("(("):  # the split counts of an out_strategy
-                own = {f.name: 0 for f in factored.rules[op.name].factors}
+                weights = {f.name: 0 for f in factored.rules[op.name].factors}
                 counts = literal_eval(text)
-                wish = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
-                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], wish, mesh, graph, own)
+                asked = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
+                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], asked, mesh, graph, weights)
                 continue
             layout = parse_layout(text, mesh)
             if layout.shape != shape:
@@ -100,17 +100,17 @@ def _beside_producer(
     producer = graph.producer.get(alias.operands[0])
     while producer is not None and producer.name not in fixed:  # a bias, say
         producer = graph.producer.get(producer.operands[0]) if producer.operands else None
-    (own,) = counts[:1] or ((),)
-    if producer is None or len(own) != len(rule.results[0]) or len(producer.results) != 1:
+    (out_counts,) = counts[:1] or ((),)
+    if producer is None or len(out_counts) != len(rule.results[0]) or len(producer.results) != 1:
         return ""
-    chosen, made = fixed[producer.name], factored.rules[producer.name]
-    in_result = {Split(factor) for dim in made.results[0] for factor in dim}
+    chosen, producer_rule = fixed[producer.name], factored.rules[producer.name]
+    in_result = {Split(factor) for dim in producer_rule.results[0] for factor in dim}
     summed = [axis for axis in mesh.sub_axes if axis in chosen and chosen[axis] not in in_result]
     summed.sort(key=lambda axis: not isinstance(chosen[axis], Split))
     words: list[str] = []
     used: list[str] = []
-    for d, count in enumerate(own):
-        inside = set(map(Split, made.results[0][d])) if d < len(made.results[0]) else set()
+    for d, count in enumerate(out_counts):
+        inside = set(map(Split, producer_rule.results[0][d])) if d < len(producer_rule.results[0]) else set()
         candidates = [axis for axis in mesh.sub_axes if chosen.get(axis) in inside] + summed
         taken: list[str] = []
         for axis in candidates:
@@ -174,7 +174,7 @@ def subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[O
 def _factor_names(rule: OpRule) -> set[str]:
     """The undivided factors, those of its variants included."""
     rules = (rule, *(variant for _, variant in rule.variants))
-    return {base_name(factor.name) for own in rules for factor in own.factors}
+    return {base_name(factor.name) for member in rules for factor in member.factors}
 
 
 def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:

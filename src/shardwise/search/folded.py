@@ -35,8 +35,8 @@ Simulate = Callable[[Graph, Levers], SimulatedStep]
 
 @dataclass(frozen=True)
 class Further:
-    """What one more block of a run adds to a step. ``held``: bytes by phase and *region*: the blocks before the run,
-    its first, its last, those behind it, and every operator outside of blocks."""
+    """What one more block of a run adds to a step. ``added_bytes``: bytes by phase and *region*: the blocks before the
+    run, its first, its last, those behind it, and every operator outside of blocks."""
 
     seconds: float
     compute: float
@@ -44,14 +44,14 @@ class Further:
     exposed: float
     forward: float
     kept_bytes: int
-    held: Mapping[tuple[str, str], int]
+    added_bytes: Mapping[tuple[str, str], int]
 
     @staticmethod
     def of(two: SimulatedStep, three: SimulatedStep, regions: Mapping[str, str]) -> Further:
         """From steps with two and with three of its blocks. ``regions``: of the operators of blocks, with two."""
         added: dict[tuple[str, str], list[int]] = {}
-        for (phase, op), held in two.held.items():
-            added.setdefault((phase, regions.get(op, op)), []).append(three.held.get((phase, op), held) - held)
+        for (phase, op), size in two.held.items():
+            added.setdefault((phase, regions.get(op, op)), []).append(three.held.get((phase, op), size) - size)
         return Further(
             three.seconds - two.seconds,
             three.compute - two.compute,
@@ -59,7 +59,7 @@ class Further:
             three.exposed - two.exposed,
             three.forward - two.forward,
             three.kept_bytes - two.kept_bytes,
-            {where: median_high(each) for where, each in added.items()},
+            {where: median_high(differences) for where, differences in added.items()},
         )
 
 
@@ -130,55 +130,55 @@ class Folded:
         keys = []
         for block in self.folding.blocks:
             names = [op.name for op in block.ops]
-            own = (
+            content = (
                 tuple(choice.strategies[name] for name in names),
                 tuple(lever_of.get(name) for name in names),
                 tuple(choice.sources[name] for name in block.sources),
                 tuple((i, choice.shared[name]) for i, name in enumerate(block.made) if name in choice.shared),
             )
-            keys.append(self.numbers.setdefault(own, len(self.numbers)))
+            keys.append(self.numbers.setdefault(content, len(self.numbers)))
         return keys
 
     def _outside(self, choice: Choice, levers: Levers) -> int:
         """A number for what a choice makes of all else."""
         lever_of, home = _lever_of(levers), self.folding.home
         names = [op.name for op in self.folding.outside]
-        own = (
+        content = (
             tuple((choice.strategies[name], lever_of.get(name)) for name in names),
             tuple(layout for name, layout in choice.sources.items() if name not in home),
             tuple(pair for pair in choice.shared.items() if pair[0] not in home),
         )
-        return self.numbers.setdefault(own, len(self.numbers))
+        return self.numbers.setdefault(content, len(self.numbers))
 
 
 def _lever_of(levers: Levers) -> Mapping[str, Hashable]:
-    return {name: (own.how, own.messages) for own in levers.segments for name in own.operators}
+    return {name: (segment.how, segment.messages) for segment in levers.segments for name in segment.operators}
 
 
 def _among(levers: Levers, graph: Graph) -> Levers:
     """The levers for the operators of a graph."""
     names = graph.op_by_name.keys()
-    own = (replace(segment, operators=segment.operators & names) for segment in levers.segments)
-    return replace(levers, segments=tuple(segment for segment in own if segment.operators))
+    segments = (replace(segment, operators=segment.operators & names) for segment in levers.segments)
+    return replace(levers, segments=tuple(segment for segment in segments if segment.operators))
 
 
 def _extended(two: SimulatedStep, more: Sequence[tuple[int, Further, Mapping[str, str]]]) -> SimulatedStep:
     """A step with so many further blocks of each run."""
-    held = {
+    num_bytes_at = {
         (phase, op): num_bytes
-        + sum(count * own.held.get((phase, regions.get(op, op)), 0) for count, own, regions in more)
+        + sum(count * further.added_bytes.get((phase, regions.get(op, op)), 0) for count, further, regions in more)
         for (phase, op), num_bytes in two.held.items()
     }
-    phase, op = max(held, key=held.__getitem__)
+    phase, op = max(num_bytes_at, key=num_bytes_at.__getitem__)
     return SimulatedStep(
-        two.seconds + sum(count * own.seconds for count, own, _ in more),
-        two.compute + sum(count * own.compute for count, own, _ in more),
-        two.communication + sum(count * own.communication for count, own, _ in more),
-        two.exposed + sum(count * own.exposed for count, own, _ in more),
-        Peak(held[phase, op], phase, op, {}),
-        two.forward + sum(count * own.forward for count, own, _ in more),
-        held=held,
-        kept_bytes=two.kept_bytes + sum(count * own.kept_bytes for count, own, _ in more),
+        two.seconds + sum(count * further.seconds for count, further, _ in more),
+        two.compute + sum(count * further.compute for count, further, _ in more),
+        two.communication + sum(count * further.communication for count, further, _ in more),
+        two.exposed + sum(count * further.exposed for count, further, _ in more),
+        Peak(num_bytes_at[phase, op], phase, op, {}),
+        two.forward + sum(count * further.forward for count, further, _ in more),
+        held=num_bytes_at,
+        kept_bytes=two.kept_bytes + sum(count * further.kept_bytes for count, further, _ in more),
     )
 
 

@@ -41,7 +41,7 @@ def solve_ilp(sums: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
     if bound is None:
         best = _greedy(sums) if assignment is None else assignment  # infeasible: all assignments are infinite
         return Solution(best, sums.value(best))
-    best = min([own for own in (assignment, _greedy(sums)) if own is not None], key=sums.value)
+    best = min([candidate for candidate in (assignment, _greedy(sums)) if candidate is not None], key=sums.value)
     value = sums.value(best)
     if not np.isfinite(value):
         raise ShardwiseError(
@@ -96,14 +96,14 @@ class _Program:
         for joint in self.joints:
             for variable, classes in zip(joint.scope, joint.classes, strict=True):
                 seen[variable].append(classes)
-        found = []
+        distinct = []
         for price, classes_of in zip(self.unary, seen, strict=True):
             order = np.argsort(price, kind="stable")
             order = order[np.isfinite(price[order])]
             keys = np.stack([classes[order] for classes in classes_of]) if classes_of else np.zeros((1, len(order)))
             _, first = np.unique(keys, axis=1, return_index=True)
-            found.append(np.sort(order[first]).astype(np.int64))
-        return found
+            distinct.append(np.sort(order[first]).astype(np.int64))
+        return distinct
 
     def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
         """The assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
@@ -125,8 +125,8 @@ class _Program:
         assignment = None
         if result.x is not None:
             assignment = [
-                int(own[result.x[start:stop].argmax()])
-                for own, start, stop in zip(self.values, starts[:-1], starts[1:], strict=True)
+                int(values[result.x[start:stop].argmax()])
+                for values, start, stop in zip(self.values, starts[:-1], starts[1:], strict=True)
             ]
         if result.status != STOPPED:
             return assignment, None
@@ -134,20 +134,20 @@ class _Program:
         return assignment, self.constant + proven / scale
 
     def _own_prices(self) -> list[Table]:
-        return [price[own] for price, own in zip(self.unary, self.values, strict=True)]
+        return [price[values] for price, values in zip(self.unary, self.values, strict=True)]
 
     def _matrix(self) -> tuple[Table, list[int], csr_array, Table]:
         """Prices of the columns; where those of each variable start; the rows and their right sides."""
         from scipy.sparse import csr_array
 
-        starts = np.cumsum([0, *(len(own) for own in self.values)]).tolist()
+        starts = np.cumsum([0, *(len(values) for values in self.values)]).tolist()
         prices = self._own_prices()
         rows, columns, signs = [], [], []
         count, width = len(self.values), starts[-1]
-        for variable, own in enumerate(self.values):  # every variable has one value
-            rows.append(np.full(len(own), variable))
+        for variable, values in enumerate(self.values):  # every variable has one value
+            rows.append(np.full(len(values), variable))
             columns.append(np.arange(starts[variable], starts[variable + 1]))
-            signs.append(np.ones(len(own)))
+            signs.append(np.ones(len(values)))
         for joint in self.joints:
             allowed = np.argwhere(np.isfinite(joint.table))
             prices.append(joint.table[tuple(allowed.T)])

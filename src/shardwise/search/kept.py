@@ -102,5 +102,5 @@ def _layout(requested: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:
         raise LayoutError(f"{len(requested)} split counts for {len(shape)} dims {list(shape)}")
     splits = axes_of_counts({str(dim): count for dim, count in enumerate(requested)}, mesh)
     axes = [",".join(axis for axis, dim in splits.items() if dim == str(d)) for d in range(len(shape))]
-    dims = [f"{size}@({own})" if own else str(size) for size, own in zip(shape, axes, strict=True)]
+    dims = [f"{size}@({split_over})" if split_over else str(size) for size, split_over in zip(shape, axes, strict=True)]
     return parse_layout(f"[{', '.join(dims)}]", mesh)

@@ -57,7 +57,7 @@ class Levers:
     @property
     def on_device(self) -> Levers:
         """The same, with nothing that waits on the host."""
-        segments = (replace(own, how="none") if own.how == "offload" else own for own in self.segments)
+        segments = (replace(segment, how="none") if segment.how == "offload" else segment for segment in self.segments)
         return replace(self, segments=tuple(segments), offloads=False)
 
     @staticmethod
@@ -74,7 +74,7 @@ class Levers:
         none."""
         offloads = offload == "all"
         if offload == "none":
-            segments = [replace(own, how="none") if own.how == "offload" else own for own in segments]
+            segments = [replace(segment, how="none") if segment.how == "offload" else segment for segment in segments]
         if offloads and not blocks_of(graph):
             raise ShardwiseError(
                 problem(
@@ -83,7 +83,7 @@ class Levers:
                 )
             )
         if recompute == "none":
-            return Levers(tuple(own for own in segments if own.how == "offload"), gathered, offloads)
+            return Levers(tuple(segment for segment in segments if segment.how == "offload"), gathered, offloads)
         if recompute is None:
             return Levers(tuple(segments), gathered, offloads)
         taken = {name for segment in segments for name in segment.operators}
@@ -145,8 +145,8 @@ def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
         return (), ()
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
     ahead, behind = (
-        own if any(parameters.intersection(op.operands) for op in own) else ()
-        for own in (graph.ops[: inside[0]], graph.ops[inside[-1] + 1 :])
+        ops if any(parameters.intersection(op.operands) for op in ops) else ()
+        for ops in (graph.ops[: inside[0]], graph.ops[inside[-1] + 1 :])
     )
     return ahead, behind
 
@@ -162,7 +162,7 @@ def with_levers(kept: Program, graph: Graph, levers: Levers) -> Spmd:
         conversions.update(c.result for c in spmd.conversions if c.origin in parameters and c.collectives())
     lowered = lowered_by_model(graph, spmd.graph)
     for segment in levers.segments:
-        inside = {own for name in segment.operators for own in lowered.get(name, ())}
+        inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
         if segment.how in ("full", "all"):
             operators |= inside - (_leaving(spmd.graph, inside) if segment.how == "full" else set())
             repeat_values, repeat_parameters = segment.messages != "none", segment.messages == "parameters"
@@ -175,20 +175,20 @@ def with_levers(kept: Program, graph: Graph, levers: Levers) -> Spmd:
     if partly:
         cuts = _Cuts(kept)
         for segment in partly:
-            inside = {own for name in segment.operators for own in lowered.get(name, ())}
+            inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
             computed, converted = cuts.made_again(inside, *CUTS[segment.how])
             operators |= computed
             conversions |= converted
     offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
-    waiting = {own for part in offloading for name in part.operators for own in lowered.get(name, ())}
+    waiting = {lowered_name for part in offloading for name in part.operators for lowered_name in lowered.get(name, ())}
     lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
     program = with_lifetimes(replace(kept, spmd=replace(spmd, lifetimes=lifetimes)))
-    found, again = repeated(program)
+    recomputed, again = repeated(program)
 
-    def listed(found: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model
-        return lowered_operators(model_operators(found, graph), graph, spmd.graph)
+    def listed(operators: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model
+        return lowered_operators(model_operators(operators, graph), graph, spmd.graph)
 
-    lifetimes = Lifetimes(listed(found) & operators, again, listed(offloaded_operators(program)) & waiting)
+    lifetimes = Lifetimes(listed(recomputed) & operators, again, listed(offloaded_operators(program)) & waiting)
     return replace(spmd, lifetimes=lifetimes)
 
 
@@ -232,9 +232,15 @@ class _Cuts:
         makers: dict[str, list[Instruction]] = {}  # of a memory
         prices: dict[str, float] = {}  # of making a memory again, in bytes
         ordered = [
-            own for _, own in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))
+            instruction
+            for _, instruction in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))
         ]
-        brought = (self.forms[name].num_bytes for own in ordered if sent_by(own) for name in own.results)
+        brought = (
+            self.forms[name].num_bytes
+            for instruction in ordered
+            if sent_by(instruction)
+            for name in instruction.results
+        )
         least = 1 + max(brought, default=0) // LEAST_SAVED
         for instruction in ordered:
             price = self._price(instruction, kernels, messages, least)
@@ -251,20 +257,28 @@ class _Cuts:
                         flow.add_edge(("out", before), ("in", memory))
                 if memory in self.wanted:
                     flow.add_edge(("out", memory), "backward")
-        flow.add_edges_from(("kept", ("in", own), {"capacity": price}) for own, price in prices.items() if price)
+        flow.add_edges_from(("kept", ("in", memory), {"capacity": price}) for memory, price in prices.items() if price)
         if "backward" not in flow:
             return set(), set()
         kept = nx.minimum_cut(flow, "kept", "backward")[1][0] if "kept" in flow else set()
         steady: list[Instruction] = []
         again: list[Instruction] = []
-        for memory, own in makers.items():
+        for memory, instructions in makers.items():
             if ("in", memory) not in kept:
-                again += own
+                again += instructions
             elif ("out", memory) not in kept:
-                steady += own
-        computed, held = ({own.origin.op for own in part if isinstance(own, Compute)} for part in (again, steady))
-        converted = {one.result for own in again if isinstance(own, Convert) for one in own.conversions}
-        return computed - held - self.products, converted
+                steady += instructions
+        computed, once = (
+            {instruction.origin.op for instruction in part if isinstance(instruction, Compute)}
+            for part in (again, steady)
+        )
+        converted = {
+            conversion.result
+            for instruction in again
+            if isinstance(instruction, Convert)
+            for conversion in instruction.conversions
+        }
+        return computed - once - self.products, converted
 
     def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
         """Of doing an instruction again, infinite where that is not wanted."""

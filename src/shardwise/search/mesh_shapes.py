@@ -14,7 +14,7 @@ from shardwise.layouts.mesh import Mesh, prime_factors
 
 def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
     """The meshes that a search tries where the user names none: axes are called after the level that they lie in."""
-    found = []
+    meshes = []
     for shape in mesh_shapes(cluster, max_axes):
         names = [level.name for level in cluster.levels]
         left = [level.size for level in cluster.levels]
@@ -30,10 +30,10 @@ def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
         named: list[tuple[str, int]] = []
         for name, size in reversed(axes):
             same = sum(other == name for other, _ in axes)
-            number = sum(own.rstrip("0123456789") == name for own, _ in named) + 1
+            number = sum(taken_name.rstrip("0123456789") == name for taken_name, _ in named) + 1
             named.append((f"{name}{number}" if same > 1 else name, size))
-        found.append(Mesh(named))
-    return tuple(found) or (Mesh({cluster.levels[0].name: cluster.num_devices}),)
+        meshes.append(Mesh(named))
+    return tuple(meshes) or (Mesh({cluster.levels[0].name: cluster.num_devices}),)
 
 
 def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
@@ -49,14 +49,14 @@ def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
         )
     levels = tuple(level.size for level in reversed(cluster.levels) if level.size > 1)
     max_axes = min(max_axes, max(len(prime_factors(cluster.num_devices)), 1))  # there are no shapes of more
-    found: dict[tuple[int, ...], None] = {}
+    shapes: dict[tuple[int, ...], None] = {}
     for merged in _merged(levels, max_axes):
         for counts in product(range(1, max_axes + 1), repeat=len(merged)):
             if sum(counts) <= max_axes:
                 for parts in product(*(_products(size, count) for size, count in zip(merged, counts, strict=True))):
-                    found[tuple(size for part in parts for size in part)] = None
-    longest = max((len(shape) for shape in found), default=0)
-    return tuple(shape for shape in found if len(shape) == longest)
+                    shapes[tuple(size for part in parts for size in part)] = None
+    longest = max((len(shape) for shape in shapes), default=0)
+    return tuple(shape for shape in shapes if len(shape) == longest)
 
 
 def _merged(levels: tuple[int, ...], max_axes: int) -> Iterator[tuple[int, ...]]:

@@ -47,9 +47,9 @@ def batches_of(
             problem("global_batch and micro_batch count samples, and no example input has dims", fix="leave them out")
         )
     step = samples if global_batch is None else global_batch
-    own = micro_batch
-    if own is None and samples != step:
-        own = samples
+    size = micro_batch
+    if size is None and samples != step:
+        size = samples
         if step % samples:
             raise ShardwiseError(
                 problem(
@@ -58,26 +58,26 @@ def batches_of(
                     fix="give example inputs whose number of samples divides it, or that have global_batch samples",
                 )
             )
-    if own is None:
+    if size is None:
         return Batches(step, _divisors(step, num_devices) if chooses else (step,))
-    if samples not in (own, step):
+    if samples not in (size, step):
         raise ShardwiseError(
             problem(
-                f"the example inputs have {samples} samples, neither those of a micro-batch ({own}) nor those of the "
+                f"the example inputs have {samples} samples, neither those of a micro-batch ({size}) nor those of the "
                 f"global batch ({step})",
                 fix="give the inputs of one micro-batch, or of the whole global batch",
             )
         )
-    if own > step or step % own:
-        why = f"{step} / {own} = {step / own:.4g} passes"
+    if size > step or step % size:
+        why = f"{step} / {size} = {step / size:.4g} passes"
         raise ShardwiseError(
             problem(
-                f"micro_batch is {own}, global_batch is {step}: {why}",
+                f"micro_batch is {size}, global_batch is {step}: {why}",
                 fix="choose a micro_batch that divides it (a step over fewer samples, the last of an epoch, may be of "
                 "any size)",
             )
         )
-    return Batches(step, (own,))
+    return Batches(step, (size,))
 
 
 def _check_size(name: str, size: Any) -> None:
@@ -95,8 +95,8 @@ def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
         return number & (number - 1) == 0
 
     divisors = {d for n in range(1, int(step**0.5) + 1) if step % n == 0 for d in (n, step // n)}
-    found = (d for d in divisors if is_power(d) or is_power(step // d) or d % num_devices == 0)
-    return tuple(sorted(found, reverse=True))
+    tried = (d for d in divisors if is_power(d) or is_power(step // d) or d % num_devices == 0)
+    return tuple(sorted(tried, reverse=True))
 
 
 __all__ = ["Batches", "Tried", "batches_of"]

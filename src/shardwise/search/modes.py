@@ -66,8 +66,8 @@ def choose(
     for op in graph.ops:
         if op.name in fixed or op.scope in scopes or follows(op, factored):
             continue
-        own = default.strategies[op.name].choice_of
-        merged[op.name] = {axis: own.get(axis, INVARIANT) for axis in mesh.sub_axes}
+        by_default = default.strategies[op.name].choice_of
+        merged[op.name] = {axis: by_default.get(axis, INVARIANT) for axis in mesh.sub_axes}
         closed |= {(op.name, axis) for axis in mesh.sub_axes}
     return _complete(graph, factored, mesh, merged, axes, storage, frozenset(closed), movable=True)
 
@@ -106,9 +106,9 @@ def _complete(
     sources: dict[str, dict[str, Where]] = {}
     follow: set[str] = set()
     for source in graph.sources:
-        given = (storage or {}).get(source.value)
-        if given is not None:
-            sources[source.value] = dict(given)
+        stored = (storage or {}).get(source.value)
+        if stored is not None:
+            sources[source.value] = dict(stored)
         elif source.kind in ("input", "activation"):
             sources[source.value] = _batch_where(graph, factored, mesh, source.value, batch, axes)
         elif source.kind != "parameter" or not movable:
@@ -126,9 +126,9 @@ def _complete(
         scatter=movable,
     )
     strategies = propagation.run()
-    found = {**propagation.sources, **(storage or {})}  # what is given keeps the order of its axes
+    places = {**propagation.sources, **(storage or {})}  # what is given keeps the order of its axes
     layouts = {
-        source.value: layout_of(found.get(source.value, {}), factored.atoms[source.value], mesh)
+        source.value: layout_of(places.get(source.value, {}), factored.atoms[source.value], mesh)
         for source in graph.sources
     }
     return Choice(strategies, layouts)
@@ -150,14 +150,14 @@ def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str
     share."""
     sizes = atoms[dim]
     left = list(sizes)
-    found: dict[str, Where] = {}
+    places: dict[str, Where] = {}
     for axis in axes:
         size = mesh.sizes[axis]
-        position = next((i for i, own in enumerate(left) if own % size == 0), None)
+        position = next((i for i, atom in enumerate(left) if atom % size == 0), None)
         if position is None:
-            position = next((i for i, own in enumerate(left) if own > size), None)
+            position = next((i for i, atom in enumerate(left) if atom > size), None)
         if position is None:
             continue
         left[position] = left[position] // size if left[position] % size == 0 else 1
-        found[axis] = Place.of(dim, sizes, position)
-    return found
+        places[axis] = Place.of(dim, sizes, position)
+    return places

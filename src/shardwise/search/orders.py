@@ -58,7 +58,7 @@ class Work:
         return 0.0 if is_last or self.place_of[stage] == self.place_of[stage + 1] else self.stages[stage].send
 
     def stages_of(self, place: int) -> tuple[int, ...]:
-        return tuple(stage for stage, own in enumerate(self.place_of) if own == place)
+        return tuple(stage for stage, at in enumerate(self.place_of) if at == place)
 
     def update(self, place: int) -> float:
         """Seconds of the optimizers of a place."""
@@ -66,14 +66,14 @@ class Work:
 
     def peaks(self, order: Order) -> tuple[float, ...]:
         """The most bytes that every place keeps at once."""
-        found = []
+        peaks = []
         for actions in order:
-            held = most = 0.0
+            kept = most = 0.0
             for action in actions:
-                held += self.kept[action.stage] * _change(action.kind)
-                most = max(most, held)
-            found.append(most)
-        return tuple(found)
+                kept += self.kept[action.stage] * _change(action.kind)
+                most = max(most, kept)
+            peaks.append(most)
+        return tuple(peaks)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def solve_order(work: Work, known: Sequence[Order] = ()) -> SolvedOrder:
         known_peaks = [work.peaks(order) for order in fitting]
         usual = replace(work, room=tuple(max(peaks[place] for peaks in known_peaks) for place in places))
         best = min(
-            ((simulate_pipeline(order, work.stages).seconds, order) for order in fitting), key=lambda own: own[0]
+            ((simulate_pipeline(order, work.stages).seconds, order) for order in fitting), key=lambda timed: timed[0]
         )
         best = _searched(usual, fitting, best, bound)
     if best is None or best[0] > bound * (1 + _SAME):
@@ -159,14 +159,16 @@ def _searched(
         )
     ]
     starts += [
-        (_Policy(0.0, 0.0, 0.0, 0.0, patience), _positions(work, one, unit)) for one in known for patience in (0.0, 1.0)
+        (_Policy(0.0, 0.0, 0.0, 0.0, patience), _positions(work, order, unit))
+        for order in known
+        for patience in (0.0, 1.0)
     ]
-    found = inf if best is None else best[0]
+    least = inf if best is None else best[0]
     current, seconds = starts[0], inf
     enough = bound * (1 + _SAME)
     tries = min(_MOST_TRIES, _ACTIONS_TRIED // (3 * len(work.stages) * work.num_micro_batches) + 1)
     for number in range(len(starts) + tries):
-        if found <= enough:
+        if least <= enough:
             break
         if number < len(starts):
             candidate = starts[number]
@@ -180,32 +182,32 @@ def _searched(
         taken = attempt.run()
         if taken <= seconds:
             current, seconds = candidate, taken
-        if taken < found * (1 - _SAME):
-            found, best = taken, (taken, attempt.order())
+        if taken < least * (1 - _SAME):
+            least, best = taken, (taken, attempt.order())
     return best
 
 
 def _positions(work: Work, order: Order, unit: float) -> _Bumps:
     """Priorities under which an order is taken up again: what comes earlier is preferred."""
-    found = [[[0.0, 0.0] for _ in range(work.num_micro_batches)] for _ in work.stages]
+    bumps = [[[0.0, 0.0] for _ in range(work.num_micro_batches)] for _ in work.stages]
     for actions in order:
         for position, action in enumerate(actions):
             if action.kind != "weight":
                 kind = _FORWARD if action.kind == "forward" else _INPUT
-                found[action.stage][action.micro_batch][kind] = -position * unit
-    return [[(forward, back) for forward, back in of_stage] for of_stage in found]
+                bumps[action.stage][action.micro_batch][kind] = -position * unit
+    return [[(forward, back) for forward, back in of_stage] for of_stage in bumps]
 
 
 def _bumped(bumps: _Bumps, random: Random, by: float) -> _Bumps:
     """Other priorities of a few actions."""
-    found = [list(of_stage) for of_stage in bumps]
+    changed = [list(of_stage) for of_stage in bumps]
     for _ in range(random.choice((1, 4, 20))):
-        of_stage = found[random.randrange(len(found))]
+        of_stage = changed[random.randrange(len(changed))]
         micro_batch = random.randrange(len(of_stage))
         forward, back = of_stage[micro_batch]
         step = random.gauss(0.0, by)
         of_stage[micro_batch] = (forward + step, back) if random.random() < 0.5 else (forward, back + step)
-    return found
+    return changed
 
 
 class _Table:
@@ -213,12 +215,12 @@ class _Table:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.own = [work.stages_of(place) for place in range(work.num_places)]
+        self.stages_at = [work.stages_of(place) for place in range(work.num_places)]
         self.sends = [work.send(stage) for stage in range(len(work.stages))]
         self.updates = [work.update(place) for place in range(work.num_places)]
         # A forward needs room for itself and for all later stages of its place.
         self.needs = [
-            sum(work.kept[later] for later in self.own[place] if later >= stage)
+            sum(work.kept[later] for later in self.stages_at[place] if later >= stage)
             for stage, place in enumerate(work.place_of)
         ]
         self.seconds = [(stage.forward, stage.input, stage.weight) for stage in work.stages]
@@ -236,7 +238,7 @@ class _Construction:
         self.done = [[0, 0, 0] for _ in work.stages]
         self.arrivals: list[tuple[list[float], list[float]]] = [([], []) for _ in work.stages]
         self.arrivals[0][_FORWARD].extend([0.0] * work.num_micro_batches)
-        self.free, self.held = [0.0] * work.num_places, [0.0] * work.num_places
+        self.free, self.kept = [0.0] * work.num_places, [0.0] * work.num_places
         self.actions: list[list[tuple[int, int, int]]] = [[] for _ in range(work.num_places)]
         self.events = [(0.0, place) for place in range(work.num_places)]
 
@@ -266,10 +268,10 @@ class _Construction:
         """The stage and kind that a free place takes, or when there may be one."""
         policy, tails = self.policy, self.table.tails
         best, highest, wakes = None, -inf, inf
-        first = self.table.own[place][0]
-        for stage in self.table.own[place]:
+        first = self.table.stages_at[place][0]
+        for stage in self.table.stages_at[place]:
             done, arrivals = self.done[stage], self.arrivals[stage]
-            has_room = self.held[place] + self.table.needs[stage] <= self.room[place]
+            has_room = self.kept[place] + self.table.needs[stage] <= self.room[place]
             for kind in (_INPUT, _FORWARD) if has_room else (_INPUT,):
                 number = done[kind]
                 if number >= len(arrivals[kind]):
@@ -288,10 +290,10 @@ class _Construction:
 
     def _filler(self, place: int, wait: float) -> tuple[int, int] | None:
         """The oldest weight part of a place, if the wait is long enough for it."""
-        ready = [stage for stage in self.table.own[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
+        ready = [stage for stage in self.table.stages_at[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
         if not ready:
             return None
-        stage = min(ready, key=lambda own: (self.done[own][_WEIGHT], -own))
+        stage = min(ready, key=lambda candidate: (self.done[candidate][_WEIGHT], -candidate))
         return (stage, _WEIGHT) if wait >= self.policy.patience * self.table.seconds[stage][_WEIGHT] else None
 
     def _take(self, place: int, now: float, stage: int, kind: int) -> None:
@@ -302,10 +304,10 @@ class _Construction:
         self.free[place] = end
         heappush(self.events, (end, place))
         if kind == _WEIGHT:
-            self.held[place] -= self.work.kept[stage]
+            self.kept[place] -= self.work.kept[stage]
             return
         if kind == _FORWARD:
-            self.held[place] += self.work.kept[stage]
+            self.kept[place] += self.work.kept[stage]
         is_turn = kind == _FORWARD and stage == len(self.work.stages) - 1
         target = stage if is_turn else stage + 1 if kind == _FORWARD else stage - 1
         if target < 0:
@@ -369,16 +371,16 @@ def _heads(lasts: Sequence[float], gaps: Sequence[float], begin: float, count: i
     """Of every action of the chain, and of every one of ``count`` equal micro-batches in order, the least time before
     it begins: as many micro-batches have gone through each earlier action by then, one after another."""
     ready = [begin] * count
-    found = []
+    heads = []
     for position, seconds in enumerate(lasts):
-        found.append(ready)
+        heads.append(ready)
         before = gaps[position] if position < len(gaps) else 0.0
         ends, end = [], -inf
-        for own in ready:
-            end = max(end, own) + seconds
+        for earliest in ready:
+            end = max(end, earliest) + seconds
             ends.append(end + before)
         ready = ends
-    return found
+    return heads
 
 
 def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:

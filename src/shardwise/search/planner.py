@@ -169,16 +169,18 @@ class Planner:
             fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
             axes = Axes.of(mesh, separate_axes(fixed, mesh))
             self.domains[mesh] = fixed, domains_of(self.choosing, axes, self.prices(mesh))
-        (fixed, domains), own = self.domains[mesh], self.settings
-        taken = {name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape) for name, layout in own.taken.items()}
-        again = own.levers.priced(self.graph)
-        return build(domains, fixed, again=again, in_flight=own.in_flight, taken=taken)
+        (fixed, domains), settings = self.domains[mesh], self.settings
+        taken = {
+            name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape) for name, layout in settings.taken.items()
+        }
+        again = settings.levers.priced(self.graph)
+        return build(domains, fixed, again=again, in_flight=settings.in_flight, taken=taken)
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
-        own = self.settings
-        prices = Prices(Links(self.cluster, mesh), own.optimizer, own.passes)
-        return prices.with_buckets(self.graph, own.bucket_bytes)
+        settings = self.settings
+        prices = Prices(Links(self.cluster, mesh), settings.optimizer, settings.passes)
+        return prices.with_buckets(self.graph, settings.bucket_bytes)
 
     # -- ranking -------------------------------------------------------------------------------------------------------
 
@@ -208,13 +210,13 @@ class Planner:
         for attempt in range(RETRIES + 1):
             if not lowest.excess:
                 break
-            held = lowest.best.candidate.num_bytes
-            too_much = min(allowed, held)
+            num_bytes = lowest.best.candidate.num_bytes
+            too_much = min(allowed, num_bytes)
             allowed = too_much - lowest.excess if attempt < RETRIES else 0.0
             below, is_least = self._searched_below(search, allowed)
             # Beside what keeps least there is nothing to choose.
-            found = self._rank_alone(below) if is_least else self.rank([below])
-            lowest = min(lowest, found, key=lambda ranking: ranking.excess)
+            below_limit = self._rank_alone(below) if is_least else self.rank([below])
+            lowest = min(lowest, below_limit, key=lambda ranking: ranking.excess)
             if is_least:
                 break
         if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OTHERS:
@@ -232,7 +234,7 @@ class Planner:
                 too_much = middle
                 continue
             allowed = middle
-            fitting = min(fitting, ranking, key=lambda one: one.prediction.step_seconds)
+            fitting = min(fitting, ranking, key=lambda result: result.prediction.step_seconds)
         return fitting
 
     def within_moments(self, search: Search, known: Ranked) -> Ranked:
@@ -284,8 +286,8 @@ class Planner:
         if self.folded is not None and not whole:
 
             def short(graph: Graph, levers: Levers) -> SimulatedStep:
-                own = replace(self.settings, levers=levers)
-                return simulate_program(self._program(graph, choice, search.mesh, own).busiest, prices)
+                settings = replace(self.settings, levers=levers)
+                return simulate_program(self._program(graph, choice, search.mesh, settings).busiest, prices)
 
             step = self.folded.step(choice, self.settings.levers, search.mesh, short)
             if step is not None:
@@ -344,11 +346,11 @@ class Planner:
         over = over_all_meshes(strong.prediction, strong.search.mesh, answer.searches)
         best = replace(strong.best, choice=choice, spmd=spmd)
         over = _as_stored(_as_emitted(over, spmd, strong.search), best, strong.search)
-        held = [
-            one.step.kept_bytes if one.step is not None else memory_of(program, prices, kinds=self.kinds).kept_bytes
-            for one, program in ((planned.ranking.best, planned.spmd), (strong.best, spmd))
+        kept_bytes = [
+            plan.step.kept_bytes if plan.step is not None else memory_of(program, prices, kinds=self.kinds).kept_bytes
+            for plan, program in ((planned.ranking.best, planned.spmd), (strong.best, spmd))
         ]
-        more = self.settings.in_flight * (held[0] - held[1])
+        more = self.settings.in_flight * (kept_bytes[0] - kept_bytes[1])
         price = over.additive_price + planned.prediction.pass_seconds - over.pass_seconds
         prediction = replace(planned.prediction, additive_price=price, num_bytes=over.num_bytes + more)
         return replace(planned, prediction=prediction)
@@ -356,16 +358,16 @@ class Planner:
     def bound_without_limit(self, costs: Iterable[CostGraph]) -> float:
         """No plan on the meshes of these cost graphs, which make nothing again, has a lower additive price, whatever
         its memory and whatever it makes again."""
-        found = (searched(cost, self.settings.search, None) for cost in costs)
-        return min(float(search.outcome.bound) for search in found)
+        searches = (searched(cost, self.settings.search, None) for cost in costs)
+        return min(float(search.outcome.bound) for search in searches)
 
     def least_seconds(self, costs: Iterable[CostGraph]) -> float:
         """No plan on the meshes of these cost graphs has a lower additive price, whatever its memory: by one solve of
         each."""
         if self.settings.search not in BOUNDED:
             return 0.0
-        found = (searched(cost, self.settings.search, None, 0.0) for cost in costs)
-        return min(float(search.outcome.bound) for search in found) * (1 - EXACT)
+        searches = (searched(cost, self.settings.search, None, 0.0) for cost in costs)
+        return min(float(search.outcome.bound) for search in searches) * (1 - EXACT)
 
     def planned(self, answer: Answer) -> Planned:
         """The plan of an answer, whose program is built where that was only estimated."""

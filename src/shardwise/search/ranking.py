@@ -87,13 +87,13 @@ class Ranked:
 def ranked(simulated: Sequence[Simulated], limit: float) -> Ranked:
     """The fastest of the simulated candidates (the cheapest first) that fits, or, if none does, that of the lowest
     peak."""
-    fitting = [one for one in simulated if one.num_bytes <= limit]
+    fitting = [candidate for candidate in simulated if candidate.num_bytes <= limit]
     if not fitting:
-        return Ranked(min(simulated, key=lambda one: one.num_bytes), simulated[0], limit)
+        return Ranked(min(simulated, key=lambda candidate: candidate.num_bytes), simulated[0], limit)
     best = fitting[0]
-    for one in fitting[1:]:
-        assert one.step is not None, "several candidates are simulated"
+    for candidate in fitting[1:]:
+        assert candidate.step is not None, "several candidates are simulated"
         assert best.step is not None, "several candidates are simulated"
-        if one.step.seconds < CLEARLY * best.step.seconds:
-            best = one
+        if candidate.step.seconds < CLEARLY * best.step.seconds:
+            best = candidate
     return Ranked(best, simulated[0], limit)

@@ -51,7 +51,9 @@ class _Levels:
 
     def __init__(self, cost: CostGraph, problem: Problem) -> None:
         self.cost, self.problem = cost, problem
-        self.domain_of = {i: own.domain for i, own in enumerate(cost.variables) if isinstance(own, OperatorVariable)}
+        self.domain_of = {
+            i: variable.domain for i, variable in enumerate(cost.variables) if isinstance(variable, OperatorVariable)
+        }
         self.chosen = {variable: self._least_split(domain) for variable, domain in self.domain_of.items()}
         self.decided: set[int] = set()
         self.splits: dict[int, Ints] = {}
@@ -68,15 +70,15 @@ class _Levels:
             before = dict(self.chosen)
             order = self._heaviest_first()
             options = {variable: self._options(variable, level) for variable in order}
-            self.splits = {variable: own for variable, (_, own) in options.items()}
+            self.splits = {variable: values for variable, (_, values) in options.items()}
             self.decided = set()
             for variable in order:
-                own, _ = options[variable]
-                self.chosen[variable] = int(own[self._price_of(variable, None)[own].argmin()])
+                values, _ = options[variable]
+                self.chosen[variable] = int(values[self._price_of(variable, None)[values].argmin()])
                 self.decided.add(variable)
-            found = self._completed()
-            if found.value < best.value:
-                best = found
+            completed = self._completed()
+            if completed.value < best.value:
+                best = completed
             else:  # the level does not pay: all devices on it do the same
                 self.chosen = before
         return best.assignment

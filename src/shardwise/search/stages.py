@@ -72,7 +72,7 @@ def _weigh(graph: Graph, prices: Prices) -> _Weights:
     values, devices = graph.by_name, prices.links.mesh.num_devices
     parameters = {s.value for s in graph.sources if s.kind == "parameter"}
     last = {name: i for i, op in enumerate(ops) for name in op.operands}
-    seconds, held, kept = np.zeros(len(ops)), np.zeros(len(ops)), np.zeros(len(ops))
+    seconds, state_bytes, kept = np.zeros(len(ops)), np.zeros(len(ops)), np.zeros(len(ops))
     change = np.zeros(len(ops) + 1)
     seen: set[str] = set()
     for i, op in enumerate(ops):
@@ -82,14 +82,14 @@ def _weigh(graph: Graph, prices: Prices) -> _Weights:
         for name in op.operands:
             if name in parameters and name not in seen:
                 seen.add(name)
-                held[i] += values[name].numel * prices.state_bytes(values[name], name in graph.updated)
+                state_bytes[i] += values[name].numel * prices.state_bytes(values[name], name in graph.updated)
         kept[i] = sum(value.num_bytes for value in results if value.requires_grad)
         for name in op.results:
             if name in last and last[name] > i:
                 change[i + 1] += values[name].num_bytes
                 change[last[name] + 1] -= values[name].num_bytes
     reads = np.array([float(any(name in parameters for name in op.operands)) for op in ops])
-    return _Weights(tuple(op.name for op in ops), seconds, held, kept, np.cumsum(change)[:-1], reads)
+    return _Weights(tuple(op.name for op in ops), seconds, state_bytes, kept, np.cumsum(change)[:-1], reads)
 
 
 def _positions(weights: _Weights, num_stages: int) -> list[int]:
@@ -113,16 +113,16 @@ def _best(
     """The positions at which stages begin, and whether memory costs no time: first the least seconds of the slowest
     stage are found, then the fewest bytes of the cuts that come near."""
     summed = (weights.seconds, weights.parameters, weights.values, weights.reads)
-    seconds, parameters, values, reads = (np.concatenate([[0.0], np.cumsum(one)])[positions] for one in summed)
+    seconds, parameters, values, reads = (np.concatenate([[0.0], np.cumsum(weight)])[positions] for weight in summed)
     sent = np.array([weights.sent[p] if 0 < p < len(weights.names) else 0.0 for p in positions])
     is_stage = reads[None, :] > reads[:, None]
     span = np.maximum(seconds[None, :] - seconds[:, None], sends[None, :])  # [begin, end]: it sends beside its work
     spans: list[Floats] = []
     for stage in range(num_stages):
-        held = parameters[None, :] - parameters[:, None] + in_flight[stage] * (values[None, :] - values[:, None])
+        num_bytes = parameters[None, :] - parameters[:, None] + in_flight[stage] * (values[None, :] - values[:, None])
         # Bytes that are too many count as seconds without end; where nothing fits they are divided.
-        burden = np.where(held > limit, TOO_MUCH * held / max(limit, 1.0), 0.0) if isfinite(limit) else 0.0
-        spans.append(np.where(is_stage, span + burden, inf))
+        excess = np.where(num_bytes > limit, TOO_MUCH * num_bytes / max(limit, 1.0), 0.0) if isfinite(limit) else 0.0
+        spans.append(np.where(is_stage, span + excess, inf))
     slowest = _least_slowest(spans)
     most = SLACK * slowest
     fits = slowest <= SLACK * _least_slowest([np.where(is_stage, span, inf)] * num_stages)
@@ -136,8 +136,8 @@ def _best(
     total = np.full(len(positions), inf)
     total[0] = 0.0
     chosen: list[NDArray[np.int64]] = []
-    for own in spans:
-        bytes_sent = np.where(own <= most, total[:, None] + sent[None, :], inf)
+    for of_stage in spans:
+        bytes_sent = np.where(of_stage <= most, total[:, None] + sent[None, :], inf)
         chosen.append(np.argmin(bytes_sent, axis=0))
         total = bytes_sent.min(axis=0)
     at, starts = len(positions) - 1, []
@@ -151,8 +151,8 @@ def _least_slowest(spans: Sequence[Floats]) -> float:
     """The seconds of the slowest stage where it is as fast as can be. ``spans``: of every stage [begin, end]."""
     slowest = np.full(len(spans[0]), inf)
     slowest[0] = 0.0
-    for own in spans:
-        slowest = np.maximum(slowest[:, None], own).min(axis=0)
+    for of_stage in spans:
+        slowest = np.maximum(slowest[:, None], of_stage).min(axis=0)
     return float(slowest[-1])
 
 

@@ -28,7 +28,7 @@ def searches_within(search: Search, name: str, limit: float) -> list[Search]:
     """What the search finds where moments are capped, the most promising first: those that should fit, by their
     seconds, then those that should not, by how much they hold. ``name``: of the search. Every one is the fastest under
     its cap, or where nothing fits so the one of least memory."""
-    cost, found = search.cost, []
+    cost, ordered = search.cost, []
     moments = {number: table() for number, table in cost.transients.items()}
     for cap in _caps(cost, moments, search.outcome.assignment):
         capped = _within(cost, moments, cap)
@@ -39,15 +39,15 @@ def searches_within(search: Search, name: str, limit: float) -> list[Search]:
             outcome = solve_step(capped, max(limit - cap, 0.0), solver_of(name))
         except DoesNotFit as error:
             outcome = solve_step(capped, error.num_bytes, solver_of(name))
-        held = float(outcome.components[BYTES]) + _most(cost, moments, outcome.assignment)
-        found.append(((held > limit, held if held > limit else outcome.seconds), Search(cost, outcome)))
-    return [own for _, own in sorted(found, key=lambda pair: pair[0])]
+        peak = float(outcome.components[BYTES]) + _most(cost, moments, outcome.assignment)
+        ordered.append(((peak > limit, peak if peak > limit else outcome.seconds), Search(cost, outcome)))
+    return [capped_search for _, capped_search in sorted(ordered, key=lambda pair: pair[0])]
 
 
 def _most(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) -> float:
     """The most bytes that a choice of an assignment holds for a moment."""
-    held = (moments[kind][tuple(assignment[v] for v in scope)] for scope, kind in cost.factors if kind in moments)
-    return float(max(held, default=0.0))
+    num_bytes = (moments[kind][tuple(assignment[v] for v in scope)] for scope, kind in cost.factors if kind in moments)
+    return float(max(num_bytes, default=0.0))
 
 
 def _caps(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) -> Iterator[float]:

@@ -69,27 +69,27 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
         raise LayoutError(
             f"{len(counts)} strategies for {len(shapes)} tensor operands of shapes {_shapes(shapes)}{hint}"
         )
-    for i, (own, shape) in enumerate(zip(counts, shapes, strict=True)):
-        if not isinstance(own, tuple):
+    for i, (splits, shape) in enumerate(zip(counts, shapes, strict=True)):
+        if not isinstance(splits, tuple):
             raise LayoutError(
-                f"the strategy of operand {i} is {own!r}: it needs one split count per dim of {list(shape)}"
+                f"the strategy of operand {i} is {splits!r}: it needs one split count per dim of {list(shape)}"
             )
-        if own and len(own) != len(shape):
-            raise LayoutError(f"{len(own)} split counts {own} for operand {i} of {len(shape)} dims {list(shape)}")
-    for i, (own, shape) in enumerate(zip(counts, shapes, strict=True)):
-        for d, count in enumerate(own):
+        if splits and len(splits) != len(shape):
+            raise LayoutError(f"{len(splits)} split counts {splits} for operand {i} of {len(shape)} dims {list(shape)}")
+    for i, (splits, shape) in enumerate(zip(counts, shapes, strict=True)):
+        for d, count in enumerate(splits):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise LayoutError(
                     f"split count {count!r} of dim {d} of operand {i} {list(shape)} must be a whole number from 1"
                 )
             if count > shape[d]:
                 raise LayoutError(f"dim {d} of operand {i} has {shape[d]} elements: it can not be split {count} ways")
-    found: dict[str, int] = {}
+    shares: dict[str, int] = {}
     seen_in: dict[str, tuple[int, int]] = {}
     sizes = {factor.name: factor for factor in rule.factors}
     through = {name: window.factor for name, window in rule.windows}
-    for i, (own, dims) in enumerate(zip(counts, rule.operands, strict=True)):
-        for d, (count, factors) in enumerate(zip(own, dims, strict=bool(own))):
+    for i, (splits, dims) in enumerate(zip(counts, rule.operands, strict=True)):
+        for d, (count, factors) in enumerate(zip(splits, dims, strict=bool(splits))):
             left = count
             for position, own_name in enumerate(factors):
                 name = through.get(own_name, own_name)
@@ -102,10 +102,10 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                     raise LayoutError(
                         f"dim {d} of operand {i} {list(shapes[i])} can not be split ({count} ways asked for)"
                     )
-                if found.setdefault(name, share) != share:
+                if shares.setdefault(name, share) != share:
                     j, e = seen_in[name]
                     raise LayoutError(
-                        f"dim {d} of operand {i} is split {share} ways and dim {e} of operand {j} {found[name]} ways, "
+                        f"dim {d} of operand {i} is split {share} ways and dim {e} of operand {j} {shares[name]} ways, "
                         f"but both are factor {name} of {rule}"
                     )
                 seen_in.setdefault(name, (i, d))
@@ -113,12 +113,12 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                 raise LayoutError(
                     f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it can not be split {count} ways"
                 )
-    needed = prod(found.values())
+    needed = prod(shares.values())
     if needed > mesh.num_devices or mesh.num_devices % needed:
         why = "there are only" if needed > mesh.num_devices else "it does not divide the"
-        product = " x ".join(f"{count} ({name})" for name, count in found.items() if count > 1)
+        product = " x ".join(f"{count} ({name})" for name, count in shares.items() if count > 1)
         raise LayoutError(f"the strategy needs {product} = {needed} devices: {why} {mesh.num_devices} of {mesh}")
-    return found
+    return shares
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:

@@ -85,27 +85,27 @@ def summed_at_source(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], 
     """The choice in which what is made of parameters alone (a transposed weight, an expert's rows) hands partial
     gradients on to them: they are summed where the parameter is, and what can be split over devices is the parameter.
     So it is where all who read such a value do different work along an axis."""
-    made = {source.value for source in graph.sources if source.kind == "parameter"}
-    fixed = made | {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
+    derived = {source.value for source in graph.sources if source.kind == "parameter"}
+    fixed = derived | {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
     views = []
     for op in graph.ops:
-        if fixed.issuperset(op.operands) and made.intersection(op.operands):
+        if fixed.issuperset(op.operands) and derived.intersection(op.operands):
             if any(graph.by_name[name].requires_grad for name in op.results):
                 views.append(op)
-            made.update(op.results)
+            derived.update(op.results)
             fixed.update(op.results)
-    given = {out.name for out in graph.outputs if isinstance(out, Ref)} | {value for _, value in graph.mutations}
+    returned = {out.name for out in graph.outputs if isinstance(out, Ref)} | {value for _, value in graph.mutations}
     strategies = dict(choice.strategies)
     for op in reversed(views):
         readers = {reader.name: reader for name in op.results for reader in graph.consumers[name]}
-        if not readers or given.intersection(op.results) or op.name not in strategies:
+        if not readers or returned.intersection(op.results) or op.name not in strategies:
             continue
         places = {name: Places.of(rules[name]) for name in readers}
-        own = strategies[op.name].choice_of
+        by_axis = strategies[op.name].choice_of
         summed = {
             axis: REPLICATED
             for axis in mesh.sub_axes
-            if own.get(axis, INVARIANT) == INVARIANT
+            if by_axis.get(axis, INVARIANT) == INVARIANT
             and all(
                 places[reader.name].operand(i, strategies[reader.name].choice_of.get(axis, INVARIANT)) == "R"
                 for reader in readers.values()
@@ -114,7 +114,7 @@ def summed_at_source(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], 
             )
         }
         if summed:
-            strategies[op.name] = Strategy.of({**own, **summed})
+            strategies[op.name] = Strategy.of({**by_axis, **summed})
     return replace(choice, strategies=strategies)
 
 
@@ -129,15 +129,15 @@ def _may_have_gradient(graph: Graph, parameter: str) -> bool:
 def _copied(spmd: Spmd) -> dict[str, set[str]]:
     """Parameter -> the axes along which it is stored whole, and its gradient is summed."""
     parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
-    found: dict[str, set[str]] = {}
+    whole_axes: dict[str, set[str]] = {}
     for conversion in spmd.conversions:
         if conversion.origin not in parameters:
             continue
         stored, used = spmd.layouts[conversion.origin], dict(conversion.target.states)
         split = {axis for dim in stored.dims for atom in dim for axis in atom.axes}
         axes = {axis for axis, state in used.items() if state == "R" and axis not in split}
-        found.setdefault(conversion.origin, set()).update(axes)
-    return found
+        whole_axes.setdefault(conversion.origin, set()).update(axes)
+    return whole_axes
 
 
 def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:

@@ -97,8 +97,8 @@ class Chunks:
     @staticmethod
     def of(tensor: Any) -> Chunks | None:
         """Those of a tensor that was told."""
-        found = getattr(getattr(tensor, "__create_chunk_list__", None), "__self__", None)
-        return found if isinstance(found, Chunks) else None
+        chunks = getattr(getattr(tensor, "__create_chunk_list__", None), "__self__", None)
+        return chunks if isinstance(chunks, Chunks) else None
 
     def write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(tensor)
@@ -124,8 +124,8 @@ class Chunks:
 
 def _telling(tensor: Tensor, held: Held) -> Tensor:
     """A tensor in the same memory that says which chunks it holds."""
-    own = boxes(held.layout, held.ranks.coordinates)
-    return Chunks(tensor.detach(), held.name, held.layout.shape, own, _has_several(held)).attach()
+    boxes_here = boxes(held.layout, held.ranks.coordinates)
+    return Chunks(tensor.detach(), held.name, held.layout.shape, boxes_here, _has_several(held)).attach()
 
 
 def _telling_stages(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,17 +228,17 @@ def _retold(copies: Any, told: Any) -> Any:
     if isinstance(copies, dict):
         return {key: _retold(copy, told[key]) for key, copy in copies.items()}
     if isinstance(copies, (list, tuple)):
-        return type(copies)(_retold(copy, one) for copy, one in zip(copies, told, strict=True))
+        return type(copies)(_retold(copy, said) for copy, said in zip(copies, told, strict=True))
     part = Chunks.of(told)
     return copies if part is None else replace(part, tensor=copies).attach()
 
 
 def _cutting(function: Callable[..., Any]) -> Callable[..., Any]:
     def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        found: dict[str, Held] = {}
-        Known().replaced(local, lambda tensor, held, place: found.setdefault(place[1], held) and tensor)
+        shards: dict[str, Held] = {}
+        Known().replaced(local, lambda tensor, held, place: shards.setdefault(place[1], held) and tensor)
         result = function(full, local, *args, **kwargs)
-        for key, held in found.items():
+        for key, held in shards.items():
             whole = local.get(key)
             if isinstance(whole, Tensor) and tuple(whole.shape) == held.layout.shape:
                 local[key] = shard(whole, held.layout, held.ranks.coordinates).clone()
@@ -263,11 +263,11 @@ class Known:
         for tensor, held in every:
             if not tensor.numel():
                 self._empty[tensor.shape].append(held)
-        self.found: list[Held] = []
+        self.seen: list[Held] = []
 
     @property
     def num_found(self) -> int:
-        return len(self.found)
+        return len(self.seen)
 
     def replaced(self, tree: Any, replace: Callable[[Tensor, Held, tuple[Any, Any]], Any], path: Path = ()) -> Any:
         """The tree with ``replace(tensor, what it is, (container, key))`` in place of every shard. Raises
@@ -275,8 +275,8 @@ class Known:
         if not self._exact and not self._empty:
             return tree
         if isinstance(tree, Mapping):
-            made = {k: self._leaf(x, replace, (tree, k), (*path, str(k))) for k, x in list(tree.items())}
-            return made
+            replaced = {k: self._leaf(x, replace, (tree, k), (*path, str(k))) for k, x in list(tree.items())}
+            return replaced
         if type(tree) in (list, tuple):
             return type(tree)(self._leaf(x, replace, (tree, i), (*path, str(i))) for i, x in enumerate(tree))
         return tree
@@ -291,7 +291,7 @@ class Known:
         held = self._of(leaf, path)
         if held is None:
             return leaf
-        self.found.append(held)
+        self.seen.append(held)
         return replace(leaf, held, place)
 
     def _of(self, tensor: Tensor, path: Path) -> Held | None:
@@ -311,7 +311,7 @@ class Known:
         return exact
 
     def refuse(self, what: str, fix: str, held: Held | None = None) -> NoReturn:
-        held = held or self.found[0]
+        held = held or self.seen[0]
         raise ShardwiseError(problem(what, source=f"{held.name}: {format_layout(held.layout)}", fix=fix))
 
 

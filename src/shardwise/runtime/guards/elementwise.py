@@ -60,10 +60,10 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
 
 def _replaces(derived: type, base: type) -> bool:
     """Whether a class brings a method of its own where ``base`` has one."""
-    for name, own in vars(derived).items():
+    for name, attribute in vars(derived).items():
         if not (name.startswith("__") and name.endswith("__")):
             inherited = inspect.getattr_static(base, name, None)
-            if inherited is not None and _bare(own) is not _bare(inherited):
+            if inherited is not None and _bare(attribute) is not _bare(inherited):
                 return True
     return False
 
@@ -94,15 +94,15 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if is_elementwise(kind):
         _trusted.add(kind)
         return
-    own = tuple(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    if _passed.get(optimizer) == own:
+    parameters = tuple(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if _passed.get(optimizer) == parameters:
         return
-    wanted = set(own)
+    wanted = set(parameters)
     shards = {id(p): (p, held) for p, held in held_parameters() if id(p) in wanted and held.is_shard}
     if shards:
         parameter, held = next(iter(shards.values()))
         raise ShardwiseError(_refusal(kind, held.name, format_layout(held.layout, parameter.dtype), len(shards)))
-    _passed[optimizer] = own
+    _passed[optimizer] = parameters
 
 
 def _refusal(kind: type[Optimizer], name: str, layout: str, count: int) -> str:

@@ -40,18 +40,18 @@ def clip_grad_norm(
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    given = list({id(parameter): parameter for parameter in parameters}.values())
+    listed = list({id(parameter): parameter for parameter in parameters}.values())
     held_by_id = {id(parameter): held for parameter, held in held_parameters()}
-    places = [held_by_id.get(id(parameter)) for parameter in given]
-    gradients = [(p.grad, place) for p, place in zip(given, places, strict=True) if p.grad is not None]
+    places = [held_by_id.get(id(parameter)) for parameter in listed]
+    gradients = [(p.grad, place) for p, place in zip(listed, places, strict=True) if p.grad is not None]
     total = total_norm(
         gradients,
         norm_type,
-        device=device_of(given),
+        device=device_of(listed),
         across_ranks=any(place is not None and place.is_shard for place in places),
         error_if_nonfinite=error_if_nonfinite,
     )
-    torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total)
     return total
 
 
@@ -75,11 +75,11 @@ def total_norm(
         )
     counted = [tensor for tensor, held in tensors if held is not None and held.is_shard and held.counts]
     whole = [tensor for tensor, held in tensors if held is None or not held.is_shard]
-    own, rest = _local_norm(counted, order, device), _local_norm(whole, order, device)
+    of_shards, rest = _local_norm(counted, order, device), _local_norm(whole, order, device)
     if across_ranks:
         # Rows of the other ranks are zero: the sum is an all-gather that every backend has, and keeps every bit.
         rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
-        rows[dist.get_rank(), 0], rows[dist.get_rank(), 1] = own, rest
+        rows[dist.get_rank(), 0], rows[dist.get_rank(), 1] = of_shards, rest
         dist.all_reduce(rows)
         strangers = sum(held is None for _, held in tensors)
         if strangers:
@@ -124,16 +124,18 @@ def _combine(norms: torch.Tensor, order: float) -> torch.Tensor:
 
 def _check_equal(norms: torch.Tensor, count: int) -> None:
     """Raise ShardwiseError unless all ranks found the same norm of the tensors that are whole everywhere."""
-    found = norms.tolist()
+    of_ranks = norms.tolist()
     others = [
-        rank for rank, norm in enumerate(found) if norm != found[0] and not (norm != norm and found[0] != found[0])
+        rank
+        for rank, norm in enumerate(of_ranks)
+        if norm != of_ranks[0] and not (norm != norm and of_ranks[0] != of_ranks[0])
     ]
     if others:
-        shown = ", ".join(f"{found[rank]:.6g} on rank {rank}" for rank in others[:3])
+        shown = ", ".join(f"{of_ranks[rank]:.6g} on rank {rank}" for rank in others[:3])
         raise ShardwiseError(
             problem(
                 f"{count} of the tensors are not of a parallelized module, and ranks disagree on the norm of those "
-                f"that should be whole on every rank: {found[0]:.6g} on rank 0, {shown}",
+                f"that should be whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
                 fix="average their gradients over the ranks before clipping, or clip them by a call of their own",
             )
         )

@@ -85,8 +85,8 @@ def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        own = {id(parameter) for parameter in module.parameters()}
-        if any(held.is_shard and id(parameter) in own for parameter, held in held_parameters()):
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if any(held.is_shard and id(parameter) in parameters for parameter, held in held_parameters()):
             raise wrapped("DistributedDataParallel")
         init(self, module, *args, **kwargs)
 
@@ -102,8 +102,8 @@ def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callab
     @functools.wraps(state_dict)
     def told_state(self: Optimizer) -> dict[str, Any]:
         shards = _shards_of(self)
-        own = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
-        return state_dict(self) | ({KEY: told(own, dist.get_rank())} if own else {})
+        shard_of = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
+        return state_dict(self) | ({KEY: told(shard_of, dist.get_rank())} if shard_of else {})
 
     return told_state
 
@@ -114,8 +114,13 @@ def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None
     @functools.wraps(load_state_dict)
     def checked(self: Optimizer, state_dict: dict[str, Any]) -> None:
         shards = _shards_of(self) if KEY in state_dict else {}
-        own = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
-        check(state_dict.get(KEY, {}), own, dist.get_rank() if own else 0, lambda i: f"states of {shards[i].name}")
+        shard_of = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
+        check(
+            state_dict.get(KEY, {}),
+            shard_of,
+            dist.get_rank() if shard_of else 0,
+            lambda i: f"states of {shards[i].name}",
+        )
         load_state_dict(self, state_dict)
 
     return checked
@@ -154,12 +159,12 @@ def _norm_knowing_shards(local: Norm) -> Norm:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        placed = _placed(given)
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        placed = _placed(listed)
         if not any(held is not None and held.is_shard for _, held in placed):
-            return local(given, norm_type, error_if_nonfinite, foreach)
+            return local(listed, norm_type, error_if_nonfinite, foreach)
         return total_norm(
-            placed, norm_type, device=device_of(given), across_ranks=True, error_if_nonfinite=error_if_nonfinite
+            placed, norm_type, device=device_of(listed), across_ranks=True, error_if_nonfinite=error_if_nonfinite
         )
 
     return get_total_norm
@@ -222,18 +227,18 @@ def _agreeing_on_infinities(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def _agree(optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> None:
+def _agree(optimizer: torch.optim.Optimizer, flags: list[torch.Tensor]) -> None:
     """Make the flags (one per device of this rank) those of all ranks, if the optimizer updates shards. What counts is
     what it is given, not what has a gradient: every rank takes part."""
-    own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(held.is_shard and id(p) in own for p, held in held_parameters()):
+    parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(held.is_shard and id(p) in parameters for p, held in held_parameters()):
         return
-    flag = torch.zeros((), dtype=torch.float32, device=device_of(own.values()))
-    for one in found:
-        flag = torch.maximum(flag, one.to(flag.device))
+    flag = torch.zeros((), dtype=torch.float32, device=device_of(parameters.values()))
+    for device_flag in flags:
+        flag = torch.maximum(flag, device_flag.to(flag.device))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    for one in found:
-        one.copy_(flag)
+    for device_flag in flags:
+        device_flag.copy_(flag)
 
 
 __all__ = ["protect"]

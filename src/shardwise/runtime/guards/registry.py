@@ -62,7 +62,7 @@ def placed(
 
 def remember(module: torch.nn.Module, held: Mapping[str, Held]) -> bool:
     """Remember a module if it holds shards; whether it does."""
-    if not any(own.is_shard for own in held.values()):
+    if not any(held_tensor.is_shard for held_tensor in held.values()):
         return False
     _holders[module] = held
     return True

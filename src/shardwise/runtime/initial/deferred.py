@@ -121,7 +121,9 @@ def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") 
         yield tape
     for module in modules:
         owned = {**module._parameters, **module._buffers}
-        refs = {name: found[1] for name, tensor in owned.items() if tensor is not None and (found := recorded(tensor))}
+        refs = {
+            name: record[1] for name, tensor in owned.items() if tensor is not None and (record := recorded(tensor))
+        }
         module.__dict__[_SLOTS] = Slots(tape, refs)
 
 
@@ -312,8 +314,8 @@ class Recorder(DispatchMode):
 
     def _draw(self, kwargs: Mapping[str, Any]) -> Draw:
         """Where the draw about to be recorded continues; leaves the mark of this draw on the generator."""
-        found = kwargs.get("generator")
-        index = found.index if isinstance(found, GeneratorRef) else DEFAULT_GENERATOR
+        given_generator = kwargs.get("generator")
+        index = given_generator.index if isinstance(given_generator, GeneratorRef) else DEFAULT_GENERATOR
         generator, here = self._generators[index], len(self.tape.entries)
         after = generator.initial_seed() - _MARK - 1
         is_mark = (SEEDED if index == DEFAULT_GENERATOR else 0) <= after < here
@@ -469,8 +471,8 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _user_line() -> str:
     """``model.py:41``: the innermost line that is neither torch's nor this package's."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    not_users = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(not_users):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -59,12 +59,12 @@ def draw_box(
     def draw(some: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
         generator = torch.Generator()
         with torch.no_grad():
-            for number, offsets, own in some:
+            for number, offsets, tile_sizes in some:
                 generator.manual_seed((first_seed + number) % 2**32)
-                numbers = torch.empty(own, dtype=torch.float32 if dtype in _IN_FLOAT else dtype)
+                numbers = torch.empty(tile_sizes, dtype=torch.float32 if dtype in _IN_FLOAT else dtype)
                 fill(numbers, generator)
                 target = drawn
-                for dim, (at, size, begin, count) in enumerate(zip(offsets, own, start, sizes, strict=True)):
+                for dim, (at, size, begin, count) in enumerate(zip(offsets, tile_sizes, start, sizes, strict=True)):
                     low, high = max(at, begin), min(at + size, begin + count)
                     target = target.narrow(dim, low - begin, high - low)
                     numbers = numbers.narrow(dim, low - at, high - low)

@@ -28,20 +28,20 @@ def apply(target: OpOverload, operands: Sequence[Any], named: Mapping[str, Any],
         result: torch.Tensor = target(*operands, **named)
         return result.expand(tuple(sizes)).contiguous()
     pieces = [_pieces(x, sizes) if isinstance(x, torch.Tensor) and x.dim() else None for x in operands]
-    made: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
 
     def run(places: Sequence[int]) -> None:
         with torch.no_grad():
             for place in places:
-                own = (x if cut is None else cut[place] for x, cut in zip(operands, pieces, strict=True))
-                made[place] = target(*own, **named)
+                pieces_here = (x if cut is None else cut[place] for x, cut in zip(operands, pieces, strict=True))
+                results[place] = target(*pieces_here, **named)
 
     num_pieces = next((len(cut) for cut in pieces if cut is not None), 0)
     if not num_pieces:  # numbers alone
         result = target(*operands, **named)
         return result.expand(tuple(sizes)).contiguous()
     in_threads(run, range(num_pieces))
-    return torch.cat([made[place] for place in range(num_pieces)])[:count].reshape(tuple(sizes))
+    return torch.cat([results[place] for place in range(num_pieces)])[:count].reshape(tuple(sizes))
 
 
 def _pieces(operand: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:

@@ -179,11 +179,11 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
 def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[Tape, Ref] | None:
     if not tensor.is_meta:
         return None
-    found = recorded(tensor)
-    if found is not None:
-        return found
-    found = recorded_slot(owner, name.rpartition(".")[2])
-    return found if found is not None and found[1].shape == tuple(tensor.shape) else None
+    record = recorded(tensor)
+    if record is not None:
+        return record
+    record = recorded_slot(owner, name.rpartition(".")[2])
+    return record if record is not None and record[1].shape == tuple(tensor.shape) else None
 
 
 def _record_initialisers(module: nn.Module, plain: dict[str, torch.Tensor], seed: int) -> tuple[Tape, dict[str, Ref]]:
@@ -244,8 +244,8 @@ def _children_first(
     if module in seen:
         return
     seen.add(module)
-    own = getattr(module, "_init_weights", None)
-    in_force = own if callable(own) and len(inspect.signature(own).parameters) == 1 else above
+    defined = getattr(module, "_init_weights", None)
+    in_force = defined if callable(defined) and len(inspect.signature(defined).parameters) == 1 else above
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name, in_force, seen)
     yield path, module, in_force
@@ -258,7 +258,7 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
     torch.default_generator.manual_seed(stable_seed(seed, name))
     try:
         with torch.no_grad():
-            given = init(name, tensor)
+            value = init(name, tensor)
     except LookupError as error:
         raise ShardwiseError(
             problem(
@@ -268,17 +268,17 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
         ) from error
     finally:
         torch.default_generator.set_state(state)
-    if given is NotImplemented:
+    if value is NotImplemented:
         return None
-    if given is not None and not isinstance(given, torch.Tensor):
+    if value is not None and not isinstance(value, torch.Tensor):
         raise ShardwiseError(
             problem(
-                f"init= returned a {type(given).__name__} for {name}",
+                f"init= returned a {type(value).__name__} for {name}",
                 fix="fill the tensor that it is given, return another, or NotImplemented for the module's own value",
             )
         )
-    if given is not None and given.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-        tensor = given.detach()  # not a view of what was filled: another tensor
+    if value is not None and value.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        tensor = value.detach()  # not a view of what was filled: another tensor
     if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):
         raise ShardwiseError(
             problem(

@@ -102,9 +102,9 @@ class Regions:
             origin, count = hashlib.blake2b(place.numpy().tobytes(), digest_size=16).hexdigest(), 0
         else:
             origin, count = (f"seed {self.seed}", 0) if place == SEEDED else self._keys[place]
-        for found in reversed(chain):
+        for link in reversed(chain):
             count += 1
-            self._keys[found] = origin, count
+            self._keys[link] = origin, count
         return "{}, draw {}".format(*self._keys[index])
 
     def _part(self, ref: Ref, time: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -159,20 +159,20 @@ class Regions:
                 is_covered = common.sizes == wanted.sizes
             if is_covered:
                 break
-        found = None if is_covered else torch.zeros(wanted.sizes, dtype=base.dtype)
+        box = None if is_covered else torch.zeros(wanted.sizes, dtype=base.dtype)
         for index, target, window, common in reversed(written):
             offsets, sizes = _outside(window, common)
             value = self._result(index, self.tape.entries[index], target, offsets, sizes).to(base.dtype)
             part = _as_base(value, window, common.sizes)
-            if found is None:
-                found = part
+            if box is None:
+                box = part
                 continue
-            place = found
+            place = box
             for dim, (at, size, first) in enumerate(zip(common.offsets, common.sizes, wanted.offsets, strict=True)):
                 place = place.narrow(dim, at - first, size)
             place.copy_(part)
-        assert found is not None, "a box that is covered was written"
-        return found
+        assert box is not None, "a box that is covered was written"
+        return box
 
     def _result(
         self, index: int, entry: Entry, target: Ref, offsets: Sequence[int], sizes: Sequence[int]
@@ -218,16 +218,16 @@ class Regions:
             return leaf.value() if isinstance(leaf, Constant) else leaf
 
         with _default_dtype(entry.default_dtype):
-            made: torch.Tensor = entry.target(
+            whole_result: torch.Tensor = entry.target(
                 *map_leaves(entry.args, whole), **{key: map_leaves(arg, whole) for key, arg in entry.kwargs.items()}
             )
         rows = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        return made[rows].clone(memory_format=torch.contiguous_format)
+        return whole_result[rows].clone(memory_format=torch.contiguous_format)
 
     def _joined(self, index: int, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of tensors that are joined along a dim."""
         dim = (entry.args[1] if len(entry.args) > 1 else 0) % len(sizes)
-        found, at = [], 0
+        parts, at = [], 0
         for part in entry.args[0]:
             if not isinstance(part, Ref):
                 raise NotByParts("a real tensor is joined")
@@ -235,9 +235,9 @@ class Regions:
             if low < high:
                 starts, counts = list(offsets), list(sizes)
                 starts[dim], counts[dim] = low - at, high - low
-                found.append(self._part(part, index, starts, counts))
+                parts.append(self._part(part, index, starts, counts))
             at += part.shape[dim]
-        return torch.cat(found, dim)
+        return torch.cat(parts, dim)
 
     def _operand(
         self,
@@ -253,10 +253,10 @@ class Regions:
             return torch.tensor(arg, dtype=dtype)
         shape = tuple(arg.shape) if isinstance(arg, Ref) else tuple(arg.tensor.shape)
         lead = len(target.shape) - len(shape)
-        if lead < 0 or any(own not in (1, size) for own, size in zip(shape, target.shape[lead:], strict=True)):
+        if lead < 0 or any(extent not in (1, size) for extent, size in zip(shape, target.shape[lead:], strict=True)):
             raise NotByParts(f"an operand of shape {shape} for a result of {target.shape}")
-        starts = [0 if own == 1 else at for own, at in zip(shape, offsets[lead:], strict=True)]
-        counts = [min(own, count) for own, count in zip(shape, sizes[lead:], strict=True)]
+        starts = [0 if extent == 1 else at for extent, at in zip(shape, offsets[lead:], strict=True)]
+        counts = [min(extent, count) for extent, count in zip(shape, sizes[lead:], strict=True)]
         if isinstance(arg, Ref):
             return self._part(arg, index, starts, counts)
         rows = tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
@@ -279,11 +279,11 @@ def _name(entry: Entry) -> str:
 
 def _written(entry: Entry) -> Ref | None:
     """The one tensor that an entry makes or changes; None where there are several."""
-    made = [ref for ref in entry.results if ref is not None]
-    if len(made) == 1 and not entry.writes:
-        return made[0]
+    created = [ref for ref in entry.results if ref is not None]
+    if len(created) == 1 and not entry.writes:
+        return created[0]
     first = entry.args[0] if entry.args else None
-    return first if not made and isinstance(first, Ref) and entry.writes == {first.storage} else None
+    return first if not created and isinstance(first, Ref) and entry.writes == {first.storage} else None
 
 
 def _fill_of(entry: Entry) -> Fill | None:

@@ -296,10 +296,10 @@ class _Run:
             self._seek(entry.draw, index)
         args = tuple(map_leaves(arg, self._real) for arg in entry.args)
         kwargs = {key: map_leaves(arg, self._real) for key, arg in entry.kwargs.items()}
-        made = None if self.draws is None else self._as_in_parts(self.draws, index, entry, args)
-        if made is not None and entry.writes:
-            made = args[0].copy_(made)
-        out = entry.target(*args, **kwargs) if made is None else made
+        in_parts = None if self.draws is None else self._as_in_parts(self.draws, index, entry, args)
+        if in_parts is not None and entry.writes:
+            in_parts = args[0].copy_(in_parts)
+        out = entry.target(*args, **kwargs) if in_parts is None else in_parts
         if any(ref is not None for ref in entry.results):
             inputs = {
                 leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
@@ -322,8 +322,8 @@ class _Run:
         if not entry.is_elementwise:
             return None
         if entry.writes:
-            own = args[0].clone(memory_format=torch.contiguous_format)
-            return apply(entry.target, (own, *args[1:]), entry.kwargs, own.shape)
+            copy = args[0].clone(memory_format=torch.contiguous_format)
+            return apply(entry.target, (copy, *args[1:]), entry.kwargs, copy.shape)
         shape = next(ref.shape for ref in entry.results if ref is not None)
         return apply(entry.target, args, entry.kwargs, shape)
 
@@ -395,8 +395,8 @@ def _fitted(tensor: torch.Tensor, ref: Ref, inputs: set[int], cleared: bool) -> 
         return memory.untyped_storage()
     if cleared:
         storage.fill_(0)
-    found: torch.UntypedStorage = storage
-    return found
+    untyped: torch.UntypedStorage = storage
+    return untyped
 
 
 def _leaves_memory_as_it_is(target: OpOverload) -> bool:

@@ -28,7 +28,7 @@ _LARGE = 2**22
 
 
 @dataclass(frozen=True)
-class Own:
+class Holder:
     """What this rank holds. ``layouts``: by name, over the mesh of ``ranks``; ``everyone``: all ranks of the job.
     ``host``: names of the tables that stay on the CPU, whose collectives ``host_ranks`` performs. ``only``: the names
     of the parameters and buffers of this rank's stages; None: it has a part of all."""
@@ -49,52 +49,52 @@ class Own:
 
 
 class InitialShards:
-    """``held``: this rank's parts by canonical names. ``prints``: numbers that must be alike on all ranks, of the whole
-    initial values (of the first elements, where a rank makes its part only), or of the files that they are in."""
+    """``parts``: this rank's parts by canonical names. ``prints``: numbers that must be alike on all ranks, of the
+    whole initial values (of the first elements, where a rank makes its part only), or of the files that they are in."""
 
-    def __init__(self, own: Own, precision: Precision, device: torch.device) -> None:
-        self.held: dict[str, torch.Tensor] = {}
+    def __init__(self, holder: Holder, precision: Precision, device: torch.device) -> None:
+        self.parts: dict[str, torch.Tensor] = {}
         self.prints: dict[str, int] = {}
-        self._own, self._stored, self._device = own, precision.stored, device
+        self._holder, self._stored, self._device = holder, precision.stored, device
 
     def fill(self, module: torch.nn.Module, seed: int | None, init: Init | None, weights: str | Path | None) -> None:
         """Raises ShardwiseError for values that are missing or do not fit."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         tensors = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
         dtypes = {name: self._stored(x.dtype) if name in parameters else x.dtype for name, x in tensors.items()}
-        coordinates = self._own.ranks.coordinates
+        coordinates = self._holder.ranks.coordinates
         known: tuple[str, ...] = ()
         if weights is not None:
             with Weights(weights, module, complete=init is None) as files:
-                known = tuple(files.found)
-                for name in filter(self._own.has, known):
-                    layout = self._own.layout(name, tensors[name])
+                known = tuple(files.stored_names)
+                for name in filter(self._holder.has, known):
+                    layout = self._holder.layout(name, tensors[name])
                     shape = layout.local_shape(coordinates)
                     local = torch.empty(shape, dtype=dtypes[name], device=self._device_of(name))
-                    self.held[name] = files.read(name, local, boxes(layout, coordinates))
+                    self.parts[name] = files.read(name, local, boxes(layout, coordinates))
                 self.prints |= files.prints
-            if self._own.everyone.rank == 0:
+            if self._holder.everyone.rank == 0:
                 files.announce()
         fingerprints: dict[torch.device, Fingerprint] = {}
         whole: list[str] = []
         for name, value in initial_values(module, seed, init, known=known):
-            layout = self._own.layout(name, tensors[name])
-            given = self._parts(name, value, layout) if isinstance(value, Parts) else None
-            if given is None:
+            layout = self._holder.layout(name, tensors[name])
+            by_parts = self._parts(name, value, layout) if isinstance(value, Parts) else None
+            if by_parts is None:
                 full = value.whole() if isinstance(value, Parts) else value
-                held, printed = shard(full, layout, coordinates).detach(), full
+                part, printed = shard(full, layout, coordinates).detach(), full
                 if isinstance(value, Parts):  # another rank's part may be made without the rest
                     printed = full[tuple(slice(_PRINTED) for _ in full.shape)]
                     whole += [name] if full.numel() >= _LARGE else []
             else:
-                held, printed = given
+                part, printed = by_parts
             if printed.device not in fingerprints:
                 fingerprints[printed.device] = Fingerprint(printed.device)
             self.prints[name] = int(fingerprints[printed.device](printed))
-            if self._own.has(name):
-                self.held[name] = held.to(self._device_of(name), dtypes[name]).clone()
+            if self._holder.has(name):
+                self.parts[name] = part.to(self._device_of(name), dtypes[name]).clone()
 
-        if whole and self._own.everyone.rank == 0:
+        if whole and self._holder.everyone.rank == 0:
             what = f"every rank makes these initial values whole, for its part of them: {listed(whole)}"
             fix = "their initialiser looks at more than one element; init= may give them instead"
             warnings.warn(f"{what} ({fix})", PlanWarning, stacklevel=6)
@@ -102,21 +102,21 @@ class InitialShards:
     def _parts(self, name: str, value: Parts, layout: Layout) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(this rank's part of a tensor, its first elements, which all ranks make alike); None where it is not made by
         parts."""
-        coordinates, shape = self._own.ranks.coordinates, value.ref.shape
+        coordinates, shape = self._holder.ranks.coordinates, value.ref.shape
         try:
             first = value.box((0,) * len(shape), tuple(min(size, _PRINTED) for size in shape))
-            held = torch.empty(layout.local_shape(coordinates), dtype=value.dtype)
-            for box in boxes(layout, coordinates) if self._own.has(name) else ():
-                target = held
+            part = torch.empty(layout.local_shape(coordinates), dtype=value.dtype)
+            for box in boxes(layout, coordinates) if self._holder.has(name) else ():
+                target = part
                 for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
                     target = target.narrow(dim, start, size)
                 target.copy_(value.box(box.offsets, box.sizes))
         except NotByParts:
             return None
-        return held, first
+        return part, first
 
     def _device_of(self, name: str) -> torch.device:
-        return HOST if name in self._own.host else self._device
+        return HOST if name in self._holder.host else self._device
 
 
-__all__ = ["InitialShards", "Own"]
+__all__ = ["Holder", "InitialShards"]

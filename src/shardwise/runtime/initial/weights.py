@@ -30,13 +30,13 @@ class Weights:
     for files that are missing or no safetensors, for tensors of other shapes or kinds of dtype than the module's, and,
     if they are to be ``complete``, for tensors without values that are not in them.
 
-    ``found``: first name of a parameter or buffer -> its name in the files; ``missing``: names that are not in them,
-    those of non-persistent buffers excepted; ``unexpected``: names in the files that the module does not have.
+    ``stored_names``: first name of a parameter or buffer -> its name in the files; ``missing``: names that are not in
+    them, those of non-persistent buffers excepted; ``unexpected``: names in the files that the module does not have.
     """
 
     def __init__(self, path: str | Path, module: torch.nn.Module, complete: bool = True) -> None:
         self.path = Path(path)
-        self.found: dict[str, str] = {}
+        self.stored_names: dict[str, str] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._open = ExitStack()
@@ -64,7 +64,7 @@ class Weights:
 
     def read(self, name: str, local: torch.Tensor, boxes: tuple[Box, ...]) -> torch.Tensor:
         """Fill a rank's part of a tensor of the module, in the part's dtype."""
-        stored = self.found[name]
+        stored = self.stored_names[name]
         with torch.no_grad():
             for box in boxes:
                 target = local
@@ -95,7 +95,7 @@ class Weights:
             stored = next((name for name in spelled if name in self._files), None)
             used |= self._files.keys() & set(spelled)
             if stored is not None:
-                self.found[first] = stored
+                self.stored_names[first] = stored
                 faults += self._misfit(first, tensor, stored)
             elif not _is_computed(module, first):
                 self.missing.append(first)
@@ -105,7 +105,7 @@ class Weights:
             raise ShardwiseError(text)
         self.unexpected = sorted(self._files.keys() - used)
         empty = [name for name in self.missing if tensors[name].is_meta]
-        if not self.found or (empty and complete):
+        if not self.stored_names or (empty and complete):
             raise ShardwiseError(
                 problem(
                     f"{self.path} does not have {len(self.missing)} of the module's {len(tensors)} tensors: "
@@ -122,8 +122,8 @@ class Weights:
         is_floating_point = kind.startswith(("F", "BF"))
         if shape == tuple(tensor.shape) and is_floating_point == tensor.is_floating_point():
             return []
-        own = f"{format_dtype(tensor.dtype)}{list(tensor.shape)}"
-        return [f"{name} is {own} in the module and {kind}{list(shape)} in the files"]
+        present = f"{format_dtype(tensor.dtype)}{list(tensor.shape)}"
+        return [f"{name} is {present} in the module and {kind}{list(shape)} in the files"]
 
     def announce(self) -> None:
         """A warning for names on one side only."""
