@@ -105,8 +105,8 @@ def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) 
 
 
 def _dice(logits: Any, label: Any, smooth: float) -> Any:
-    both, each = (logits * label).sum(), logits.square().sum() + label.square().sum()
-    return 1 - 2 * both / (each + smooth)
+    both, squares = (logits * label).sum(), logits.square().sum() + label.square().sum()
+    return 1 - 2 * both / (squares + smooth)
 
 
 # Cells and losses that compute a function of ``ops.functions``: its name, and the settings of the constructor.
@@ -204,7 +204,7 @@ LOSSES: dict[str, Function] = {
 
 def _classes(functions: dict[str, Function], base: type[Cell], **body: Any) -> dict[str, type[Cell]]:
     common = {"__module__": __name__, "__doc__": "As the reference has it.", **body}
-    return {name: type(name, (base,), {"function": staticmethod(own), **common}) for name, own in functions.items()}
+    return {name: type(name, (base,), {"function": staticmethod(func), **common}) for name, func in functions.items()}
 
 
 CLASSES = {
