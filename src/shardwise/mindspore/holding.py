@@ -80,23 +80,23 @@ def joined(holding: Held, parts: Iterable[tuple[int, torch.Tensor]]) -> tuple[to
     places = torch.arange(prod(shape)).reshape(shape)
     whole, missing = torch.empty(0), torch.ones(prod(shape), dtype=torch.bool)
     for rank, part in parts:
-        own = shard(places, layout, holding.coordinates(rank)).reshape(-1)
+        indices = shard(places, layout, holding.coordinates(rank)).reshape(-1)
         if not whole.numel():
             whole = part.new_zeros(prod(shape))
-        whole[own], missing[own] = part.detach().as_subclass(torch.Tensor).reshape(-1)[: own.numel()], False
+        whole[indices], missing[indices] = part.detach().as_subclass(torch.Tensor).reshape(-1)[: indices.numel()], False
     return whole.reshape(shape), missing
 
 
 def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
     """The whole of a tensor of which the ranks hold parts; of one that nobody has split, rank 0's. All ranks call
     it."""
-    own = tensor.detach().as_subclass(torch.Tensor)
+    part = tensor.detach().as_subclass(torch.Tensor)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
+        return part
     if holding is None:
-        return rank_groups.broadcast(own, 0, rank_groups.everyone())
-    padded = own.new_zeros(holding.layout.max_local_numel)
-    padded[: own.numel()] = own.reshape(-1)
+        return rank_groups.broadcast(part, 0, rank_groups.everyone())
+    padded = part.new_zeros(holding.layout.max_local_numel)
+    padded[: part.numel()] = part.reshape(-1)
     rows = rank_groups.all_gather(padded, rank_groups.everyone()).view(dist.get_world_size(), -1)
     return joined(holding, [(rank, rows[rank]) for rank in holding.ranks])[0]
 
@@ -132,7 +132,7 @@ def with_whole_parameters(cell: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a cell by their names, those in parts gathered; all ranks call it."""
     named = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
     apply: Any = _Gathered.apply
-    return {name: apply(own) if (of := held(own)) and of.layout.positions else own for name, own in named.items()}
+    return {name: apply(x) if (of := held(x)) and of.layout.positions else x for name, x in named.items()}
 
 
 def copies(parameter: torch.Tensor) -> int:

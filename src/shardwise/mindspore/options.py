@@ -134,7 +134,7 @@ class Options:
         """The largest message that several gradients share; 0: every one travels by itself."""
         if not self.comm_fusion.get("openstate", True):
             return 0
-        sized = [own["config"] for own in self.comm_fusion.values() if own is not True and own["mode"] == "size"]
+        sized = [rule["config"] for rule in self.comm_fusion.values() if rule is not True and rule["mode"] == "size"]
         return min(sized) * MEGABYTE if sized else BUCKET_BYTES
 
     @property
@@ -153,8 +153,8 @@ class Options:
     @property
     def fusion_cuts(self) -> tuple[int, ...]:
         """The indices of gradients behind which a message ends; none: messages are filled by size."""
-        one = self.comm_fusion.get("allreduce", {})
-        return tuple(one.get("config", ())) if one.get("mode") == "index" else self.all_reduce_fusion_config
+        fusion = self.comm_fusion.get("allreduce", {})
+        return tuple(fusion.get("config", ())) if fusion.get("mode") == "index" else self.all_reduce_fusion_config
 
     def with_options(self, **values: Any) -> Options:
         """These options with some set. TypeError, ValueError or NotImplementedError with a sentence."""
@@ -223,7 +223,7 @@ def _dataset_strategy(name: str, value: Any) -> DatasetStrategy:
         raise TypeError(problem(f"{name} is {value!r}", fix=fix))
     count = whole(1, 4096)
     return tuple(
-        tuple(count(f"{name}[{i}][{d}]", number) for d, number in enumerate(one)) for i, one in enumerate(value)
+        tuple(count(f"{name}[{i}][{d}]", number) for d, number in enumerate(counts)) for i, counts in enumerate(value)
     )
 
 
