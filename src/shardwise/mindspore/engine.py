@@ -36,7 +36,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, staged, strict
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.holding import Held, gathered, held, hold, parameter_of, whole, with_whole_parameters
+from shardwise.mindspore.holding import Held, gathered, hold, holding_of, parameter_of, whole, with_whole_parameters
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import Options
@@ -167,7 +167,7 @@ def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _check_whole(cell: nn.Module) -> None:
     """Raises RuntimeError where the cell's parameters are shards, which only a plan can compute with."""
     for name, parameter in cell.named_parameters():
-        holding = held(parameter)
+        holding = holding_of(parameter)
         if holding is not None and holding.is_split:
             raise RuntimeError(
                 problem(
@@ -289,7 +289,7 @@ def _values(cell: nn.Module) -> Any:
     ranks, and rank 0's of all else. Every rank asks for the same."""
     named, known = _named(cell), dict[str, Held]()
     told: list[dict[str, Held]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := held(tensor))})
+    dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))})
     for holdings in told:
         known |= holdings
 
@@ -379,7 +379,7 @@ def _plan(
             "call .shard(...) on an operator, or choose search_mode='dynamic_programming'; with strict=False nothing "
             "configured means data parallelism",
         )
-    kept = {name: entry for name, p in cell.named_parameters() if (entry := held(p)) is not None}
+    kept = {name: entry for name, p in cell.named_parameters() if (entry := holding_of(p)) is not None}
     mesh = next((entry.layout.mesh for entry in kept.values()), None)
     if mesh is None and (strategies or not priced or options.weight_shards > 0):
         mesh = Mesh({AXIS: options.stage_devices})
@@ -483,7 +483,7 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
             home = next((stage for stage in stages if name in stage.layouts), home)
         layout = home.layouts.get(name) or Layout.whole(home.mesh, _shape(tensor))
         part = program_tensors[here[0]].data if here else tensor.data.new_empty(0)
-        if held(tensor) is not None and part.shape == tensor.shape:
+        if holding_of(tensor) is not None and part.shape == tensor.shape:
             part = tensor.data  # which another program has, too
         axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
         hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
@@ -499,7 +499,7 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The whole one."""
-    holding = held(tensor)
+    holding = holding_of(tensor)
     return tuple(tensor.shape) if holding is None else holding.shape
 
 

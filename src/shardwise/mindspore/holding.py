@@ -44,7 +44,7 @@ class Held:
         return dict(self.layout.mesh.coordinates(self.ranks.index(rank)))
 
 
-def held(parameter: torch.Tensor) -> Held | None:
+def holding_of(parameter: torch.Tensor) -> Held | None:
     """How a parameter is kept; None while this rank has all of it."""
     holding: Held | None = getattr(parameter, _HELD, None)
     return holding
@@ -52,7 +52,7 @@ def held(parameter: torch.Tensor) -> Held | None:
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
     """Whether the ranks of another stage have a parameter, and this one has nothing of it."""
-    holding = held(parameter)
+    holding = holding_of(parameter)
     return holding is not None and dist.is_initialized() and dist.get_rank() not in holding.ranks
 
 
@@ -65,7 +65,7 @@ def hold(parameter: torch.Tensor, part: torch.Tensor, holding: Held, averaged_ov
 
 def own_shard(value: Any, parameter: torch.Tensor) -> Any:
     """Of a tensor in the whole shape of a split parameter, this rank's part; anything else as it is."""
-    holding = held(parameter)
+    holding = holding_of(parameter)
     if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or value.shape == parameter.shape:
         return value
     if is_elsewhere(parameter):
@@ -104,10 +104,10 @@ def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
 @contextmanager
 def whole(cell: nn.Module) -> Iterator[None]:
     """Every rank has all parameters and buffers of a cell meanwhile; all ranks call it."""
-    parts = [(tensor, tensor.data) for tensor in (*cell.parameters(), *cell.buffers()) if held(tensor) is not None]
+    parts = [(x, x.data) for x in (*cell.parameters(), *cell.buffers()) if holding_of(x) is not None]
     try:
         for tensor, part in parts:
-            tensor.data = gathered(part, held(tensor))
+            tensor.data = gathered(part, holding_of(tensor))
         yield
     finally:
         for tensor, part in parts:
@@ -120,7 +120,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
         ctx.parameter = parameter
-        return gathered(parameter, held(parameter)).clone()
+        return gathered(parameter, holding_of(parameter)).clone()
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
@@ -132,12 +132,12 @@ def with_whole_parameters(cell: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a cell by their names, those in parts gathered; all ranks call it."""
     named = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
     apply: Any = _Gathered.apply
-    return {name: apply(x) if (of := held(x)) and of.layout.positions else x for name, x in named.items()}
+    return {name: apply(x) if (of := holding_of(x)) and of.layout.positions else x for name, x in named.items()}
 
 
 def copies(parameter: torch.Tensor) -> int:
     """How many ranks hold the same shard of a parameter."""
-    holding = held(parameter)
+    holding = holding_of(parameter)
     if holding is None:
         return context.options().stage_devices
     layout = holding.layout

@@ -100,7 +100,7 @@ class Options:
     dump_device_local_norm: bool = False
     grad_accumulation_step: int = 1
     strict: bool = True
-    given: frozenset[str] = frozenset()
+    names_set: frozenset[str] = frozenset()
 
     @property
     def distributed(self) -> bool:
@@ -112,7 +112,7 @@ class Options:
         """``device_num`` if it is set, else the number of ranks. ValueError if there are several ranks, but not so
         many (a single process may plan for any number)."""
         ranks = world_size()
-        if "device_num" not in self.given:
+        if "device_num" not in self.names_set:
             return ranks
         if ranks not in (1, self.device_num):
             fix = f"set device_num={ranks}, or leave it out, or start {self.device_num} ranks"
@@ -127,7 +127,7 @@ class Options:
     @property
     def rank(self) -> int:
         """For which rank a single process prints its program: ``global_rank`` if set; else this process's number."""
-        return self.global_rank if "global_rank" in self.given and world_size() == 1 else rank()
+        return self.global_rank if "global_rank" in self.names_set and world_size() == 1 else rank()
 
     @property
     def bucket_bytes(self) -> int:
@@ -167,12 +167,12 @@ class Options:
                 fix = closest(name, CHECKS)
                 raise ValueError(problem(f'set_auto_parallel_context has no option "{name}"', fix=fix))
             stored[name] = CHECKS[name](name, value)
-        names_given = self.given | set(stored)
+        names_set = self.names_set | set(stored)
         stored |= _dataset_options(stored, stored.get("strict", self.strict))
         for key in ("load_file", "save_file"):
             if stored.get("strategy_ckpt_config", {}).get(key):
                 stored[f"strategy_ckpt_{key}"] = stored["strategy_ckpt_config"][key]
-        return replace(self, **stored, given=names_given)
+        return replace(self, **stored, names_set=names_set)
 
 
 def _dataset_options(stored: dict[str, Any], strict: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import problem
-from shardwise.mindspore.holding import held
+from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
@@ -198,7 +198,7 @@ class Parameter(nn.Parameter):
                     fix="give data of that shape; slice_shape=True takes another one",
                 )
             )
-        if held(self) and new.shape == self.shape:  # a program may have the same memory
+        if holding_of(self) and new.shape == self.shape:  # a program may have the same memory
             self.data.copy_(new)
         else:
             self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # which goes on to be another one's

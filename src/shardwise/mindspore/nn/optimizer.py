@@ -15,7 +15,7 @@ from shardwise.launch import rank_groups
 from shardwise.launch.ranks import rank
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.holding import Held, held, own_shard
+from shardwise.mindspore.holding import Held, holding_of, own_shard
 from shardwise.mindspore.named import bound_to, signature_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
@@ -281,7 +281,7 @@ class Optimizer:
     def _place_loaded(self) -> None:
         """Give parameters, which are split by now, their parts of the states that were loaded."""
         for name, parameter, key, of in self._loaded:
-            now = held(parameter)
+            now = holding_of(parameter)
             if of is not None and of.is_split and of != now:
                 here = "whole" if now is None else f"split as {now.layout}"
                 raise RuntimeError(

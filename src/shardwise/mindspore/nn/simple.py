@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.mindspore.holding import as_gradient, held, parameter_of
+from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.loss import REDUCTIONS, LossBase
@@ -83,7 +83,7 @@ def _upsampled(x: Any, size: Any, factor: Any, align: bool, centers: bool) -> An
 
 def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
     parameter = parameter_of(x)
-    if axis is not None and parameter is not None and (holding := held(parameter)) and holding.is_split:
+    if axis is not None and parameter is not None and (holding := holding_of(parameter)) and holding.is_split:
         what = f"ClipByNorm(axis={axis!r}) of a gradient whose parameter is split as {holding.layout}"
         raise ShardwiseError(problem(what, fix="axis=None, or ops.clip_by_global_norm"))
     norm = split_norm([x]) if axis is None else None

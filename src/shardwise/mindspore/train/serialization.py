@@ -17,7 +17,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.dataset.values import unknown_words
-from shardwise.mindspore.holding import Held, gathered, held, hold, is_elsewhere, joined, own_shard
+from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.notes import note
@@ -70,12 +70,12 @@ def save_checkpoint(
     kept: dict[str, tuple[torch.Tensor, Held | None, torch.Tensor | None]] = {}  # a tensor, and whose state it is
     for name, tensor in tensors.items():
         if integrated_save:
-            kept[name] = gathered(tensor, held(tensor)), None, None
+            kept[name] = gathered(tensor, holding_of(tensor)), None, None
         elif not is_elsewhere(tensor):
-            kept[name] = tensor, held(tensor), None
+            kept[name] = tensor, holding_of(tensor), None
     states: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {} if optimizer is None else optimizer.states()
     for name, (state, parameter) in states.items():
-        holding = held(parameter) if parameter is not None and state.shape == parameter.shape else None
+        holding = holding_of(parameter) if parameter is not None and state.shape == parameter.shape else None
         if integrated_save and holding is not None:
             kept[name] = gathered(state, holding), None, parameter
         elif integrated_save or parameter is None or not is_elsewhere(parameter):
@@ -294,7 +294,7 @@ def load_param_into_net(
         entry = entries.get(name)
         if entry is None:
             continue
-        of, now = getattr(entry, "held", None), held(target)
+        of, now = getattr(entry, "held", None), holding_of(target)
         whole = tuple(entry.shape) if of is None else of.shape
         expected = tuple(target.shape) if now is None else now.shape
         if whole != expected:
@@ -311,7 +311,7 @@ def load_param_into_net(
         loads.append((target, entry, of))
     for target, entry, of in loads:
         data = entry.detach().as_subclass(torch.Tensor).to(dtype=target.dtype, device=target.device)
-        if of is None or held(target) is not None:
+        if of is None or holding_of(target) is not None:
             with torch.no_grad():
                 target.copy_(own_shard(data, target))
         else:
@@ -360,7 +360,7 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     format."""
     if file_format != "MINDIR":
         raise ValueError(problem(f"file_format is {file_format!r}", fix='"MINDIR"'))
-    if split := [name for name, p in net.named_parameters() if (of := held(p)) and of.is_split]:
+    if split := [name for name, p in net.named_parameters() if (of := holding_of(p)) and of.is_split]:
         what = f"{split[0]} is split over the ranks"
         raise RuntimeError(problem(what, fix="save a checkpoint, and load_distributed_checkpoint in one process"))
     tensors = tuple(as_torch(x) for x in inputs)
