@@ -64,7 +64,7 @@ class ParallelMode(metaclass=_Modes):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options of ``set_auto_parallel_context``. ``given``: those that the program has set.
+    """All options of ``set_auto_parallel_context``. ``names_set``: those that the program has set.
 
     ``strict`` is ours: the specification's even splits in powers of two (True), or whatever the library can split.
     ``enable_alltoall`` is True here (the reference: False): an all-to-all moves less than gathering and slicing.
