@@ -57,7 +57,7 @@ def on_rank(folder: str, kind: str) -> dict[str, Any]:
     ms.load_param_into_net(optimizer, ms.load_distributed_checkpoint(other, files))
     found["otherwise"] = trained(other, optimizer, batches()[2:])
     ms.load_distributed_checkpoint(net, files)  # a network that is split already
-    found["weight"] = engine.held(net.weight) is not None and net.weight.detach().clone()
+    found["weight"] = engine.holding_of(net.weight) is not None and net.weight.detach().clone()
     return found
 
 

@@ -169,7 +169,7 @@ ALGO_IDLE: dict[str, Any] = {
 
 def test_every_option_is_in_one_of_these_lists() -> None:
     assert set(VALUES) | set(LATER) | set(MEANINGLESS) == set(CHECKS)
-    assert {field.name for field in fields(Options)} == {*CHECKS, "given"}
+    assert {field.name for field in fields(Options)} == {*CHECKS, "names_set"}
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -178,7 +178,7 @@ def test_an_option_that_works_is_stored_and_reset(name: str) -> None:
     assert default != VALUES[name]
     set_auto_parallel_context(**{name: VALUES[name]})
     assert get_auto_parallel_context(name) == getattr(context.options(), name) == VALUES[name]
-    assert name in context.options().given
+    assert name in context.options().names_set
     reset_auto_parallel_context()
     assert get_auto_parallel_context(name) == default
 

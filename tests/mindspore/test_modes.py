@@ -108,7 +108,7 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
         net = Net(strategies)
         data = batches() if whole else own_batches(name, rank)
         losses = trained(net, kind, data)
-        held = {own: engine.held(p) for own, p in net.named_parameters()}
+        held = {own: engine.holding_of(p) for own, p in net.named_parameters()}
         found[name] = {
             "losses": losses,
             "parameters": {own: p.detach().clone() for own, p in net.named_parameters()},

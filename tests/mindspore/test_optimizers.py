@@ -280,7 +280,7 @@ def on_rank() -> dict[str, Any]:
     found = {}
     for name in SHARDED:
         net, losses = trained(name)
-        held = {own: engine.held(p) for own, p in net.named_parameters()}
+        held = {own: engine.holding_of(p) for own, p in net.named_parameters()}
         found[name] = losses, {own: p.detach().clone() for own, p in net.named_parameters()}, held
     return found
 

@@ -76,7 +76,7 @@ def trained(case: str, *, alone: bool, rate: float = 0.1) -> tuple[list[np.ndarr
         step(x[rows], y[rows])
     whole = []
     for p in net.trainable_params():
-        holding = engine.held(p)
+        holding = engine.holding_of(p)
         if holding is None or not holding.layout.positions:
             whole.append(p.detach().numpy().copy())
             continue

@@ -19,7 +19,7 @@ import shardwise.mindspore as ms
 from search.small_models import counts
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.mindspore import engine, nn, ops, staged
-from shardwise.mindspore.holding import held, is_elsewhere
+from shardwise.mindspore.holding import holding_of, is_elsewhere
 from shardwise.mindspore.parallel.auto_parallel import AutoParallel
 from shardwise.mindspore.parallel.nn import Pipeline
 from shardwise.mindspore.train.transforms import save_group
@@ -141,7 +141,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         found[kind] = told(run)
     net = run["net"]
     found["here"] = [p.name for p in net.get_parameters() if not is_elsewhere(p)]
-    found["ranks"] = {p.name: own.ranks for p in net.get_parameters() if (own := held(p))}
+    found["ranks"] = {p.name: own.ranks for p in net.get_parameters() if (own := holding_of(p))}
     ms.save_checkpoint(run["step"], f"{folder}/rank_{dist.get_rank()}/net.ckpt")
     ms.save_checkpoint(net, f"{folder}/whole{dist.get_rank()}.ckpt", integrated_save=True)
     found["loop"] = loop(staged_by_methods)

@@ -68,7 +68,7 @@ def loops_on_rank(folder: str) -> dict[str, Any]:
     ms.set_auto_parallel_context(**SEMI, strategy_ckpt_load_file=f"{folder}/plan.json")
     net = Net()  # says nothing: the file does
     found["loaded"] = trained(net, "mean", own)
-    found["layout"] = str(engine.held(net.weight).layout)
+    found["layout"] = str(engine.holding_of(net.weight).layout)
 
     ms.reset_auto_parallel_context()
     ms.set_auto_parallel_context(parallel_mode="auto_parallel", search_mode="dynamic_programming")

@@ -55,8 +55,8 @@ PATHS = {
 
 def install() -> None:
     """Let these paths be imported."""
-    for path, own in PATHS.items():
-        module = import_module(f"{HERE}.{own}")
+    for path, target in PATHS.items():
+        module = import_module(f"{HERE}.{target}")
         sys.modules.setdefault(f"{HERE}.{path}", module)
         parent, _, leaf = path.rpartition(".")
         vars(sys.modules[f"{HERE}.{parent}".rstrip(".")]).setdefault(leaf, module)  # import parent.leaf as name

@@ -55,8 +55,8 @@ def _tensors(inputs: Any) -> Iterator[Tensor]:
     if isinstance(inputs, Tensor):
         yield inputs
     elif isinstance(inputs, Iterable) and not isinstance(inputs, str):
-        for each in inputs:
-            yield from _tensors(each)
+        for item in inputs:
+            yield from _tensors(item)
     elif inputs is not None:
         raise TypeError(problem(f"{inputs!r} is not a tensor", fix="give tensors, in tuples or lists"))
 
@@ -66,7 +66,7 @@ def _scaled(inputs: Any, factor: Tensor) -> Any:
     if isinstance(inputs, Tensor):
         return as_gradient((inputs * factor.to(inputs.device)).to(inputs.dtype), parameter_of(inputs))
     if isinstance(inputs, tuple | list):
-        return type(inputs)(_scaled(each, factor) for each in inputs)
+        return type(inputs)(_scaled(item, factor) for item in inputs)
     raise TypeError(problem(f"{inputs!r} is not a tensor", fix="give tensors, in tuples or lists"))
 
 
@@ -270,10 +270,10 @@ def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> 
     ``cast_model_type`` is the dtype to compute in, and ``keep_batchnorm_fp32`` whether batch and layer norms keep
     float32. ``boost_level`` is taken, with a note. Raises TypeError for other settings."""
     known = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
-    own = bound_to(title, known, (), settings)
-    if own["boost_level"] != "O0":
-        note(f"{title}(boost_level={own['boost_level']!r}) has no effect here: every step is a whole one")
-    dtype, keeps = own["cast_model_type"], own["keep_batchnorm_fp32"]
+    options = bound_to(title, known, (), settings)
+    if options["boost_level"] != "O0":
+        note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is a whole one")
+    dtype, keeps = options["cast_model_type"], options["keep_batchnorm_fp32"]
     if level in ("O0", "O2", "O3"):
         dtype = dtype or (torch.float32 if level == "O0" else torch.float16)
         keeps = level == "O2" if keeps is None else keeps

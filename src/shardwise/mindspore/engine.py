@@ -36,7 +36,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, staged, strict
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.holding import Held, gathered, held, hold, parameter_of, whole, with_whole_parameters
+from shardwise.mindspore.holding import Held, gathered, hold, holding_of, parameter_of, whole, with_whole_parameters
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import Options
@@ -144,8 +144,8 @@ def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
     note(f"{type(cell).__name__} is given what was computed with gradients: every rank computes it whole")
     if cell not in _SPLITS:  # parameters are kept in the same way whatever comes first
-        given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        _SPLITS[cell] = _split(cell, *given)
+        inputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        _SPLITS[cell] = _split(cell, *inputs)
     with inside():
         return torch.func.functional_call(cell, with_whole_parameters(cell), args, kwargs)
 
@@ -167,7 +167,7 @@ def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _check_whole(cell: nn.Module) -> None:
     """Raises RuntimeError where the cell's parameters are shards, which only a plan can compute with."""
     for name, parameter in cell.named_parameters():
-        holding = held(parameter)
+        holding = holding_of(parameter)
         if holding is not None and holding.is_split:
             raise RuntimeError(
                 problem(
@@ -215,10 +215,10 @@ def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: f
 
 def plan_of(cell: nn.Module) -> sw.Plan:
     """The plan of a cell that has run split. Raises RuntimeError for another."""
-    found = next((_SPLITS[own] for own in cell.modules() if own in _SPLITS), None)
-    if found is None:
+    split = next((_SPLITS[module] for module in cell.modules() if module in _SPLITS), None)
+    if split is None:
         raise RuntimeError(problem(f"{type(cell).__name__} has not run split yet", fix="call it, or train it, first"))
-    return found.par.plan
+    return split.par.plan
 
 
 def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
@@ -289,9 +289,9 @@ def _values(cell: nn.Module) -> Any:
     ranks, and rank 0's of all else. Every rank asks for the same."""
     named, known = _named(cell), dict[str, Held]()
     told: list[dict[str, Held]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := held(tensor))})
-    for own in told:
-        known |= own
+    dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))})
+    for holdings in told:
+        known |= holdings
 
     def value(name: str, tensor: torch.Tensor) -> None:
         tensor.copy_(gathered(named[name], known.get(name)))
@@ -355,9 +355,9 @@ def _decided(
 def _save(plan: sw.Plan, path: Path) -> None:
     """Write the plan of all ranks to the file of each, which may be one for all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f"{path.name}.{dist.get_rank()}")
-    plan.save(own)
-    own.replace(path)
+    rank_file = path.with_name(f"{path.name}.{dist.get_rank()}")
+    plan.save(rank_file)
+    rank_file.replace(path)
 
 
 def _plan(
@@ -379,7 +379,7 @@ def _plan(
             "call .shard(...) on an operator, or choose search_mode='dynamic_programming'; with strict=False nothing "
             "configured means data parallelism",
         )
-    kept = {name: entry for name, p in cell.named_parameters() if (entry := held(p)) is not None}
+    kept = {name: entry for name, p in cell.named_parameters() if (entry := holding_of(p)) is not None}
     mesh = next((entry.layout.mesh for entry in kept.values()), None)
     if mesh is None and (strategies or not priced or options.weight_shards > 0):
         mesh = Mesh({AXIS: options.stage_devices})
@@ -388,17 +388,17 @@ def _plan(
     if priced and memory is not None:
         settings["memory_bytes"] = memory
     layouts: dict[str, Any] = {name: format_layout(entry.layout) for name, entry in kept.items()}
-    layouts |= {name: own for name, own in parameter_plans(cell).items() if name not in layouts}
+    layouts |= {name: split_counts for name, split_counts in parameter_plans(cell).items() if name not in layouts}
     settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
     if staged.is_on():
         settings |= staged.settings(model, args, getattr(cell, "micro_size", 1), options)
-    made = partial(sw.plan, model, args, options.devices, kwargs=kwargs or None, **settings)
+    make_plan = partial(sw.plan, model, args, options.devices, kwargs=kwargs or None, **settings)
     if not options.enable_parallel_optimizer or kept:
-        return made()
+        return make_plan()
     zero = options.zero(max((p.element_size() for p in model.parameters()), default=1))
     if options.weight_shards > 0:
-        zero = replace(zero, over=shard_axes(made().alone(0), options.weight_shards))
-    return made(zero=zero)
+        zero = replace(zero, over=shard_axes(make_plan().alone(0), options.weight_shards))
+    return make_plan(zero=zero)
 
 
 def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
@@ -469,37 +469,37 @@ def _whole_copy(cell: nn.Module) -> nn.Module:
 
 def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
     """Let the cell's own parameters and buffers be those of the program, with the shards that it has made."""
-    plan, found, own_names = par.plan, _named(par), _named(cell)
+    plan, program_tensors, own_names = par.plan, _named(par), _named(cell)
     tied: dict[int, list[str]] = {}
     for name, tensor in own_names.items():
         tied.setdefault(id(tensor), []).append(name)
     for names in tied.values():
         tensor = own_names[names[0]]
-        name = next((own for own in names for stage in plan.stages if own in stage.layouts), names[0])  # a plan has one
+        name = next((n for n in names for stage in plan.stages if n in stage.layouts), names[0])  # a plan has one
         home = next((stage for stage in plan.stages if name in stage.layouts), plan.stages[0])
-        here = [own for own in names if own in found]
+        here = [alias for alias in names if alias in program_tensors]
         if here:
-            stages = (own for own in plan.stages if dist.get_rank() in own.placement.ranks)
-            home = next((own for own in stages if name in own.layouts), home)
+            stages = (stage for stage in plan.stages if dist.get_rank() in stage.placement.ranks)
+            home = next((stage for stage in stages if name in stage.layouts), home)
         layout = home.layouts.get(name) or Layout.whole(home.mesh, _shape(tensor))
-        part = found[here[0]].data if here else tensor.data.new_empty(0)
-        if held(tensor) is not None and part.shape == tensor.shape:
+        part = program_tensors[here[0]].data if here else tensor.data.new_empty(0)
+        if holding_of(tensor) is not None and part.shape == tensor.shape:
             part = tensor.data  # which another program has, too
         axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
         hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
-        for own in here:
-            owner, _, leaf = own.rpartition(".")
+        for alias in here:
+            owner, _, leaf = alias.rpartition(".")
             table = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
             own_table = getattr(par.get_submodule(owner), table)
             if leaf in own_table:
                 own_table[leaf] = tensor
             else:  # a buffer there, of the same memory
-                found[own].data = part
+                program_tensors[alias].data = part
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The whole one."""
-    holding = held(tensor)
+    holding = holding_of(tensor)
     return tuple(tensor.shape) if holding is None else holding.shape
 
 

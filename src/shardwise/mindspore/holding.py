@@ -44,7 +44,7 @@ class Held:
         return dict(self.layout.mesh.coordinates(self.ranks.index(rank)))
 
 
-def held(parameter: torch.Tensor) -> Held | None:
+def holding_of(parameter: torch.Tensor) -> Held | None:
     """How a parameter is kept; None while this rank has all of it."""
     holding: Held | None = getattr(parameter, _HELD, None)
     return holding
@@ -52,7 +52,7 @@ def held(parameter: torch.Tensor) -> Held | None:
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
     """Whether the ranks of another stage have a parameter, and this one has nothing of it."""
-    holding = held(parameter)
+    holding = holding_of(parameter)
     return holding is not None and dist.is_initialized() and dist.get_rank() not in holding.ranks
 
 
@@ -65,7 +65,7 @@ def hold(parameter: torch.Tensor, part: torch.Tensor, holding: Held, averaged_ov
 
 def own_shard(value: Any, parameter: torch.Tensor) -> Any:
     """Of a tensor in the whole shape of a split parameter, this rank's part; anything else as it is."""
-    holding = held(parameter)
+    holding = holding_of(parameter)
     if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or value.shape == parameter.shape:
         return value
     if is_elsewhere(parameter):
@@ -80,23 +80,23 @@ def joined(holding: Held, parts: Iterable[tuple[int, torch.Tensor]]) -> tuple[to
     places = torch.arange(prod(shape)).reshape(shape)
     whole, missing = torch.empty(0), torch.ones(prod(shape), dtype=torch.bool)
     for rank, part in parts:
-        own = shard(places, layout, holding.coordinates(rank)).reshape(-1)
+        indices = shard(places, layout, holding.coordinates(rank)).reshape(-1)
         if not whole.numel():
             whole = part.new_zeros(prod(shape))
-        whole[own], missing[own] = part.detach().as_subclass(torch.Tensor).reshape(-1)[: own.numel()], False
+        whole[indices], missing[indices] = part.detach().as_subclass(torch.Tensor).reshape(-1)[: indices.numel()], False
     return whole.reshape(shape), missing
 
 
 def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
     """The whole of a tensor of which the ranks hold parts; of one that nobody has split, rank 0's. All ranks call
     it."""
-    own = tensor.detach().as_subclass(torch.Tensor)
+    part = tensor.detach().as_subclass(torch.Tensor)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
+        return part
     if holding is None:
-        return rank_groups.broadcast(own, 0, rank_groups.everyone())
-    padded = own.new_zeros(holding.layout.max_local_numel)
-    padded[: own.numel()] = own.reshape(-1)
+        return rank_groups.broadcast(part, 0, rank_groups.everyone())
+    padded = part.new_zeros(holding.layout.max_local_numel)
+    padded[: part.numel()] = part.reshape(-1)
     rows = rank_groups.all_gather(padded, rank_groups.everyone()).view(dist.get_world_size(), -1)
     return joined(holding, [(rank, rows[rank]) for rank in holding.ranks])[0]
 
@@ -104,10 +104,10 @@ def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
 @contextmanager
 def whole(cell: nn.Module) -> Iterator[None]:
     """Every rank has all parameters and buffers of a cell meanwhile; all ranks call it."""
-    parts = [(tensor, tensor.data) for tensor in (*cell.parameters(), *cell.buffers()) if held(tensor) is not None]
+    parts = [(x, x.data) for x in (*cell.parameters(), *cell.buffers()) if holding_of(x) is not None]
     try:
         for tensor, part in parts:
-            tensor.data = gathered(part, held(tensor))
+            tensor.data = gathered(part, holding_of(tensor))
         yield
     finally:
         for tensor, part in parts:
@@ -120,7 +120,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
         ctx.parameter = parameter
-        return gathered(parameter, held(parameter)).clone()
+        return gathered(parameter, holding_of(parameter)).clone()
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
@@ -132,12 +132,12 @@ def with_whole_parameters(cell: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a cell by their names, those in parts gathered; all ranks call it."""
     named = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
     apply: Any = _Gathered.apply
-    return {name: apply(own) if (of := held(own)) and of.layout.positions else own for name, own in named.items()}
+    return {name: apply(x) if (of := holding_of(x)) and of.layout.positions else x for name, x in named.items()}
 
 
 def copies(parameter: torch.Tensor) -> int:
     """How many ranks hold the same shard of a parameter."""
-    holding = held(parameter)
+    holding = holding_of(parameter)
     if holding is None:
         return context.options().stage_devices
     layout = holding.layout

@@ -34,13 +34,13 @@ WORDS = (
 
 def settings_of(function: Function) -> dict[str, inspect.Parameter]:
     """The keyword-only arguments of a function."""
-    found = inspect.signature(function).parameters
-    return {name: parameter for name, parameter in found.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    parameters = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def bound(title: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The settings of a function that a constructor is given, with defaults. Raises TypeError for others."""
-    known = {name: ... if own.default is own.empty else own.default for name, own in settings_of(function).items()}
+    known = {name: ... if p.default is p.empty else p.default for name, p in settings_of(function).items()}
     return bound_to(title, known, args, kwargs)
 
 
@@ -56,11 +56,11 @@ def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: d
     """The settings of a table that a constructor is given, with defaults. Raises TypeError for others."""
     signature = signature_of(known)
     try:
-        given = signature.bind(*args, **kwargs)
+        bound_arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(problem(f"{title}: {error}", fix=f"{title}{signature}")) from error
-    given.apply_defaults()
-    return given.arguments
+    bound_arguments.apply_defaults()
+    return bound_arguments.arguments
 
 
 def translated(name: str, function: Function) -> Function:
@@ -70,7 +70,7 @@ def translated(name: str, function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for word in [word for word in kwargs if word not in known]:
-            same = [own for own in known if any({own, word} <= group for group in WORDS) and own not in kwargs]
+            same = [p for p in known if any({p, word} <= group for group in WORDS) and p not in kwargs]
             if same:
                 kwargs[same[0]] = kwargs.pop(word)
         return function(*args, **kwargs)
@@ -90,7 +90,7 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         if is_package and find_spec(f"{module}.{name}") is not None:  # a module that nobody has imported yet
             return import_module(f"{module}.{name}")
         short = module.removeprefix("shardwise.mindspore").lstrip(".")
-        known = {own.lower(): own for own in names() if not own.startswith("_")}
+        known = {existing.lower(): existing for existing in names() if not existing.startswith("_")}
         near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
         instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "")
         fix = "; ".join(filter(None, (instead, f"what exists is listed in {page('from-mindspore')}")))

@@ -55,15 +55,15 @@ def _convolved(a: Any, v: Any, mode: str = "full") -> Any:
 
 def _set(function: Callable[..., Any]) -> Callable[..., Any]:
     """Of two sequences as sets: the sorted elements of the first that ``function`` keeps."""
-    return lambda ar1, ar2, assume_unique=False: (own := torch.unique(ar1))[function(own, ar2)]
+    return lambda ar1, ar2, assume_unique=False: (distinct := torch.unique(ar1))[function(distinct, ar2)]
 
 
 def _along_axis(func1d: Callable[..., Any], axis: int, arr: Any, *args: Any, **kwargs: Any) -> Any:
     """What a function makes of each row along ``axis``, in whose place are the dims of what it returns."""
     rows, axis = arr.movedim(axis, -1), axis % arr.dim()
-    found = torch.stack([torch.as_tensor(func1d(own, *args, **kwargs)) for own in rows.reshape(-1, rows.shape[-1])])
-    own = found.reshape(*rows.shape[:-1], *found.shape[1:])
-    return own.movedim(tuple(range(rows.dim() - 1, own.dim())), tuple(range(axis, axis + own.dim() - rows.dim() + 1)))
+    stacked = torch.stack([torch.as_tensor(func1d(row, *args, **kwargs)) for row in rows.reshape(-1, rows.shape[-1])])
+    out = stacked.reshape(*rows.shape[:-1], *stacked.shape[1:])
+    return out.movedim(tuple(range(rows.dim() - 1, out.dim())), tuple(range(axis, axis + out.dim() - rows.dim() + 1)))
 
 
 def _chosen(a: Any, choices: Any, mode: str = "clip") -> Any:
@@ -71,15 +71,15 @@ def _chosen(a: Any, choices: Any, mode: str = "clip") -> Any:
     ("wrap")."""
     is_cut = one_of("clip", "wrap")("mode", mode) == "clip"
     numbers = (a.clamp(0, len(choices) - 1) if is_cut else a % len(choices)).long()
-    *own, numbers = torch.broadcast_tensors(*choices, numbers)
-    return torch.stack(own).gather(0, numbers.unsqueeze(0)).squeeze(0)
+    *broadcast, numbers = torch.broadcast_tensors(*choices, numbers)
+    return torch.stack(broadcast).gather(0, numbers.unsqueeze(0)).squeeze(0)
 
 
 _WINDOWS = {"bartlett": "bartlett", "blackman": "blackman", "hamming": "hamming", "hanning": "hann"}
 
 _OWN: dict[str, Callable[..., Any]] = {
-    **{name: (lambda window: lambda M: window(M, periodic=False))(getattr(torch, f"{own}_window"))
-       for name, own in _WINDOWS.items()},
+    **{name: (lambda window: lambda M: window(M, periodic=False))(getattr(torch, f"{kind}_window"))
+       for name, kind in _WINDOWS.items()},
     "apply_along_axis": _along_axis,
     "around": lambda a, decimals=0: torch.round(a, decimals=decimals),
     "array_equal": lambda a1, a2, equal_nan=False: a1.shape == a2.shape and bool(torch.isclose(
@@ -93,12 +93,12 @@ _OWN: dict[str, Callable[..., Any]] = {
     "digitize": lambda x, bins, right=False: torch.bucketize(x, bins, right=not right),
     "divmod": lambda x1, x2: (torch.floor_divide(x1, x2), torch.remainder(x1, x2)),
     "ediff1d": lambda ary, to_end=None, to_begin=None: torch.cat([
-        own.reshape(-1) for own in (to_begin, ary.reshape(-1).diff(), to_end) if own is not None]),
+        part.reshape(-1) for part in (to_begin, ary.reshape(-1).diff(), to_end) if part is not None]),
     "geomspace": lambda start, stop, num=50, dtype=torch.float32: (
         start * (stop / start) ** torch.linspace(0, 1, num, dtype=torch.float64)).to(dtype_of(dtype)),
-    "gradient": lambda f, *varargs, axis=None, edge_order=1: own[0] if len(own := torch.gradient(
+    "gradient": lambda f, *varargs, axis=None, edge_order=1: gradients[0] if len(gradients := torch.gradient(
         f, spacing=(varargs if len(varargs) > 1 else varargs[0]) if varargs else 1.0, dim=axis,
-        edge_order=edge_order)) == 1 else list(own),
+        edge_order=edge_order)) == 1 else list(gradients),
     "histogram": lambda a, bins=10, range=None, weights=None, density=False: tuple(torch.histogram(
         a.float(), bins, range=range, weight=weights, density=density)),
     "interp": _interpolated,
@@ -111,11 +111,11 @@ _OWN: dict[str, Callable[..., Any]] = {
         torch.where(a.isnan(), -np.inf, a), axis, keepdims),
     "nanmin": lambda a, axis=None, keepdims=False: FUNCTIONS["amin"](
         torch.where(a.isnan(), np.inf, a), axis, keepdims),
-    "polyval": lambda p, x: reduce(lambda sum, own: sum * x + own, p, torch.zeros_like(x)),
+    "polyval": lambda p, x: reduce(lambda sum, coefficient: sum * x + coefficient, p, torch.zeros_like(x)),
     "ptp": lambda x, axis=None, keepdims=False: FUNCTIONS["amax"](x, axis, keepdims) - FUNCTIONS["amin"](
         x, axis, keepdims),
     "rollaxis": _rolled,
-    "setdiff1d": _set(lambda own, others: ~torch.isin(own, others)),
+    "setdiff1d": _set(lambda distinct, others: ~torch.isin(distinct, others)),
     "size": lambda a, axis=None: a.numel() if axis is None else a.shape[axis],
     "take_along_axis": lambda arr, indices, axis: torch.take_along_dim(arr, indices.long(), axis),
     "tri": lambda N, M=None, k=0, dtype=torch.float32: torch.ones(N, M or N, dtype=dtype_of(dtype)).tril(k),
@@ -146,7 +146,7 @@ _OWN: dict[str, Callable[..., Any]] = {
         arr, [int(n) for pair in reversed(np.broadcast_to(pad_width, (arr.dim(), 2)).tolist()) for n in pair], mode,
         constant_values),
     "select": lambda condlist, choicelist, default=0: reduce(
-        lambda rest, own: torch.where(own[0], own[1], rest),
+        lambda rest, case: torch.where(case[0], case[1], rest),
         reversed(list(zip(condlist, choicelist, strict=True))), _made(default).to(choicelist[0])),
     "sort": lambda a, axis=-1: FUNCTIONS["sort"](a, axis)[0],
     "take": lambda a, indices, axis=None: taken(a, indices, axis),
@@ -154,7 +154,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "transpose": lambda a, axes=None: a.permute(tuple(axes) if axes is not None else tuple(reversed(range(a.dim())))),
     "unique": lambda x, return_inverse=False: torch.unique(x, return_inverse=return_inverse),
 }  # fmt: skip
-_OWN = {name: ours(name, own) for name, own in _OWN.items()}
+_OWN = {name: ours(name, function) for name, function in _OWN.items()}
 _LISTS = {"concatenate": "cat", "stack": "stack", "vstack": "vstack", "hstack": "hstack", "dstack": "dstack",
           "column_stack": "column_stack"}  # fmt: skip
 _SAME = {
@@ -183,7 +183,7 @@ FUNCTIONS_HERE: dict[str, Callable[..., Any]] = {
     **{name: _in_words(FUNCTIONS[name]) for name in _NAMES},
     **{name: _in_words(FUNCTIONS[same]) for name, same in _SAME.items()},
     **{name: FUNCTIONS[same] for name, same in _LISTS.items()},
-    **{name: _in_words(own) for name, own in _OWN.items()},
+    **{name: _in_words(function) for name, function in _OWN.items()},
     **dict.fromkeys(("array", "asarray"), _made),
     **{name: _OWN[name] for name in ("full", "indices", "pad", "select")},
 }

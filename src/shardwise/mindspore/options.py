@@ -64,7 +64,7 @@ class ParallelMode(metaclass=_Modes):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options of ``set_auto_parallel_context``. ``given``: those that the program has set.
+    """All options of ``set_auto_parallel_context``. ``names_set``: those that the program has set.
 
     ``strict`` is ours: the specification's even splits in powers of two (True), or whatever the library can split.
     ``enable_alltoall`` is True here (the reference: False): an all-to-all moves less than gathering and slicing.
@@ -100,7 +100,7 @@ class Options:
     dump_device_local_norm: bool = False
     grad_accumulation_step: int = 1
     strict: bool = True
-    given: frozenset[str] = frozenset()
+    names_set: frozenset[str] = frozenset()
 
     @property
     def distributed(self) -> bool:
@@ -112,7 +112,7 @@ class Options:
         """``device_num`` if it is set, else the number of ranks. ValueError if there are several ranks, but not so
         many (a single process may plan for any number)."""
         ranks = world_size()
-        if "device_num" not in self.given:
+        if "device_num" not in self.names_set:
             return ranks
         if ranks not in (1, self.device_num):
             fix = f"set device_num={ranks}, or leave it out, or start {self.device_num} ranks"
@@ -127,14 +127,14 @@ class Options:
     @property
     def rank(self) -> int:
         """For which rank a single process prints its program: ``global_rank`` if set; else this process's number."""
-        return self.global_rank if "global_rank" in self.given and world_size() == 1 else rank()
+        return self.global_rank if "global_rank" in self.names_set and world_size() == 1 else rank()
 
     @property
     def bucket_bytes(self) -> int:
         """The largest message that several gradients share; 0: every one travels by itself."""
         if not self.comm_fusion.get("openstate", True):
             return 0
-        sized = [own["config"] for own in self.comm_fusion.values() if own is not True and own["mode"] == "size"]
+        sized = [rule["config"] for rule in self.comm_fusion.values() if rule is not True and rule["mode"] == "size"]
         return min(sized) * MEGABYTE if sized else BUCKET_BYTES
 
     @property
@@ -153,8 +153,8 @@ class Options:
     @property
     def fusion_cuts(self) -> tuple[int, ...]:
         """The indices of gradients behind which a message ends; none: messages are filled by size."""
-        one = self.comm_fusion.get("allreduce", {})
-        return tuple(one.get("config", ())) if one.get("mode") == "index" else self.all_reduce_fusion_config
+        fusion = self.comm_fusion.get("allreduce", {})
+        return tuple(fusion.get("config", ())) if fusion.get("mode") == "index" else self.all_reduce_fusion_config
 
     def with_options(self, **values: Any) -> Options:
         """These options with some set. TypeError, ValueError or NotImplementedError with a sentence."""
@@ -167,12 +167,12 @@ class Options:
                 fix = closest(name, CHECKS)
                 raise ValueError(problem(f'set_auto_parallel_context has no option "{name}"', fix=fix))
             stored[name] = CHECKS[name](name, value)
-        names_given = self.given | set(stored)
+        names_set = self.names_set | set(stored)
         stored |= _dataset_options(stored, stored.get("strict", self.strict))
         for key in ("load_file", "save_file"):
             if stored.get("strategy_ckpt_config", {}).get(key):
                 stored[f"strategy_ckpt_{key}"] = stored["strategy_ckpt_config"][key]
-        return replace(self, **stored, given=names_given)
+        return replace(self, **stored, names_set=names_set)
 
 
 def _dataset_options(stored: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _dataset_strategy(name: str, value: Any) -> DatasetStrategy:
         raise TypeError(problem(f"{name} is {value!r}", fix=fix))
     count = whole(1, 4096)
     return tuple(
-        tuple(count(f"{name}[{i}][{d}]", number) for d, number in enumerate(one)) for i, one in enumerate(value)
+        tuple(count(f"{name}[{i}][{d}]", number) for d, number in enumerate(counts)) for i, counts in enumerate(value)
     )
 
 

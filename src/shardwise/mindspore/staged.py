@@ -171,15 +171,15 @@ def loss_of(par: Pipeline, inputs: tuple[torch.Tensor, ...], micro_size: int, sc
     """The sum of the losses of micro-batches, on all ranks: in training differentiable, by a step that has run."""
     factor = torch.tensor(scale)
     if not (par.training and torch.is_grad_enabled()):
-        one = torch.tensor(1.0)
-        return torch.stack([par(one, *part) for part in parts_of(inputs, micro_size)]).sum()
+        unscaled = torch.tensor(1.0)
+        return torch.stack([par(unscaled, *part) for part in parts_of(inputs, micro_size)]).sum()
     parameters = [parameter for parameter in par.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     list(parts_of(inputs, micro_size))
     total = par.step(factor, *inputs)
-    gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
+    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
     for parameter, grad in zip(parameters, before, strict=True):
         parameter.grad = grad
     stepped: Any = _Stepped

@@ -17,7 +17,7 @@ PARAMETERS = "_shardwise_parameter_plan"  # the attribute of what ms.shard says 
 def shard_axes(plan: Plan, ranks: int) -> tuple[str, ...]:
     """The axes of the nearest ``ranks`` copies of parameters. Raises ValueError where there are not so many."""
     copied = copied_axes(plan)
-    axes = [axis for axis in plan.mesh.sub_axes if any(axis in own for own in copied.values())]
+    axes = [axis for axis in plan.mesh.sub_axes if any(axis in replicated for replicated in copied.values())]
     most, taken = plan.mesh.size_of(axes), list[str]()
     while axes and plan.mesh.size_of(taken) < ranks:
         taken.insert(0, axes.pop())
@@ -29,25 +29,25 @@ def shard_axes(plan: Plan, ranks: int) -> tuple[str, ...]:
 
 def copied_axes(plan: Plan) -> dict[str, frozenset[str]]:
     """Parameter -> the axes along which the ranks that use it have equal copies."""
-    stored, found = plan.layouts, dict[str, frozenset[str]]()
+    stored, copied = plan.layouts, dict[str, frozenset[str]]()
     for entry in plan.conversions:
         if entry.value in stored:
             states = parse_layout(entry.target, plan.mesh).state_of
             replicated = {axis for axis, state in states.items() if state == "R"}
-            found[entry.value] = found.get(entry.value, frozenset()) | replicated
-    return found
+            copied[entry.value] = copied.get(entry.value, frozenset()) | replicated
+    return copied
 
 
 def parameter_plans(cell: nn.Module) -> dict[str, Any]:
     """The split counts that ``ms.shard(parameter_plan=)`` gave to parameters. Raises ValueError for unknown ones."""
-    named, found = dict(cell.named_parameters()), dict[str, Any]()
+    named, counts_by_name = dict(cell.named_parameters()), dict[str, Any]()
     for module in cell.modules():
         for candidate in (module, *vars(module).values()):
-            own = getattr(candidate, "__dict__", {}).get(PARAMETERS) or {}
-            for key, counts in own.items():
+            plan = getattr(candidate, "__dict__", {}).get(PARAMETERS) or {}
+            for key, counts in plan.items():
                 path = key.removeprefix("self.")
                 names = [n for n, p in named.items() if f".{n}".endswith(f".{path}") or getattr(p, "name", "") == path]
                 if not names:
                     raise ValueError(problem(f"parameter_plan names {key!r}", fix=closest(path, named)))
-                found |= dict.fromkeys(names, counts)
-    return found
+                counts_by_name |= dict.fromkeys(names, counts)
+    return counts_by_name

@@ -102,7 +102,7 @@ def check(
     if primitive.lead is not None:
         lost = set(counts_by_name) - primitive.followed(primitive.dim_names(shapes, args), args)
         for index, names in enumerate(primitive.dim_names(shapes, args)):
-            whole(name, strategy[index], [dim for dim, own in enumerate(names) if own in lost], "which can not be", "")
+            whole(name, strategy[index], [dim for dim, key in enumerate(names) if key in lost], "which can not be", "")
     if even:
         _check_devices(name, strategy, prod(counts_by_name.values()), devices)
 
@@ -111,10 +111,10 @@ def _check_shared(primitive: Primitive, strategy: Strategy, shapes: Shapes, args
     """Dims that operands share are split alike, but those of size 1, which are whole."""
     seen: dict[str, tuple[int, int, int]] = {}
     for index, (counts, names) in enumerate(zip(strategy, primitive.dim_names(shapes, args), strict=True)):
-        for dim, (count, own) in enumerate(zip(counts, names, strict=True)):
+        for dim, (count, dim_name) in enumerate(zip(counts, names, strict=True)):
             if shapes[index][dim] == 1:
                 continue
-            other, place, other_dim = seen.setdefault(own, (count, index, dim))
+            other, place, other_dim = seen.setdefault(dim_name, (count, index, dim))
             if other != count:
                 first = (*strategy[: place + 1], *((),) * (len(shapes) - place - 1))
                 raise failure(

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import problem
-from shardwise.mindspore.holding import held
+from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
@@ -105,7 +105,7 @@ def _kind(dtype: torch.dtype) -> str:
 def _made(result: Any) -> Any:
     """What an operator returns, in tuples or lists, with the reference's methods."""
     if isinstance(result, (tuple, list)):
-        return type(result)(_made(own) for own in result)
+        return type(result)(_made(item) for item in result)
     is_torchs = isinstance(result, torch.Tensor) and not issubclass(type(result), (Tensor, nn.Parameter))
     return result.as_subclass(Tensor) if is_torchs else result
 
@@ -198,7 +198,7 @@ class Parameter(nn.Parameter):
                     fix="give data of that shape; slice_shape=True takes another one",
                 )
             )
-        if held(self) and new.shape == self.shape:  # a program may have the same memory
+        if holding_of(self) and new.shape == self.shape:  # a program may have the same memory
             self.data.copy_(new)
         else:
             self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # which goes on to be another one's
@@ -246,9 +246,9 @@ def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     elif isinstance(data, np.ndarray):
         tensor = torch.from_numpy(data.copy())
     else:
-        listed = isinstance(data, (list, tuple)) and any(isinstance(one, (torch.Tensor, np.ndarray)) for one in data)
+        listed = isinstance(data, (list, tuple)) and any(isinstance(item, (torch.Tensor, np.ndarray)) for item in data)
         tensor = torch.as_tensor(
-            np.array([np.asarray(as_torch(one)) for one in data]) if listed else data, dtype=None if listed else dtype
+            np.array([np.asarray(as_torch(item)) for item in data]) if listed else data, dtype=None if listed else dtype
         )
     return tensor if dtype is None else tensor.to(dtype)
 

@@ -72,8 +72,8 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def reduce(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
         if WORDS & set(others):
-            given = () if axis is None else (axis,)
-            return TORCHS[name](x, *given, **({"keepdim": True} if keep_dims else {}), **others)
+            dims = () if axis is None else (axis,)
+            return TORCHS[name](x, *dims, **({"keepdim": True} if keep_dims else {}), **others)
         return function(x, _dims(x, axis), _kept(keep_dims, others))
 
     reduce.__name__ = name
@@ -327,12 +327,12 @@ def _is_torchs(frame: Any) -> bool:
     return isinstance(owner, torch.nn.Module) and not hasattr(owner, "construct")
 
 
-def _otherwise(name: str, own: Any) -> Any:
+def _otherwise(name: str, reference: Any) -> Any:
     """A method that torch has too, by who calls it."""
     torchs = TORCHS[name]
 
     def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (torchs if _is_torchs(sys._getframe(1)) else own)(x, *args, **kwargs)
+        return (torchs if _is_torchs(sys._getframe(1)) else reference)(x, *args, **kwargs)
 
     return method
 

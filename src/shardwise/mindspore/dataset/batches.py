@@ -100,7 +100,7 @@ class MappedBatch(Batch):
                 what = f"per_batch_map gives {len(listed)} values for the columns {', '.join(self._outputs)}"
                 raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
             values |= zip(self._outputs, listed, strict=True)
-            yield tuple(self._stacked(name, [as_array(one) for one in values[name]]) for name in self._columns)
+            yield tuple(self._stacked(name, [as_array(value) for value in values[name]]) for name in self._columns)
 
 
 class PaddedBatch(Batch):
@@ -116,7 +116,7 @@ class PaddedBatch(Batch):
         shape, value = (None, 0) if self._info is None else self._info[name]
         longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
         asked = [self.filled(size) for size in shape or [None] * 9]
-        sizes = [own if size is None else size for own, size in zip(longest, asked, strict=False)]
+        sizes = [length if size is None else size for length, size in zip(longest, asked, strict=False)]
         return np.stack([PadEnd([int(size) for size in sizes], value)(part) for part in parts])
 
     def filled(self, size: int | None) -> int | None:

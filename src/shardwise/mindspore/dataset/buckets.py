@@ -31,7 +31,7 @@ class Buckets(PaddedBatch):
         drop: bool,
     ) -> None:
         super().__init__(source, 1, drop, pad_info)
-        once(tuple(str(own) for own in boundaries))
+        once(tuple(str(boundary) for boundary in boundaries))
         if list(boundaries) != sorted(boundaries) or not boundaries or boundaries[0] < 1:
             raise ValueError(problem(f"bucket_boundaries are {list(boundaries)}", fix="ascending numbers from 1"))
         if len(sizes) != len(boundaries) + 1:

@@ -44,7 +44,7 @@ def _by_image(image: Any, change: Any) -> Any:
 
 
 def _enhanced(kind: Any) -> Function:
-    return lambda image, factor: _by_image(image, lambda own: kind(own).enhance(factor))
+    return lambda image, factor: _by_image(image, lambda picture: kind(picture).enhance(factor))
 
 
 def _drawn(low: float, high: float) -> float:
@@ -58,7 +58,7 @@ def _span(degrees: Any) -> tuple[float, float]:
 def _table(image: Any, change: Any) -> Any:
     """Every value of a byte replaced."""
     values = np.clip(change(np.arange(256.0)), 0, 255).astype(np.uint8)
-    return _by_image(image, lambda own: Image.fromarray(values[np.asarray(own)]))
+    return _by_image(image, lambda picture: Image.fromarray(values[np.asarray(picture)]))
 
 
 def _cut(image: Any, length: int, patches: int, chw: bool) -> Array:
@@ -66,7 +66,7 @@ def _cut(image: Any, length: int, patches: int, chw: bool) -> Array:
     height, width = array.shape[1:] if chw else array.shape[:2]
     for _ in range(patches):
         y, x = np.random.randint(height), np.random.randint(width)
-        rows, columns = (slice(max(0, own - length // 2), own + (length + 1) // 2) for own in (y, x))
+        rows, columns = (slice(max(0, center - length // 2), center + (length + 1) // 2) for center in (y, x))
         array[(slice(None), rows, columns) if chw else (rows, columns)] = 0
     return array
 
@@ -77,7 +77,7 @@ def _erased(image: Any, prob: float, scale: Any, ratio: Any, value: Any) -> Arra
         return array
     _, height, width = array.shape
     area, shape = height * width * _drawn(*scale), np.exp(_drawn(*np.log(ratio)))
-    h, w = (min(size, max(1, round(float(own)))) for size, own in (
+    h, w = (min(size, max(1, round(float(side)))) for size, side in (
         (height, np.sqrt(area * shape)), (width, np.sqrt(area / shape))))  # fmt: skip
     y, x = np.random.randint(height - h + 1), np.random.randint(width - w + 1)
     patch = np.random.standard_normal((len(array), h, w)) if value == "random" else np.reshape(value, (-1, 1, 1))
@@ -91,15 +91,15 @@ def _affine(image: Any, degrees: Any, translate: Any, scale: Any, shear: Any, re
     skew = np.tan(np.deg2rad(_drawn(*_span(shear)))) if shear is not None else 0.0
     moves = translate if translate is not None else (0.0, 0.0)
 
-    def change(own: Image.Image) -> Image.Image:
-        x, y = ((size * _drawn(-move, move)) for size, move in zip(own.size, moves, strict=False))
+    def change(picture: Image.Image) -> Image.Image:
+        x, y = ((size * _drawn(-move, move)) for size, move in zip(picture.size, moves, strict=False))
         forward = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
         back = np.linalg.inv(forward @ np.array([[1, skew], [0, 1]]))
-        middle = np.array(own.size) / 2
+        middle = np.array(picture.size) / 2
         offset = middle - back @ (middle + np.array([x, y]))
         rows = (*back[0], offset[0], *back[1], offset[1])
         filters = Image.Resampling.BILINEAR if int(resample) else Image.Resampling.NEAREST
-        return own.transform(own.size, Image.Transform.AFFINE, rows, filters, fillcolor=fill_value)
+        return picture.transform(picture.size, Image.Transform.AFFINE, rows, filters, fillcolor=fill_value)
 
     return _by_image(image, change)
 
@@ -116,8 +116,8 @@ def _crops(image: Any, size: Any) -> tuple[Array, ...]:
 def _mixed(images: Any, labels: Any, alpha: float) -> tuple[Array, Array]:
     """Each image of a batch with another one (Zhang et al. 2018)."""
     order, share = np.random.permutation(len(images)), np.random.beta(alpha, alpha)
-    both = (np.asarray(own) for own in (images, labels))
-    mixed = [(share * own + (1 - share) * own[order]).astype(np.float32) for own in both]
+    both = (np.asarray(batch) for batch in (images, labels))
+    mixed = [(share * batch + (1 - share) * batch[order]).astype(np.float32) for batch in both]
     return mixed[0], mixed[1]
 
 
@@ -150,34 +150,35 @@ EFFECTS: dict[str, Function] = {
     "AdjustSaturation": lambda image, *, saturation_factor: _enhanced(ImageEnhance.Color)(image, saturation_factor),
     "AdjustSharpness": lambda image, *, sharpness_factor: _enhanced(ImageEnhance.Sharpness)(image, sharpness_factor),
     "AutoContrast": lambda image, *, cutoff=0.0, ignore=None: _by_image(
-        image, lambda own: ImageOps.autocontrast(own, cutoff, ignore)),
+        image, lambda picture: ImageOps.autocontrast(picture, cutoff, ignore)),
     "ConvertColor": lambda image, *, convert_mode: np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value else (
-        _by_image(image, lambda own: own.convert(convert_mode.value[1]))),
+        _by_image(image, lambda picture: picture.convert(convert_mode.value[1]))),
     "CutOut": lambda image, *, length, num_patches=1, is_hwc=True: _cut(image, length, num_patches, not is_hwc),
     "Equalize": lambda image: _by_image(image, ImageOps.equalize),
     "FiveCrop": lambda image, *, size: _crops(image, size),
-    "GaussianBlur": lambda image, *, kernel_size, sigma=None: _by_image(image, lambda own: own.filter(
+    "GaussianBlur": lambda image, *, kernel_size, sigma=None: _by_image(image, lambda picture: picture.filter(
         ImageFilter.GaussianBlur(_sigma(kernel_size, sigma)))),
     "CutMixBatch": lambda image, label, *, image_batch_format, alpha=1.0, prob=1.0: _cut_and_pasted(
         image, label, image_batch_format, alpha, prob),
     "MixUpBatch": lambda image, label, *, alpha=1.0: _mixed(image, label, alpha),
-    "Posterize": lambda image, *, bits: _by_image(image, lambda own: ImageOps.posterize(own, bits)),
+    "Posterize": lambda image, *, bits: _by_image(image, lambda picture: ImageOps.posterize(picture, bits)),
     "RandomAdjustSharpness": lambda image, *, degree, prob=0.5: _at_times(
-        prob, image, lambda own: _enhanced(ImageEnhance.Sharpness)(own, degree)),
+        prob, image, lambda picture: _enhanced(ImageEnhance.Sharpness)(picture, degree)),
     "RandomAffine": lambda image, *, degrees, translate=None, scale=None, shear=None, resample=0, fill_value=0: _affine(
         image, degrees, translate, scale, shear, resample, fill_value),
     "RandomAutoContrast": lambda image, *, cutoff=0.0, ignore=None, prob=0.5: _at_times(
-        prob, image, lambda own: _by_image(own, lambda x: ImageOps.autocontrast(x, cutoff, ignore))),
+        prob, image, lambda picture: _by_image(picture, lambda x: ImageOps.autocontrast(x, cutoff, ignore))),
     "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(ImageEnhance.Color)(image, _drawn(*degrees)),
     "RandomEqualize": lambda image, *, prob=0.5: _at_times(
-        prob, image, lambda own: _by_image(own, ImageOps.equalize)),
+        prob, image, lambda picture: _by_image(picture, ImageOps.equalize)),
     "RandomErasing": lambda image, *, prob=0.5, scale=(0.02, 0.33), ratio=(0.3, 3.3), value=0, inplace=False,
     max_attempts=10: _erased(image, prob, scale, ratio, value),
     "RandomGrayscale": lambda image, *, prob=0.1: _at_times(
-        prob, image, lambda own: _by_image(own, lambda x: x.convert("L").convert(x.mode))),
-    "RandomInvert": lambda image, *, prob=0.5: _at_times(prob, image, lambda own: _table(own, lambda x: 255 - x)),
-    "RandomPosterize": lambda image, *, bits=(8, 8): _by_image(image, lambda own: ImageOps.posterize(
-        own, int(np.random.randint(bits[0], bits[1] + 1)))),
+        prob, image, lambda picture: _by_image(picture, lambda x: x.convert("L").convert(x.mode))),
+    "RandomInvert": lambda image, *, prob=0.5: _at_times(
+        prob, image, lambda picture: _table(picture, lambda x: 255 - x)),
+    "RandomPosterize": lambda image, *, bits=(8, 8): _by_image(image, lambda picture: ImageOps.posterize(
+        picture, int(np.random.randint(bits[0], bits[1] + 1)))),
     "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(ImageEnhance.Sharpness)(
         image, _drawn(*degrees)),
     "RandomSolarize": lambda image, *, threshold=(0, 255): _solarized(image, sorted(
@@ -194,8 +195,8 @@ def _at_times(probability: float, image: Any, change: Any) -> Any:
 
 def _sigma(kernel_size: Any, sigma: Any) -> float:
     """Of a kernel without a sigma OpenCV's."""
-    size, given = (own[0] if isinstance(own, (tuple, list)) else own for own in (kernel_size, sigma))
-    return float(given if given else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
+    size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
+    return float(deviation if deviation else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
 
 
 def _solarized(image: Any, threshold: Any) -> Any:

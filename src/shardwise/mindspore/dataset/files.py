@@ -62,10 +62,10 @@ def _folder(dataset_dir: Any) -> Path:
 
 
 def _found(folder: Path, names: Sequence[str], what: str) -> list[Path]:
-    found = [path for name in names for path in sorted(folder.glob(name))]
-    if not found:
+    paths = [path for name in names for path in sorted(folder.glob(name))]
+    if not paths:
         raise ValueError(problem(f"{folder} has no {what}: {', '.join(names)}", fix="the files of the data set"))
-    return found
+    return paths
 
 
 def _idx(path: Path) -> Array:
@@ -84,7 +84,7 @@ class MnistDataset(_Files):
     def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
         folder, wanted = _folder(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
         images, labels = (
-            np.concatenate([_idx(path) for path in _found(folder, [f"{own}-{kind}*ubyte*" for own in wanted], kind)])
+            np.concatenate([_idx(path) for path in _found(folder, [f"{part}-{kind}*ubyte*" for part in wanted], kind)])
             for kind in ("images", "labels")
         )
         rows = list(zip(images[..., None], labels.astype(np.uint32), strict=True))
@@ -123,7 +123,7 @@ class Cifar10Dataset(_Files):
             pixels, labels = table[:, count:], list(table[:, :count].astype(np.uint32).T)[::-1]
         else:
             entries = pickle.loads(path.read_bytes(), encoding="bytes")
-            pixels, labels = entries[b"data"], [np.asarray(entries[own], np.uint32) for own in self.labels]
+            pixels, labels = entries[b"data"], [np.asarray(entries[key], np.uint32) for key in self.labels]
         images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return list(zip(images, *labels, strict=True))
 
@@ -157,7 +157,7 @@ class ImageFolderDataset(_Files):
         folder = _folder(dataset_dir)
         names = sorted(path.name for path in folder.iterdir() if path.is_dir())
         self._numbers = class_indexing or {name: i for i, name in enumerate(names)}
-        endings = tuple(own.lower() for own in extensions or (".jpg", ".jpeg", ".png", ".bmp"))
+        endings = tuple(extension.lower() for extension in extensions or (".jpg", ".jpeg", ".png", ".bmp"))
         rows = [
             (path, number)
             for name, number in self._numbers.items()
@@ -204,7 +204,7 @@ class CSVDataset(_Files):
                 listed = list(csv.reader(lines, delimiter=field_delim))
             if column_names is None or tuple(listed[0]) == tuple(column_names):
                 column_names, listed = listed[0], listed[1:]
-            kinds = [str if own is None else type(own) for own in column_defaults or [None] * len(column_names)]
+            kinds = [str if value is None else type(value) for value in column_defaults or [None] * len(column_names)]
             rows += [tuple(kind(text) for kind, text in zip(kinds, line, strict=True)) for line in listed]
         super().__init__(rows, None, column_names, num_samples, None, bool(shuffle), None, num_shards, shard_id)
 

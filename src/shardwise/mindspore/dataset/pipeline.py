@@ -286,31 +286,31 @@ class Zipped(Dataset):
     """The columns of several datasets side by side."""
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
-        super().__init__(once(tuple(name for own in datasets for name in own.get_col_names())))
+        super().__init__(once(tuple(name for dataset in datasets for name in dataset.get_col_names())))
         self._sources = tuple(datasets)
 
     def rows(self, number: int) -> Iterator[Row]:
-        for rows in zip(*(own.rows(number) for own in self._sources), strict=False):
+        for rows in zip(*(source.rows(number) for source in self._sources), strict=False):
             yield tuple(array for row in rows for array in row)
 
     def get_dataset_size(self) -> int:
-        return min(own.get_dataset_size() for own in self._sources)
+        return min(source.get_dataset_size() for source in self._sources)
 
 
 class _Joined(Dataset):
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         super().__init__(datasets[0].get_col_names())
         self._sources = tuple(datasets)
-        for own in datasets:
-            if tuple(own.get_col_names()) != self._columns:
-                what = f"concat of the columns {list(self._columns)} and {own.get_col_names()}"
+        for dataset in datasets:
+            if tuple(dataset.get_col_names()) != self._columns:
+                what = f"concat of the columns {list(self._columns)} and {dataset.get_col_names()}"
                 raise ValueError(problem(what, fix="the same names: rename(input_columns, output_columns)"))
 
     def rows(self, number: int) -> Iterator[Row]:
-        return itertools.chain.from_iterable(own.rows(number) for own in self._sources)
+        return itertools.chain.from_iterable(source.rows(number) for source in self._sources)
 
     def get_dataset_size(self) -> int:
-        return sum(own.get_dataset_size() for own in self._sources)
+        return sum(source.get_dataset_size() for source in self._sources)
 
 
 class _Renamed(Over):

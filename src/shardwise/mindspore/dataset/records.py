@@ -40,8 +40,8 @@ class _Field:
             fix = closest(str(kind), (*NUMBERS, *TEXTS))
             raise ValueError(problem(f"column {name!r} has the type {kind!r}", fix=fix))
         sizes = () if shape is None else tuple(shape) if isinstance(shape, (list, tuple)) else (shape,)
-        is_known = all(type(n) is int and (n > 0 or n == -1) for n in sizes) and sizes.count(-1) <= 1
-        if not is_known or (sizes and kind in TEXTS):
+        is_valid = all(type(n) is int and (n > 0 or n == -1) for n in sizes) and sizes.count(-1) <= 1
+        if not is_valid or (sizes and kind in TEXTS):
             fix = f"none for {kind}" if kind in TEXTS else "whole numbers from 1, and at most one -1"
             raise ValueError(problem(f"column {name!r} has the shape {shape!r}", fix=fix))
         self.name, self.kind, self.shape = name, kind, sizes
@@ -64,7 +64,7 @@ class _Field:
         if not np.all(kept):
             raise self._refused(row, array, f"numbers that {self.kind} holds, or another type")
         sizes = zip(self.shape, array.shape, strict=False)
-        is_as_said = array.ndim == len(self.shape) and all(own in (-1, n) for own, n in sizes)
+        is_as_said = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
         if not is_as_said and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat ones have no shape
             raise self._refused(row, array, f"the schema says the shape {list(self.shape)}")
         return cast.tobytes()
@@ -223,7 +223,7 @@ def save(dataset: Any, file_name: str, num_files: int) -> None:
     if not rows:
         raise ValueError(problem("the dataset has no rows, which would say the types of columns", fix="some rows"))
     writer = FileWriter(file_name, num_files, overwrite=True)
-    writer.add_schema({name: _entry(name, own) for name, own in zip(names, zip(*rows, strict=True), strict=True)})
+    writer.add_schema({name: _entry(name, column) for name, column in zip(names, zip(*rows, strict=True), strict=True)})
     writer.write_raw_data(dict(zip(names, row, strict=True)) for row in rows)
     writer.commit()
 
@@ -236,8 +236,8 @@ def _entry(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
         told = ", ".join(sorted({f"{_kind(array)} {list(array.shape)}" for array in arrays}))
         raise ValueError(problem(f"column {name!r} has {told}", fix="one type, and shapes of as many dims: map()"))
     kind = kinds.pop()
-    sizes = [{*own} for own in zip(*(array.shape for array in arrays), strict=True)]
-    shape = [own.pop() if len(own) == 1 else -1 for own in sizes]
+    sizes = [{*lengths} for lengths in zip(*(array.shape for array in arrays), strict=True)]
+    shape = [lengths.pop() if len(lengths) == 1 else -1 for lengths in sizes]
     return {"type": kind} if kind in TEXTS or not shape else {"type": kind, "shape": shape}
 
 

@@ -45,7 +45,7 @@ class GeneratorDataset(Dataset):
     ) -> None:
         super().__init__(names_of(column_names))
         self._source = source
-        self._types = None if column_types is None else tuple(_numpy_dtype(each) for each in column_types)
+        self._types = None if column_types is None else tuple(_numpy_dtype(column_type) for column_type in column_types)
         self._samples = None if num_samples is None else count_of("num_samples", num_samples)
         self._by_index = hasattr(source, "__getitem__") and hasattr(source, "__len__")
         self._sampler = sampler

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def _texts(x: Any) -> list[str]:
     """Strings of any shape, one after the other."""
-    return [own.decode() if isinstance(own, bytes) else str(own) for own in np.asarray(x).reshape(-1)]
+    return [item.decode() if isinstance(item, bytes) else str(item) for item in np.asarray(x).reshape(-1)]
 
 
 def to_str(array: Any, encoding: str = "utf8") -> Array:
@@ -136,7 +136,7 @@ class PythonTokenizer:
         self.tokenizer = tokenizer
 
     def __call__(self, text: Any) -> Array:
-        words = [word for own in _texts(text) for word in self.tokenizer(own)]
+        words = [word for string in _texts(text) for word in self.tokenizer(string)]
         return np.array(words or [""])
 
 
@@ -178,20 +178,20 @@ class RegexTokenizer(WhitespaceTokenizer):
         self.pattern, self.kept = re.compile(delim_pattern), re.compile(keep_delim_pattern)
 
     def words(self, text: str) -> list[str]:
-        found, place = [], 0
+        pieces, place = [], 0
         for match in self.pattern.finditer(text):
-            found.append(text[place : match.start()])
+            pieces.append(text[place : match.start()])
             if self.kept.pattern and self.kept.fullmatch(match[0]):
-                found.append(match[0])
+                pieces.append(match[0])
             place = match.end()
-        return [word for word in (*found, text[place:]) if word]
+        return [word for word in (*pieces, text[place:]) if word]
 
 
 class _OfStrings:
     """Every string changed."""
 
     def __call__(self, text: Any) -> Array:
-        return np.array([self.changed(own) for own in _texts(text)]).reshape(np.shape(text))
+        return np.array([self.changed(string) for string in _texts(text)]).reshape(np.shape(text))
 
     def changed(self, text: str) -> str:
         raise NotImplementedError
@@ -221,7 +221,7 @@ class ToNumber:
         self.dtype = numpys(data_type)
 
     def __call__(self, text: Any) -> Array:
-        return np.array([float(own) for own in _texts(text)]).astype(self.dtype).reshape(np.shape(text))
+        return np.array([float(string) for string in _texts(text)]).astype(self.dtype).reshape(np.shape(text))
 
 
 class Truncate:
@@ -254,8 +254,8 @@ class AddToken:
         self.token, self.begin = token, begin
 
     def __call__(self, words: Any) -> Array:
-        own = _texts(words)
-        return np.array([self.token, *own] if self.begin else [*own, self.token])
+        strings = _texts(words)
+        return np.array([self.token, *strings] if self.begin else [*strings, self.token])
 
 
 class SlidingWindow:

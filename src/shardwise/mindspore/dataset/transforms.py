@@ -114,7 +114,7 @@ class PadEnd:
 
     def __call__(self, x: Any) -> Array:
         array = np.asarray(x)
-        shape = [own if size is None else size for own, size in zip(array.shape, self.shape, strict=True)]
+        shape = [length if size is None else size for length, size in zip(array.shape, self.shape, strict=True)]
         padded = np.full(shape, self.value or 0, array.dtype)
         common = tuple(slice(min(a, b)) for a, b in zip(array.shape, shape, strict=True))
         padded[common] = array[common]
@@ -159,13 +159,13 @@ class Slice:
     """A part: numbers, slices, lists of numbers or None, one per dim."""
 
     def __init__(self, *slices: Any) -> None:
-        self.slices = tuple(slice(None) if own is None else own for own in slices)
+        self.slices = tuple(slice(None) if index is None else index for index in slices)
 
     def __call__(self, x: Any) -> Array:
         array = np.asarray(x)
-        for dim, own in enumerate(self.slices):
-            if own is not Ellipsis:
-                array = array[(slice(None),) * dim + ([own] if isinstance(own, int) else own,)]
+        for dim, index in enumerate(self.slices):
+            if index is not Ellipsis:
+                array = array[(slice(None),) * dim + ([index] if isinstance(index, int) else index,)]
         return array
 
 

@@ -112,7 +112,7 @@ class Resize:
             height, width = (int(self.size * side / short) for side in (height, width))
         else:
             height, width = _pair(self.size)
-        return _by_pillow(image, lambda own: own.resize((width, height), self.filter))
+        return _by_pillow(image, lambda picture: picture.resize((width, height), self.filter))
 
 
 class CenterCrop:
@@ -264,7 +264,7 @@ class Rotate:
         return self.turned(image, self.degrees)
 
     def turned(self, image: Any, degrees: float) -> Any:
-        return _by_pillow(image, lambda own: own.rotate(degrees, self.filter, self.expand))
+        return _by_pillow(image, lambda picture: picture.rotate(degrees, self.filter, self.expand))
 
 
 class RandomRotation(Rotate):
@@ -283,8 +283,8 @@ class RandomColorAdjust:
         self, brightness: Any = (1, 1), contrast: Any = (1, 1), saturation: Any = (1, 1), hue: Any = 0
     ) -> None:
         self.ranges = [
-            (max(0, 1 - own), 1 + own) if isinstance(own, (int, float)) else tuple(own)
-            for own in (brightness, contrast, saturation)
+            (max(0, 1 - strength), 1 + strength) if isinstance(strength, (int, float)) else tuple(strength)
+            for strength in (brightness, contrast, saturation)
         ]
         self.hue = (-hue, hue) if isinstance(hue, (int, float)) else tuple(hue)
         if not -0.5 <= self.hue[0] <= self.hue[1] <= 0.5:
@@ -295,7 +295,7 @@ class RandomColorAdjust:
         for change, bounds in zip(changes, self.ranges, strict=True):
             factor = float(np.random.uniform(*bounds))
             if factor != 1:
-                image = _by_pillow(image, lambda own, change=change, factor=factor: change(own).enhance(factor))
+                image = _by_pillow(image, lambda picture, change=change, factor=factor: change(picture).enhance(factor))
         return _by_pillow(image, partial(_turned, part=float(np.random.uniform(*self.hue)))) if any(self.hue) else image
 
 
@@ -338,7 +338,7 @@ class Normalize:
     """(x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], is_hwc: bool = True) -> None:
-        self.mean, self.std = (np.asarray(own, np.float32) for own in (mean, std))
+        self.mean, self.std = (np.asarray(values, np.float32) for values in (mean, std))
         self.is_hwc = is_hwc
 
     def __call__(self, image: Any) -> Array:

@@ -107,7 +107,7 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: str | None = None, async_op: bool = False
 ) -> Handle:
     parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), _of(group))
-    return [_written(own, part, async_op) for own, part in zip(tensor_list, parts, strict=True)][-1]
+    return [_written(buffer, part, async_op) for buffer, part in zip(tensor_list, parts, strict=True)][-1]
 
 
 def gather(
@@ -115,8 +115,8 @@ def gather(
 ) -> Handle:
     parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), _of(group))
     if get_rank() == dst:
-        for own, part in zip(gather_list or (), parts, strict=True):
-            _written(own, part, async_op)
+        for buffer, part in zip(gather_list or (), parts, strict=True):
+            _written(buffer, part, async_op)
     return Done() if async_op else None
 
 
@@ -150,7 +150,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> Handle:  # fmt: skip
     parts = rank_groups.all_to_all([x.detach() for x in input_tensor_list], _of(group))
-    return [_written(own, part, async_op) for own, part in zip(output_tensor_list, parts, strict=True)][-1]
+    return [_written(buffer, part, async_op) for buffer, part in zip(output_tensor_list, parts, strict=True)][-1]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: str | None = None) -> None:

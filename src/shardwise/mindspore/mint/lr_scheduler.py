@@ -24,7 +24,7 @@ class LRScheduler:
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.optimizer = optimizer
         if optimizer not in _SHADOWS:
-            groups = [{"params": [torch.zeros(1)], "lr": float(own["lr"])} for own in optimizer.param_groups]
+            groups = [{"params": [torch.zeros(1)], "lr": float(group["lr"])} for group in optimizer.param_groups]
             _SHADOWS[optimizer] = torch.optim.SGD(groups)
         args = tuple([part.torchs for part in x] if _of_schedules(x) else x for x in args)
         kwargs = {word: [part.torchs for part in x] if _of_schedules(x) else x for word, x in kwargs.items()}
@@ -40,7 +40,7 @@ class LRScheduler:
         self._copy(shadow.param_groups, self.optimizer.param_groups)
 
     def get_last_lr(self) -> list[float]:
-        return [float(own["lr"]) for own in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @property
     def last_epoch(self) -> int:
@@ -48,11 +48,11 @@ class LRScheduler:
 
     @staticmethod
     def _copy(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for one, other in zip(source, target, strict=True):
-            if isinstance(other["lr"], torch.Tensor):
-                other["lr"].data.fill_(float(one["lr"]))
+        for source_group, target_group in zip(source, target, strict=True):
+            if isinstance(target_group["lr"], torch.Tensor):
+                target_group["lr"].data.fill_(float(source_group["lr"]))
             else:
-                other["lr"] = float(one["lr"])
+                target_group["lr"] = float(source_group["lr"])
 
 
 def _of_schedules(x: Any) -> bool:

@@ -21,20 +21,20 @@ class OfTorch(Optimizer):
     make: type[torch.optim.Optimizer]
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        given = signature(self.make).bind(params, *args, **kwargs)
-        given.apply_defaults()
-        self.settings = {name: value for name, value in given.arguments.items() if name not in ("params", "lr")}
+        bound = signature(self.make).bind(params, *args, **kwargs)
+        bound.apply_defaults()
+        self.settings = {name: value for name, value in bound.arguments.items() if name not in ("params", "lr")}
         listed = list(params)
         groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}] if listed else []
-        super().__init__(given.arguments["lr"], groups, self.settings.get("weight_decay", 0.0))
+        super().__init__(bound.arguments["lr"], groups, self.settings.get("weight_decay", 0.0))
         self.param_groups = [
             {**self.settings, **group, "lr": Parameter(torch.tensor(rate(0), dtype=torch.float64), "lr", False)}
             for group, rate in zip(groups, self.rates, strict=True)
         ]
-        self.rates = [_rate_of(own) for own in self.param_groups]
+        self.rates = [_rate_of(group) for group in self.param_groups]
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        now = [{**own, "lr": float(own["lr"])} for own in self.param_groups]
+        now = [{**group, "lr": float(group["lr"])} for group in self.param_groups]
         return self.make(now, **self.settings)
 
 

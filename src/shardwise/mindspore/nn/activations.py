@@ -75,8 +75,8 @@ def get_activation(name: str) -> Cell:
     """The activation of that name. Raises ValueError for another."""
     from shardwise.mindspore.nn.simple import CLASSES as FURTHER
 
-    cells = {**CLASSES, "GELU": GELU, "PReLU": PReLU, **{own: FURTHER[own] for own in ("CELU", "LogSigmoid", "SeLU")}}
-    known: dict[str, type[Cell]] = {own.lower(): cell for own, cell in cells.items()}
+    cells = {**CLASSES, "GELU": GELU, "PReLU": PReLU, **{n: FURTHER[n] for n in ("CELU", "LogSigmoid", "SeLU")}}
+    known: dict[str, type[Cell]] = {n.lower(): cell for n, cell in cells.items()}
     if name not in known:
         raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, known)))
     return known[name]()

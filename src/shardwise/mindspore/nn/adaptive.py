@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore.holding import copies, held, is_elsewhere
+from shardwise.mindspore.holding import copies, holding_of, is_elsewhere
 from shardwise.mindspore.nn.optimizer import Optimizer, WithSettings
 
 Tensor = torch.Tensor
@@ -123,7 +123,7 @@ class Lamb(_Moments, learning_rate=..., beta1=0.9, beta2=0.999, eps=1e-6, weight
 def _whole_norms(parameter: Tensor, direction: Tensor) -> Tensor:
     """The 2-norms of a whole parameter and of its direction, of which this rank may hold a part."""
     squares = torch.stack([tensor.detach().square().sum() for tensor in (parameter, direction)])
-    if held(parameter) is not None:
+    if holding_of(parameter) is not None:
         here = squares.new_tensor([0.0 if is_elsewhere(parameter) else 1.0])  # stages may share a parameter
         both = torch.cat([squares, here]) / copies(parameter)
         dist.all_reduce(both)

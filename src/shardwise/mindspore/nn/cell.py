@@ -102,7 +102,7 @@ class Cell(nn.Module):
         if isinstance(value, nn.Module) and not isinstance(value, Cell):
             value.train(self.training)
         if isinstance(value, ParameterTuple) and self._takes(value):
-            vars(self).setdefault("_tuples", {})[name] = tuple(own.name for own in value)
+            vars(self).setdefault("_tuples", {})[name] = tuple(parameter.name for parameter in value)
             return
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             tables = (vars(self).get(table, {}) for table in ("_parameters", "_buffers"))
@@ -117,17 +117,17 @@ class Cell(nn.Module):
     def __getattr__(self, name: str) -> Any:
         tuples = vars(self).get("_tuples", {})
         if name in tuples:  # of the parameters that the cell has now: others stand for them where it is captured
-            return ParameterTuple(getattr(self, own) for own in tuples[name])
+            return ParameterTuple(getattr(self, parameter_name) for parameter_name in tuples[name])
         return super().__getattr__(name)
 
     def _takes(self, parameters: ParameterTuple) -> bool:
         """Whether these are parameters of this cell itself, by their own names. Those that are in no cell inside become
         so."""
         known = {id(parameter) for parameter in self.parameters()}
-        for own in parameters:
-            if id(own) not in known and own.name and "." not in own.name and not hasattr(self, own.name):
-                setattr(self, own.name, own)
-        return bool(parameters) and all(self._parameters.get(own.name) is own for own in parameters)
+        for p in parameters:
+            if id(p) not in known and p.name and "." not in p.name and not hasattr(self, p.name):
+                setattr(self, p.name, p)
+        return bool(parameters) and all(self._parameters.get(p.name) is p for p in parameters)
 
     # Parameters under the reference's names.
 
@@ -341,8 +341,8 @@ class SequentialCell(Cell):
 
     def __init__(self, *cells: Any) -> None:
         super().__init__()
-        given: Any = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple, dict)) else cells
-        named = given.items() if isinstance(given, dict) else enumerate(given)
+        members: Any = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple, dict)) else cells
+        named = members.items() if isinstance(members, dict) else enumerate(members)
         for name, cell in named:
             self.add_module(str(name), cell)
 
@@ -359,15 +359,15 @@ class SequentialCell(Cell):
         listed = self.cell_list
         listed.insert(index, cell)
         self._modules.clear()
-        for number, own in enumerate(listed):
-            self.add_module(str(number), own)
+        for number, member in enumerate(listed):
+            self.add_module(str(number), member)
 
     def __len__(self) -> int:
         return len(self._modules)
 
     def __getitem__(self, index: int | slice) -> Any:
-        found = self.cell_list[index]
-        return type(self)(*found) if isinstance(found, list) else found
+        chosen = self.cell_list[index]
+        return type(self)(*chosen) if isinstance(chosen, list) else chosen
 
     def __setitem__(self, index: int, cell: nn.Module) -> None:
         self.add_module(list(self._modules)[index], cell)

@@ -246,7 +246,7 @@ class Conv3d(Cell):
     ) -> None:
         super().__init__()
         positive("Conv3d", in_channels=in_channels, out_channels=out_channels, group=group)
-        three = [(own,) * 3 if isinstance(own, int) else tuple(own) for own in (kernel_size, stride, dilation)]
+        three = [(size,) * 3 if isinstance(size, int) else tuple(size) for size in (kernel_size, stride, dilation)]
         self.kernel_size, self.stride, self.dilation = three
         self.in_channels, self.out_channels = in_channels, out_channels
         self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)

@@ -15,7 +15,7 @@ from shardwise.launch import rank_groups
 from shardwise.launch.ranks import rank
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.holding import Held, held, own_shard
+from shardwise.mindspore.holding import Held, holding_of, own_shard
 from shardwise.mindspore.named import bound_to, signature_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
@@ -92,14 +92,14 @@ class Optimizer:
         """The learning rate of the next step; where groups have their own, a tuple with that of each parameter."""
         if not self.is_group_lr:
             return Tensor(self.rate_now(), torch.float64)
-        own = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
-        return self._of_groups(own)
+        rates = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
+        return self._of_groups(rates)
 
     def get_lr_parameter(self, param: Any) -> Any:
         """The learning rate of a parameter in the next step; of several parameters a list."""
         if isinstance(param, (tuple, list)):
-            return [self.get_lr_parameter(own) for own in param]
-        places = [place for place, own in enumerate(self.parameters) if own is param]
+            return [self.get_lr_parameter(parameter) for parameter in param]
+        places = [place for place, parameter in enumerate(self.parameters) if parameter is param]
         if not places:
             raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
         rates = self.get_lr()
@@ -155,8 +155,8 @@ class Optimizer:
 
     def _of_groups(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """One value per parameter: that of its group."""
-        own = {id(p): value for value, group in zip(values, self.groups, strict=True) for p in group["params"]}
-        return tuple(own[id(parameter)] for parameter in self.parameters)
+        value_by_id = {id(p): value for value, group in zip(values, self.groups, strict=True) for p in group["params"]}
+        return tuple(value_by_id[id(parameter)] for parameter in self.parameters)
 
     @property
     def weight_decay(self) -> Any:
@@ -255,12 +255,12 @@ class Optimizer:
     def states(self) -> dict[str, tuple[torch.Tensor, nn.Parameter | None]]:
         """What a checkpoint keeps, and the parameter to which each belongs: ``moments.w`` or ``moment1.w``, and so on,
         and ``global_step``."""
-        found: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {"global_step": (torch.tensor(self._steps), None)}
+        kept: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {"global_step": (torch.tensor(self._steps), None)}
         for name, parameter in self._named_parameters().items():
             for key, state in self._built().state.get(parameter, {}).items():
                 if state is not None:
-                    found[f"{STATES.get(key, key)}.{name}"] = torch.as_tensor(state), parameter
-        return found
+                    kept[f"{STATES.get(key, key)}.{name}"] = torch.as_tensor(state), parameter
+        return kept
 
     def load_states(self, entries: dict[str, torch.Tensor]) -> list[str]:
         """Take the states of a checkpoint, by their names. Returns the names of those that were taken."""
@@ -270,18 +270,18 @@ class Optimizer:
             taken.append("global_step")
         keys = {name: key for key, name in STATES.items()}
         for name, parameter in self._named_parameters().items():
-            for own in [own for own in entries if own.partition(".")[2] == name]:
-                key, value = own.partition(".")[0], entries[own].detach().as_subclass(torch.Tensor).clone()
+            for path in [path for path in entries if path.partition(".")[2] == name]:
+                key, value = path.partition(".")[0], entries[path].detach().as_subclass(torch.Tensor).clone()
                 state = int(value) if value.dim() == 0 and not value.is_floating_point() else value.to(parameter.device)
                 self._built().state[parameter][keys.get(key, key)] = state
-                self._loaded.append((own, parameter, keys.get(key, key), getattr(entries[own], "held", None)))
-                taken.append(own)
+                self._loaded.append((path, parameter, keys.get(key, key), getattr(entries[path], "held", None)))
+                taken.append(path)
         return taken
 
     def _place_loaded(self) -> None:
         """Give parameters, which are split by now, their parts of the states that were loaded."""
         for name, parameter, key, of in self._loaded:
-            now = held(parameter)
+            now = holding_of(parameter)
             if of is not None and of.is_split and of != now:
                 here = "whole" if now is None else f"split as {now.layout}"
                 raise RuntimeError(
@@ -349,10 +349,10 @@ class WithSettings(Optimizer):
         cls.__signature__ = signature_of(cls.settings) if is_own else None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = bound_to(type(self).__name__, self.settings, args, kwargs)
-        of_base = {name: given.pop(name) for name in ("learning_rate", "weight_decay", "loss_scale") if name in given}
-        super().__init__(parameters=given.pop("params"), **of_base)
-        vars(self).update(given)
+        values = bound_to(type(self).__name__, self.settings, args, kwargs)
+        of_base = {name: values.pop(name) for name in ("learning_rate", "weight_decay", "loss_scale") if name in values}
+        super().__init__(parameters=values.pop("params"), **of_base)
+        vars(self).update(values)
         self.check()
 
     def check(self) -> None:

@@ -66,7 +66,7 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
     if kwargs:
         bound = inspect.signature(cell.construct).bind(*args, **kwargs)
         args = bound.args
-    split = [own.title for own in engine.primitives(cell) if own.in_strategy is not None]
+    split = [primitive.title for primitive in engine.primitives(cell) if primitive.in_strategy is not None]
     if split and context.options().distributed:
         raise CaptureError(
             problem(

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.mindspore.holding import as_gradient, held, parameter_of
+from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
 from shardwise.mindspore.named import Function, bound
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.loss import REDUCTIONS, LossBase
@@ -83,7 +83,7 @@ def _upsampled(x: Any, size: Any, factor: Any, align: bool, centers: bool) -> An
 
 def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
     parameter = parameter_of(x)
-    if axis is not None and parameter is not None and (holding := held(parameter)) and holding.is_split:
+    if axis is not None and parameter is not None and (holding := holding_of(parameter)) and holding.is_split:
         what = f"ClipByNorm(axis={axis!r}) of a gradient whose parameter is split as {holding.layout}"
         raise ShardwiseError(problem(what, fix="axis=None, or ops.clip_by_global_norm"))
     norm = split_norm([x]) if axis is None else None
@@ -105,8 +105,8 @@ def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) 
 
 
 def _dice(logits: Any, label: Any, smooth: float) -> Any:
-    both, each = (logits * label).sum(), logits.square().sum() + label.square().sum()
-    return 1 - 2 * both / (each + smooth)
+    both, squares = (logits * label).sum(), logits.square().sum() + label.square().sum()
+    return 1 - 2 * both / (squares + smooth)
 
 
 # Cells and losses that compute a function of ``ops.functions``: its name, and the settings of the constructor.
@@ -204,7 +204,7 @@ LOSSES: dict[str, Function] = {
 
 def _classes(functions: dict[str, Function], base: type[Cell], **body: Any) -> dict[str, type[Cell]]:
     common = {"__module__": __name__, "__doc__": "As the reference has it.", **body}
-    return {name: type(name, (base,), {"function": staticmethod(own), **common}) for name, own in functions.items()}
+    return {name: type(name, (base,), {"function": staticmethod(func), **common}) for name, func in functions.items()}
 
 
 CLASSES = {

@@ -77,16 +77,16 @@ class _Recurrent(Wrapped):
         Cell.__init__(self)
         self.batch_first = batch_first
         names = (*self.leading, "has_bias", "batch_first", "dropout", "bidirectional")
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "has_bias": has_bias,
             "batch_first": batch_first,
             "dropout": dropout,
             "bidirectional": bidirectional,
         }
-        given |= kwargs | dict(zip(names, args, strict=False))
-        given["bias"] = given.pop("has_bias")
-        self.batch_first = given["batch_first"]
-        self.module = seeded(type(self).kind, input_size, hidden_size, num_layers, dtype=dtype, **given)
+        settings |= kwargs | dict(zip(names, args, strict=False))
+        settings["bias"] = settings.pop("has_bias")
+        self.batch_first = settings["batch_first"]
+        self.module = seeded(type(self).kind, input_size, hidden_size, num_layers, dtype=dtype, **settings)
 
     leading: tuple[str, ...] = ()  # settings before has_bias
 
@@ -121,13 +121,13 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
             names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if module.bias else 2]
             weights = [getattr(module, f"{name}_l{layer}{suffix}") for name in names]
             state = tuple(part[layer * both + side] for part in before)
-            made = {}
+            outputs = {}
             for t in range(len(rows))[:: -1 if side else 1]:
                 new = _STEPS[module.mode](rows[t], state if is_lstm else state[0], *weights)
                 new = new if is_lstm else (new,)
-                state = tuple(torch.where(lives[t], own, old) for own, old in zip(new, state, strict=True))
-                made[t] = torch.where(lives[t], new[0], 0.0)
-            sides.append(torch.stack([made[t] for t in range(len(rows))]))
+                state = tuple(torch.where(lives[t], updated, old) for updated, old in zip(new, state, strict=True))
+                outputs[t] = torch.where(lives[t], new[0], 0.0)
+            sides.append(torch.stack([outputs[t] for t in range(len(rows))]))
             ends.append(state)
         rows = torch.cat(sides, -1)
         if module.dropout and layer + 1 < module.num_layers:
@@ -156,8 +156,8 @@ def _filled(module: nn.Module, **inits: Any) -> nn.Module:
     """A module whose parameters have other initial values, where these are not None."""
     for name, init in inits.items():
         if init is not None:
-            own = module.get_parameter(name)
-            own.data.copy_(initializer(init, tuple(own.shape), own.dtype))
+            parameter = module.get_parameter(name)
+            parameter.data.copy_(initializer(init, tuple(parameter.shape), parameter.dtype))
     return module
 
 
@@ -195,10 +195,10 @@ RECURRENT: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
 }  # fmt: skip
 _BODY = {"__module__": __name__, "__doc__": "Torch's module, with the reference's arguments."}
 CLASSES: dict[str, type[Cell]] = {
-    **{name: type(name, (Wrapped,), {"make": staticmethod(own), **_BODY}) for name, own in WRAPPED.items()},
+    **{name: type(name, (Wrapped,), {"make": staticmethod(factory), **_BODY}) for name, factory in WRAPPED.items()},
     **{
-        name: type(name, (_Recurrent,), {"kind": staticmethod(own), "leading": leading, **_BODY})
-        for name, (own, leading) in RECURRENT.items()
+        name: type(name, (_Recurrent,), {"kind": staticmethod(kind), "leading": leading, **_BODY})
+        for name, (kind, leading) in RECURRENT.items()
     },
 }
 globals().update(CLASSES)

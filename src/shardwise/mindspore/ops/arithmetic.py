@@ -27,7 +27,7 @@ class Elementwise(Primitive):
         return counted(self.compute(*args), tuple(map(max, zip(*padded, strict=True))))
 
     def followed(self, names: Names, args: tuple[Any, ...]) -> frozenset[str]:
-        return frozenset(name for own in names for name in own)
+        return frozenset(name for operand_names in names for name in operand_names)
 
 
 def _maximum(x: Any, y: Any) -> torch.Tensor:

@@ -63,11 +63,11 @@ def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
     """The norm of gradients whose parameters are split: that of the whole ones. None: no parameter is."""
     if not (engine.is_split() and engine.is_outermost()):
         return None
-    held_by_id = {id(parameter): own for parameter, own in held_parameters()}
+    held_by_id = {id(parameter): holding for parameter, holding in held_parameters()}
     if not held_by_id:
         return None
-    own = [parameter_of(tensor) for tensor in x]
-    unknown = next((place for place, parameter in enumerate(own) if parameter is None), None)
+    parameters = [parameter_of(tensor) for tensor in x]
+    unknown = next((place for place, parameter in enumerate(parameters) if parameter is None), None)
     if unknown is not None:
         raise ShardwiseError(
             problem(
@@ -78,7 +78,7 @@ def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
                 "use_norm",
             )
         )
-    placed = [(tensor, held_by_id.get(id(parameter))) for tensor, parameter in zip(x, own, strict=True)]
+    placed = [(tensor, held_by_id.get(id(parameter))) for tensor, parameter in zip(x, parameters, strict=True)]
     return total_norm(placed, order, device=device_of(x), across_ranks=True, error_if_nonfinite=False)
 
 
@@ -88,7 +88,7 @@ def clip_by_value(x: Any, clip_value_min: Bound = None, clip_value_max: Bound = 
     if clip_value_min is None and clip_value_max is None:
         raise ValueError(problem("clip_by_value has no bound", fix="give clip_value_min, clip_value_max or both"))
     if isinstance(x, tuple | list):
-        return type(x)(clip_by_value(each, clip_value_min, clip_value_max) for each in x)
+        return type(x)(clip_by_value(tensor, clip_value_min, clip_value_max) for tensor in x)
     if not isinstance(x, Tensor):
         raise TypeError(
             problem(f"clip_by_value of {type(x).__name__}", fix="give a tensor, or a tuple or list of them")

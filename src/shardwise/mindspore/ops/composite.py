@@ -35,7 +35,7 @@ def _known(result: Any, row: tuple[Any, ...]) -> Any:
     """What a function made of gradients, known as one of the same parameter if it has the shape of it."""
     if isinstance(result, torch.Tensor):
         alike = (x for x in row if isinstance(x, torch.Tensor) and x.shape == result.shape)
-        return as_gradient(result, next((own for x in alike if (own := parameter_of(x)) is not None), None))
+        return as_gradient(result, next((parameter for x in alike if (parameter := parameter_of(x)) is not None), None))
     return result
 
 
@@ -90,9 +90,9 @@ class MultitypeFuncGraph:
                 return body(*args)
         for types, body in self._bodies:  # numbers are tensors, too: versions give either
             if len(types) == len(args):
-                made = [_as_kind(x, kind) for x, kind in zip(args, types, strict=True)]
-                if all(isinstance(x, kind) for x, kind in zip(made, types, strict=True)):
-                    return body(*made)
+                converted = [_as_kind(x, kind) for x, kind in zip(args, types, strict=True)]
+                if all(isinstance(x, kind) for x, kind in zip(converted, types, strict=True)):
+                    return body(*converted)
         types_of_args = ", ".join(type(arg).__name__ for arg in args)
         raise TypeError(
             problem(f"{self.name} has no body for ({types_of_args})", fix=f"@{self.name}.register(...) one")
@@ -128,7 +128,7 @@ def _times(result: Any, sens: Any) -> Any:
 
 def add_flags(fn: Any = None, **flags: Any) -> Any:
     """``@add_flags(has_effect=True)``: the function itself, as flags are for the reference's compiler."""
-    return fn if fn is not None else lambda own: own
+    return fn if fn is not None else lambda function: function
 
 
 core = add_flags

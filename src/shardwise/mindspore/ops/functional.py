@@ -97,7 +97,7 @@ def value_and_grad(
         return pairs[0] if is_one else pairs
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        inputs = [plain(own) if place in positions else own for place, own in enumerate(args)]
+        inputs = [plain(arg) if place in positions else arg for place, arg in enumerate(args)]
         if _TRANSFORMED.get() and listed is None:  # by torch.func, whose tensors know no requires_grad_
             result, of_inputs = _transformed(partial(fn, **kwargs), inputs, positions, has_aux)
             return result, labelled(positions, of_inputs, isinstance(grad_position, int))
@@ -122,18 +122,18 @@ def value_and_grad(
                 raise TypeError(problem(told, fix="return tensors, or the loss first, with has_aux=True"))
         total = torch.stack([loss.sum() for loss in losses]).sum()
         if is_inner:
-            found = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
+            grads_or_none = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
         else:
             total.backward()
-            found = tuple(tensor.grad for tensor in wanted)
-        grads = tuple(torch.zeros_like(x) if own is None else own for x, own in zip(wanted, found, strict=True))
+            grads_or_none = tuple(tensor.grad for tensor in wanted)
+        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads_or_none, strict=True))
         overflow.noted((total, *grads))
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # it may be split by now
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
-        own, others = as_tensors[: len(positions)], as_tensors[len(positions) :]
-        first = labelled(positions, own, isinstance(grad_position, int)) if positions else ()
-        of_weights = labelled((own.name for own in listed or ()), tuple(map(as_gradient, others, listed or ())), False)
+        input_grads, others = as_tensors[: len(positions)], as_tensors[len(positions) :]
+        first = labelled(positions, input_grads, isinstance(grad_position, int)) if positions else ()
+        of_weights = labelled((p.name for p in listed or ()), tuple(map(as_gradient, others, listed or ())), False)
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
         return (result if is_inner else engine.detached(result)), both
 
@@ -162,11 +162,11 @@ def get_grad(gradients: Any, identifier: Any) -> Any:
     wanted = getattr(identifier, "name", identifier)
     pairs, pending = [], [gradients]
     while pending:
-        own = pending.pop()
-        if isinstance(own, tuple) and len(own) == 2 and isinstance(own[0], (int, str)):
-            pairs.append(own)
-        elif isinstance(own, tuple):
-            pending += own
+        entry = pending.pop()
+        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], (int, str)):
+            pairs.append(entry)
+        elif isinstance(entry, tuple):
+            pending += entry
     for name, gradient in pairs:
         if name == wanted:
             return gradient
@@ -222,12 +222,12 @@ def _left_out(name: str, role: str, strategy: Any) -> tuple[Any, Any]:
     """A strategy, with () for tensors that are left to the rest; and the layouts that it has."""
     counts, layouts = as_counts(strategy)
     listed = isinstance(counts, (tuple, list))
-    return strict.nested(name, role, [() if own is None else own for own in counts] if listed else counts), layouts
+    return strict.nested(name, role, [() if c is None else c for c in counts] if listed else counts), layouts
 
 
-def _split_as(name: str, role: str, given: tuple[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _split_as(name: str, role: str, split: tuple[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Values that are split by their counts, while a cell is captured in semi_auto_parallel and auto_parallel mode."""
-    options, (strategy, layouts) = context.options(), given
+    options, (strategy, layouts) = context.options(), split
     if strategy is None or not (options.distributed and torch.compiler.is_exporting()):
         return values
     shapes = [tuple(getattr(tensor, "shape", ())) for tensor in values]
@@ -264,12 +264,12 @@ def _transformed(
 
     def total(*wanted: Any) -> tuple[Any, Any]:
         places = dict(zip(positions, wanted, strict=True))
-        result = fn(*(places.get(place, own) for place, own in enumerate(inputs)))
+        result = fn(*(places.get(place, value) for place, value in enumerate(inputs)))
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         return torch.stack([loss.sum() for loss in (outputs[:1] if has_aux else outputs)]).sum(), result
 
-    own = (inputs[position] for position in positions)
-    grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*own)
+    wanted = (inputs[position] for position in positions)
+    grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*wanted)
     return result, grads
 
 
@@ -280,8 +280,8 @@ def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
 def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """What ``fn`` returns, and the product of its Jacobian with ``v``; with ``has_aux`` all other outputs behind."""
     inputs, v = (x if isinstance(x, (tuple, list)) else (x,) for x in (inputs, v))
-    own = _plainly(_first_and_rest(fn) if has_aux else fn)
-    result: tuple[Any, ...] = _of_tensors(lambda *both: torch.func.jvp(own, both[0], both[1], has_aux=has_aux))(
+    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    result: tuple[Any, ...] = _of_tensors(lambda *both: torch.func.jvp(plain_fn, both[0], both[1], has_aux=has_aux))(
         tuple(inputs), tuple(v)
     )
     return result
@@ -292,12 +292,12 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
     input: itself); with ``has_aux`` all other outputs behind."""
     if weights is not None:
         raise NotImplementedError(problem("vjp(weights=...)", fix="ms.grad(fn, None, weights), with a weighted sum"))
-    own = _plainly(_first_and_rest(fn) if has_aux else fn)
-    value, pulled, *aux = torch.func.vjp(own, *map(plain, inputs), has_aux=has_aux)
+    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    value, pulled, *aux = torch.func.vjp(plain_fn, *map(plain, inputs), has_aux=has_aux)
 
     def product(*v: Any) -> Any:
-        given = tuple(map(plain, v))
-        grads = pulled(given if isinstance(value, tuple) else given[0])
+        cotangents = tuple(map(plain, v))
+        grads = pulled(cotangents if isinstance(value, tuple) else cotangents[0])
         return pytree.tree_map(engine.as_ours, grads[0] if len(inputs) == 1 else grads)
 
     return (pytree.tree_map(engine.as_ours, value), product, *pytree.tree_map(engine.as_ours, aux))
@@ -313,14 +313,14 @@ def _first_and_rest(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def jacrev(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
     """The Jacobian of ``fn``; backward. With ``has_aux`` that of the first output, and the others."""
-    own = _plainly(_first_and_rest(fn) if has_aux else fn)
-    return _of_tensors(torch.func.jacrev(own, grad_position, has_aux=has_aux))
+    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    return _of_tensors(torch.func.jacrev(plain_fn, grad_position, has_aux=has_aux))
 
 
 def jacfwd(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
     """``jacrev``, forward."""
-    own = _plainly(_first_and_rest(fn) if has_aux else fn)
-    return _of_tensors(torch.func.jacfwd(own, grad_position, has_aux=has_aux))
+    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    return _of_tensors(torch.func.jacfwd(plain_fn, grad_position, has_aux=has_aux))
 
 
 def depend(value: Any, expr: Any) -> Any:

@@ -75,7 +75,7 @@ def _assigned(variable: Any, change: Any) -> Any:
 
 
 def _changed(change: Any, input_x: Any, indices: Any, updates: Any) -> Any:
-    return _assigned(input_x, lambda own: change(own, indices, updates))
+    return _assigned(input_x, lambda tensor: change(tensor, indices, updates))
 
 
 def _normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, seed: Any = None, dtype: Any = None) -> Any:
@@ -129,7 +129,7 @@ _SAME = {
 }  # fmt: skip
 
 FUNCTIONS: dict[str, Function] = {
-    **{name: (lambda own: lambda input: own(input))(getattr(torch, name)) for name in _UNARY},
+    **{name: (lambda function: lambda input: function(input))(getattr(torch, name)) for name in _UNARY},
     **{name: _binary(getattr(torch, name)) for name in _BINARY},
     # -- elements
     "addcdiv": lambda input, tensor1, tensor2, value=1: input + value * (tensor1 / tensor2),
@@ -300,18 +300,18 @@ FUNCTIONS: dict[str, Function] = {
         indices, depth, on_value, off_value),
     "scatter": lambda input, axis, index, src: torch.scatter(input, axis, as_int(index), src),
     "scatter_add": lambda input_x, indices, updates: _assigned(
-        input_x, lambda own: own.index_put((as_int(indices),), updates, accumulate=True)),
+        input_x, lambda tensor: tensor.index_put((as_int(indices),), updates, accumulate=True)),
     "scatter_nd": lambda indices, updates, shape: TensorScatterAdd()(
         torch.zeros(sizes_of(shape), dtype=updates.dtype), as_int(indices), updates),
     "scatter_update": lambda input_x, indices, updates: _assigned(
-        input_x, lambda own: own.index_put((as_int(indices),), updates)),
+        input_x, lambda tensor: tensor.index_put((as_int(indices),), updates)),
     "searchsorted": lambda sorted_sequence, values, *, right=False: torch.searchsorted(
         sorted_sequence, values, right=right),
     "sequence_mask": lambda lengths, maxlen=None: torch.arange(
         int(lengths.max()) if maxlen is None else maxlen) < lengths.unsqueeze(-1),
     "sort": lambda input_x, axis=-1, descending=False: tuple(torch.sort(input_x, axis, descending)),
     "scatter_nd_update": lambda input_x, indices, updates: _assigned(
-        input_x, lambda own: TensorScatterUpdate()(own, as_int(indices), updates)),
+        input_x, lambda tensor: TensorScatterUpdate()(tensor, as_int(indices), updates)),
     "tensor_scatter_add": lambda input_x, indices, updates: TensorScatterAdd()(input_x, as_int(indices), updates),
     "tensor_scatter_elements": lambda input_x, indices, updates, axis=0: torch.scatter(
         input_x, axis, as_int(indices), updates),
@@ -358,9 +358,9 @@ FUNCTIONS: dict[str, Function] = {
     "standard_normal": lambda shape, seed=None: _normal(shape, seed=seed),
     "uniform": _uniform,
     # -- others
-    "assign": lambda variable, value: _assigned(variable, lambda own: torch.as_tensor(value).to(own)),
-    "assign_add": lambda variable, value: _assigned(variable, lambda own: own + value),
-    "assign_sub": lambda variable, value: _assigned(variable, lambda own: own - value),
+    "assign": lambda variable, value: _assigned(variable, lambda tensor: torch.as_tensor(value).to(tensor)),
+    "assign_add": lambda variable, value: _assigned(variable, lambda tensor: tensor + value),
+    "assign_sub": lambda variable, value: _assigned(variable, lambda tensor: tensor - value),
     "clip_by_norm": clip_by_norm,
     "recompute": lambda block, *args: engine.again(block, args),
     "identity": lambda x: x,
@@ -376,7 +376,7 @@ FUNCTIONS: dict[str, Function] = {
     "tuple_to_array": lambda input_x: torch.tensor(input_x),
 }  # fmt: skip
 FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()} | OF_TORCH
-FUNCTIONS |= {name: partial(_changed, own) for name, own in SCATTERS.items()}
+FUNCTIONS |= {name: partial(_changed, change) for name, change in SCATTERS.items()}
 
 
 def ours(name: str, function: Function) -> Function:

@@ -73,8 +73,8 @@ def _gamma(shape: Any, alpha: Any, beta: Any, seed: Any = None) -> Tensor:
     """Of concentration ``alpha`` and rate ``beta``."""
     concentration, rate = torch.broadcast_tensors(as_torch(alpha).float(), as_torch(beta).float())
     wide = concentration.expand(*sizes_of(shape), *concentration.shape).contiguous()
-    made: Tensor = torch._standard_gamma(wide, generator=drawn(seed)).div(rate)
-    return made
+    sample: Tensor = torch._standard_gamma(wide, generator=drawn(seed)).div(rate)
+    return sample
 
 
 def _written(x: Any, index: Any, value: Any, change: str) -> Any:
@@ -108,11 +108,11 @@ def _for(lower: Any, upper: Any, loop_func: Function, init_val: Any) -> Any:
 
 def _scanned(loop_func: Function, init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
     """``carry, y = loop_func(carry, x)`` along dim 0 of ``xs``: the last carry, and every y."""
-    made = []
+    ys = []
     for place in range(len(xs) if length is None else length):
         init, y = loop_func(init, None if xs is None else xs[place])
-        made.append(y)
-    return init, torch.stack(made) if made and isinstance(made[0], Tensor) else made
+        ys.append(y)
+    return init, torch.stack(ys) if ys and isinstance(ys[0], Tensor) else ys
 
 
 def _overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
@@ -122,8 +122,8 @@ def _overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tenso
     first, second = anchor_boxes.unsqueeze(0), gt_boxes.unsqueeze(1)
     low, high = torch.maximum(first[..., :2], second[..., :2]), torch.minimum(first[..., 2:], second[..., 2:])
     both = (high - low).clamp(min=0).prod(-1)
-    one, other = ((x[..., 2:] - x[..., :2]).prod(-1) for x in (first, second))
-    return both / ((one + other - both) if mode == "iou" else other)
+    first_area, second_area = ((x[..., 2:] - x[..., :2]).prod(-1) for x in (first, second))
+    return both / ((first_area + second_area - both) if mode == "iou" else second_area)
 
 
 def _centres(boxes: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from shardwise.search.wishes import axes_of_counts
 
 def _numbered(letters: str, shapes: Shapes) -> Names:
     """The dims of every shape by a letter of its own and their numbers."""
-    return tuple(tuple(f"{own}{dim}" for dim in range(len(shape))) for own, shape in zip(letters, shapes, strict=False))
+    return tuple(tuple(f"{c}{dim}" for dim in range(len(shape))) for c, shape in zip(letters, shapes, strict=False))
 
 
 class Gather(Primitive):

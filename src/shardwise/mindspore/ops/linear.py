@@ -53,7 +53,7 @@ class MatMul(Primitive):
 
     def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
         first, second = ("k m" if self.transpose_a else "m k"), ("n k" if self.transpose_b else "k n")
-        texts = (f"b... {own}" if len(shape) > 1 else "k" for own, shape in zip((first, second), shapes, strict=True))
+        texts = (f"b... {dims}" if len(shape) > 1 else "k" for dims, shape in zip((first, second), shapes, strict=True))
         return dim_names(", ".join(texts), [len(shape) for shape in shapes])
 
     def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def sizes_of(size: Any) -> tuple[int, ...]:
-    return (size,) if isinstance(size, int) else tuple(int(one) for one in size)
+    return (size,) if isinstance(size, int) else tuple(int(number) for number in size)
 
 
 def as_int(x: Tensor) -> Tensor:
@@ -40,10 +40,10 @@ def _convolved(x: Any, weight: Any, bias: Any, stride: Any, mode: str, padding: 
 
 def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     """Of Kullback and Leibler, from logarithms; torch's "mean" will change its meaning."""
-    each = F.kl_div(logits, labels, reduction="none")
+    elementwise = F.kl_div(logits, labels, reduction="none")
     if reduction == "none":
-        return each
-    return each.sum() / {"sum": 1, "mean": each.numel(), "batchmean": each.shape[0]}[reduction]
+        return elementwise
+    return elementwise.sum() / {"sum": 1, "mean": elementwise.numel(), "batchmean": elementwise.shape[0]}[reduction]
 
 
 def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> Tensor | None:

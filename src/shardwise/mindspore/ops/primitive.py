@@ -56,12 +56,12 @@ def dim_names(text: str, ranks: Sequence[int]) -> Names:
     >>> dim_names("b... m k, b... k n", (2, 4))
     (('m', 'k'), ('b2', 'b1', 'k', 'n'))
     """
-    lists = [own.split() for own in text.split(",")]
+    lists = [part.split() for part in text.split(",")]
     lists = lists * len(ranks) if len(lists) == 1 else lists
     names = []
-    for own, rank in zip(lists, ranks, strict=True):
-        rest = rank - sum(not name.endswith("...") for name in own)
-        spread = ([f"{name[:-3]}{i}" for i in range(rest, 0, -1)] if name.endswith("...") else [name] for name in own)
+    for part, rank in zip(lists, ranks, strict=True):
+        rest = rank - sum(not name.endswith("...") for name in part)
+        spread = ([f"{name[:-3]}{i}" for i in range(rest, 0, -1)] if name.endswith("...") else [name] for name in part)
         names.append(tuple(name for group in spread for name in group))
     return tuple(names)
 
@@ -139,8 +139,8 @@ class Primitive:
     def set_strategy(self, *strategies: Any) -> Self:
         """The old name of ``shard``; takes the strategies of the operands in one argument or in several."""
         _check_instance(self, "set_strategy", strategies)
-        one = strategies[0] if len(strategies) == 1 else ()
-        in_one = len(strategies) == 1 and not (isinstance(one, (tuple, list)) and all(isinstance(n, int) for n in one))
+        arg = strategies[0] if len(strategies) == 1 else ()
+        in_one = len(strategies) == 1 and not (isinstance(arg, (tuple, list)) and all(isinstance(n, int) for n in arg))
         self.in_strategy = strict.nested(self.name, "strategy", strategies[0] if in_one else strategies)
         self._note_strategies()
         return self
@@ -244,20 +244,20 @@ class Primitive:
 
     def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
         """A name per dim of every shape: those of one name are split alike, but for dims of size 1."""
-        found = dim_names(self.dims, [len(shape) for shape in shapes])
-        if any(len(names) != len(shape) for names, shape in zip(found, shapes, strict=True)):
+        per_shape = dim_names(self.dims, [len(shape) for shape in shapes])
+        if any(len(names) != len(shape) for names, shape in zip(per_shape, shapes, strict=True)):
             raise strict.failure(
                 self.title, f"inputs of shapes {list(map(list, shapes))} have too few dims", f"dims {self.dims}"
             )
-        return found
+        return per_shape
 
     def counts_by_name(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> dict[str, int]:
         """In how many parts the dims of each name are split. Their product is the number of devices."""
-        found: dict[str, int] = {}
+        parts: dict[str, int] = {}
         for counts, names in zip(strategy, self.dim_names(shapes, args), strict=True):
             for count, name in zip(counts, names, strict=bool(counts)):
-                found[name] = max(count, found.get(name, 1))
-        return found
+                parts[name] = max(count, parts.get(name, 1))
+        return parts
 
     def completed(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
         """A strategy with the counts of operands that it leaves to the others: ``()`` for ((2, 4), ()).
@@ -267,8 +267,8 @@ class Primitive:
         strict.check_form(self, strategy, shapes)
         counts = self.counts_by_name(strategy, shapes, args)
         return tuple(
-            own or tuple(counts.get(name, 1) if size > 1 else 1 for name, size in zip(names, shape, strict=True))
-            for own, names, shape in zip(strategy, self.dim_names(shapes, args), shapes, strict=True)
+            entry or tuple(counts.get(name, 1) if size > 1 else 1 for name, size in zip(names, shape, strict=True))
+            for entry, names, shape in zip(strategy, self.dim_names(shapes, args), shapes, strict=True)
         )
 
     def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:
@@ -307,7 +307,7 @@ def _of_tensors(entries: tuple[Any, ...], count: int, args: tuple[Any, ...]) -> 
     leaves = pytree.tree_leaves(args)
     if not len(leaves) == len(entries) > count:
         return entries
-    return tuple(own for own, leaf in zip(entries, leaves, strict=True) if own or isinstance(leaf, torch.Tensor))
+    return tuple(entry for entry, leaf in zip(entries, leaves, strict=True) if entry or isinstance(leaf, torch.Tensor))
 
 
 def _check_instance(primitive: Any, method: str, strategies: tuple[Any, ...]) -> None:

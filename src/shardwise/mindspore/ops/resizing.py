@@ -49,8 +49,8 @@ def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: An
             return means
         inside = torch.ones((*(1,) * (x.dim() - dims), *sizes), dtype=x.dtype, device=x.device)
         return means / function(F.pad(inside, sides), kernel, stride)
-    found = function(F.pad(x, sides, value=float("-inf")), kernel, stride, **settings)
-    return (found[0], _unpadded(found[1], pairs, sizes)) if settings.get("return_indices") else found
+    pooled = function(F.pad(x, sides, value=float("-inf")), kernel, stride, **settings)
+    return (pooled[0], _unpadded(pooled[1], pairs, sizes)) if settings.get("return_indices") else pooled
 
 
 def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Any:

@@ -133,8 +133,8 @@ class OfFunction:
         ]
         self.__signature__ = Signature([Parameter("operands", Parameter.VAR_POSITIONAL), *settings])
 
-    def __call__(self, *operands: Any, use_locking: bool = False, **given: Any) -> Any:
-        return FUNCTIONS[self.name](*operands, **given)
+    def __call__(self, *operands: Any, use_locking: bool = False, **settings: Any) -> Any:
+        return FUNCTIONS[self.name](*operands, **settings)
 
 
 SIMPLE: dict[str, Function] = {

@@ -20,7 +20,7 @@ class _AutoParallelContext:
         if verb == "set":
             return lambda value: context.set_auto_parallel_context(**{name: value})
         if asked != name:
-            return lambda: ALIASES.get(asked, asked) in context.options().given
+            return lambda: ALIASES.get(asked, asked) in context.options().names_set
         return lambda: context.get_auto_parallel_context(name)
 
 

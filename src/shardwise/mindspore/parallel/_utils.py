@@ -19,7 +19,7 @@ def _get_parallel_mode() -> str:
 
 def _get_device_num() -> int:
     """On how many devices the program runs: 1 in stand-alone mode."""
-    alone = _get_parallel_mode() == ParallelMode.STAND_ALONE and "device_num" not in context.options().given
+    alone = _get_parallel_mode() == ParallelMode.STAND_ALONE and "device_num" not in context.options().names_set
     return 1 if alone else context.options().devices
 
 

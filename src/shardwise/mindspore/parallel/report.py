@@ -31,15 +31,15 @@ def _plan_of(network: Any) -> sw.Plan:
 def copies_report(network: Any) -> str:
     """How often each parameter is held, and what the copies take: of a cell that has run split, or of a plan."""
     plan = _plan_of(network)
-    devices, lines, whole, held = plan.mesh.num_devices, [], 0, 0
+    devices, lines, whole, stored = plan.mesh.num_devices, [], 0, 0
     for entry in plan.parameters:
         layout = parse_layout(entry.layout, plan.mesh)
         num_bytes = prod(entry.shape) * _width(entry.dtype)
         parts = prod(plan.mesh.sizes[axis] for axis in layout.positions)
-        whole, held = whole + num_bytes, held + num_bytes * devices // parts
+        whole, stored = whole + num_bytes, stored + num_bytes * devices // parts
         lines.append(f"{entry.name}: {format_bytes(num_bytes)}, {devices // parts} copies, {layout}")
-    redundant = f"{held / whole - 1:.3g} times the parameters" if whole else "nothing"
-    total = f"{devices} devices hold {format_bytes(held)} of {format_bytes(whole)}: redundant are {redundant}"
+    redundant = f"{stored / whole - 1:.3g} times the parameters" if whole else "nothing"
+    total = f"{devices} devices hold {format_bytes(stored)} of {format_bytes(whole)}: redundant are {redundant}"
     return "\n".join((*lines, total))
 
 

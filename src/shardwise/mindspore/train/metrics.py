@@ -82,14 +82,14 @@ class _Kept(Metric):
         if self._seen and len(inputs) != len(self._seen):
             raise ValueError(problem(f"{type(self).__name__}.update of {len(inputs)} inputs", fix="as many as before"))
         self._seen = self._seen or [[] for _ in inputs]
-        for kept, own in zip(self._seen, inputs, strict=True):
-            kept.append(_array(own))
+        for kept, value in zip(self._seen, inputs, strict=True):
+            kept.append(_array(value))
 
     def seen(self) -> list[Array]:
         """Every input of ``update``, batches joined. Raises RuntimeError where there was none."""
         if not self._seen:
             raise RuntimeError(f"{type(self).__name__} has seen no batch")
-        return [np.concatenate([np.atleast_1d(own) for own in kept]) for kept in self._seen]
+        return [np.concatenate([np.atleast_1d(batch) for batch in kept]) for kept in self._seen]
 
     def eval(self) -> Any:
         return self.of(*self.seen())
@@ -146,8 +146,8 @@ class _Typed(_Kept):
             dims = tuple(dim for dim in range(output.ndim) if dim != 1)
             return (output * label).sum(dims), output.sum(dims), label.sum(dims)
         number, wanted = output.shape[1], _classes(output, label).reshape(-1).astype(int)
-        found = output.argmax(1).reshape(-1)
-        right, every, wanted = (np.bincount(own, minlength=number) for own in (found[found == wanted], found, wanted))
+        guess = output.argmax(1).reshape(-1)
+        right, every, wanted = (np.bincount(x, minlength=number) for x in (guess[guess == wanted], guess, wanted))
         return right, every, wanted
 
 
@@ -170,8 +170,8 @@ class Precision(_Typed):
     """Of the predictions of each class the share that is right; with ``average`` the mean over classes."""
 
     def eval(self, average: bool = False) -> Any:
-        right, found, _ = self.counts()
-        return _ratio(right, found).mean() if average else _ratio(right, found)
+        right, predicted, _ = self.counts()
+        return _ratio(right, predicted).mean() if average else _ratio(right, predicted)
 
 
 class Recall(_Typed):
@@ -190,8 +190,8 @@ class Fbeta(_Typed):
         self.beta = beta
 
     def eval(self, average: bool = False) -> Any:
-        right, found, wanted = self.counts()
-        score = _ratio((1 + self.beta**2) * right, self.beta**2 * wanted + found)
+        right, predicted, wanted = self.counts()
+        score = _ratio((1 + self.beta**2) * right, self.beta**2 * wanted + predicted)
         return score.mean() if average else score
 
 
@@ -272,7 +272,7 @@ class Dice(_Kept):
         self.smooth = smooth
 
     def update(self, *inputs: Any) -> None:
-        output, label = (_array(own) for own in inputs)
+        output, label = (_array(value) for value in inputs)
         both = 2 * (output * label).sum() + self.smooth
         super().update(both / (np.square(output).sum() + np.square(label).sum() + self.smooth))
 
@@ -323,8 +323,8 @@ def _curve(score: Array, right: Array) -> tuple[Array, Array, Array]:
     order = np.argsort(-score, kind="stable")
     score, right = score[order], right[order]
     ends = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
-    found, wrong = np.cumsum(right)[ends], np.cumsum(~right)[ends]
-    rates = (np.append(0, own) / max(own[-1], 1) for own in (wrong, found))
+    hits, wrong = np.cumsum(right)[ends], np.cumsum(~right)[ends]
+    rates = (np.append(0, counts) / max(counts[-1], 1) for counts in (wrong, hits))
     false, true = rates
     return false, true, np.append(score[0] + 1, score[ends])
 

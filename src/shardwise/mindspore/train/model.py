@@ -59,11 +59,11 @@ class Model:
         self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
         self._metrics, self._eval_indexes = metrics_of(metrics), eval_indexes
         self._loss_network = network if loss_fn is None else WithLossCell(network, loss_fn)
-        own = next((x for x in vars(network).values() if isinstance(x, Optimizer)), None)
+        inner_optimizer = next((x for x in vars(network).values() if isinstance(x, Optimizer)), None)
         if optimizer is not None:
             self._train_network: nn.Module | None = training_cell(self._loss_network, optimizer, loss_scale_manager)
-        elif loss_fn is None and own is not None:  # a training cell already
-            self._train_network, self._optimizer = network, own
+        elif loss_fn is None and inner_optimizer is not None:  # a training cell already
+            self._train_network, self._optimizer = network, inner_optimizer
         else:
             self._train_network = None
         self._is_own = eval_network is not None

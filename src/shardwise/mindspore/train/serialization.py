@@ -17,7 +17,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.mindspore import context, engine
 from shardwise.mindspore.dataset.values import unknown_words
-from shardwise.mindspore.holding import Held, gathered, held, hold, is_elsewhere, joined, own_shard
+from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.notes import note
@@ -70,12 +70,12 @@ def save_checkpoint(
     kept: dict[str, tuple[torch.Tensor, Held | None, torch.Tensor | None]] = {}  # a tensor, and whose state it is
     for name, tensor in tensors.items():
         if integrated_save:
-            kept[name] = gathered(tensor, held(tensor)), None, None
+            kept[name] = gathered(tensor, holding_of(tensor)), None, None
         elif not is_elsewhere(tensor):
-            kept[name] = tensor, held(tensor), None
+            kept[name] = tensor, holding_of(tensor), None
     states: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {} if optimizer is None else optimizer.states()
     for name, (state, parameter) in states.items():
-        holding = held(parameter) if parameter is not None and state.shape == parameter.shape else None
+        holding = holding_of(parameter) if parameter is not None and state.shape == parameter.shape else None
         if integrated_save and holding is not None:
             kept[name] = gathered(state, holding), None, parameter
         elif integrated_save or parameter is None or not is_elsewhere(parameter):
@@ -156,8 +156,8 @@ def load_checkpoint(
     ValueError for another kind of file, or if nothing is left of it, NotImplementedError for ``dec_key``."""
     _check_settings(settings)
     parameters, info, _ = read(ckpt_file_name)
-    without, only = (() if own is None else (own,) if isinstance(own, str) else tuple(own)
-                     for own in (filter_prefix, specify_prefix))  # fmt: skip
+    without, only = (() if prefix is None else (prefix,) if isinstance(prefix, str) else tuple(prefix)
+                     for prefix in (filter_prefix, specify_prefix))  # fmt: skip
     kept = {
         name: entry
         for name, entry in parameters.items()
@@ -168,7 +168,7 @@ def load_checkpoint(
         what = f"none of the {len(parameters)} parameters of {ckpt_file_name} is chosen"
         raise ValueError(problem(what, fix=f"prefixes of {', '.join(list(parameters)[:3])}, ..."))
     parameters = kept
-    info = {} if only else {name: _as_value(name, own) for name, own in info.items()}
+    info = {} if only else {name: _as_value(name, value) for name, value in info.items()}
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
     return {**parameters, **info}
@@ -230,10 +230,10 @@ def load_distributed_checkpoint(
     """Join the files of all ranks, whatever their number was, and give the whole to a network, or an optimizer; None:
     to nobody. Returns it. Raises RuntimeError where a part is missing. The two strategies are taken and not needed:
     files say what they are parts of, and a network takes its own parts of what is whole."""
-    found, info = joined_files(checkpoint_filenames)
+    parameters, info = joined_files(checkpoint_filenames)
     if network is not None:
-        load_param_into_net(network, found, strict_load)
-    return {**found, **{name: _as_value(name, own) for name, own in info.items()}}
+        load_param_into_net(network, parameters, strict_load)
+    return {**parameters, **{name: _as_value(name, value) for name, value in info.items()}}
 
 
 def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]]:
@@ -242,7 +242,7 @@ def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]
     if not files:
         raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
     known = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
-    return {name: of_parts(name, [own for own in files if name in own[0]]) for name in known}, files[0][1]
+    return {name: of_parts(name, [file for file in files if name in file[0]]) for name in known}, files[0][1]
 
 
 def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
@@ -262,9 +262,9 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
         writers = ", ".join(str(writer) for *_, writer in files)
         told = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
         raise RuntimeError(problem(told, fix=f"the files of all {layout.mesh.num_devices} ranks"))
-    found = Slice(whole, name, requires_grad=first.requires_grad)
-    found.is_state, found.path = first.is_state, first.path
-    return found
+    parameter = Slice(whole, name, requires_grad=first.requires_grad)
+    parameter.is_state, parameter.path = first.is_state, first.path
+    return parameter
 
 
 def load_param_into_net(
@@ -294,7 +294,7 @@ def load_param_into_net(
         entry = entries.get(name)
         if entry is None:
             continue
-        of, now = getattr(entry, "held", None), held(target)
+        of, now = getattr(entry, "held", None), holding_of(target)
         whole = tuple(entry.shape) if of is None else of.shape
         expected = tuple(target.shape) if now is None else now.shape
         if whole != expected:
@@ -311,7 +311,7 @@ def load_param_into_net(
         loads.append((target, entry, of))
     for target, entry, of in loads:
         data = entry.detach().as_subclass(torch.Tensor).to(dtype=target.dtype, device=target.device)
-        if of is None or held(target) is not None:
+        if of is None or holding_of(target) is not None:
             with torch.no_grad():
                 target.copy_(own_shard(data, target))
         else:
@@ -328,11 +328,11 @@ def _without_prefix(entries: dict[str, Any], missing: list[str]) -> dict[str, An
     """A checkpoint's entries, those that the network lacks without the prefix of the first that ends with a missing
     name."""
     own_names = [name for name, entry in entries.items() if not getattr(entry, "is_state", False)]
-    ends = ((own, name) for name in missing for own in own_names if own.endswith(f".{name}"))
-    own, name = next(ends, ("", ""))
-    prefix = own.removesuffix(name)
-    found = {f"{prefix}{name}": name for name in missing} if prefix else {}
-    return {found.get(own, own): entry for own, entry in entries.items()}
+    ends = ((full_name, name) for name in missing for full_name in own_names if full_name.endswith(f".{name}"))
+    full_name, name = next(ends, ("", ""))
+    prefix = full_name.removesuffix(name)
+    renamed = {f"{prefix}{name}": name for name in missing} if prefix else {}
+    return {renamed.get(key, key): entry for key, entry in entries.items()}
 
 
 def _check_part(name: str, of: Held | None, now: Held | None) -> None:
@@ -360,7 +360,7 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     format."""
     if file_format != "MINDIR":
         raise ValueError(problem(f"file_format is {file_format!r}", fix='"MINDIR"'))
-    if split := [name for name, p in net.named_parameters() if (of := held(p)) and of.is_split]:
+    if split := [name for name, p in net.named_parameters() if (of := holding_of(p)) and of.is_split]:
         what = f"{split[0]} is split over the ranks"
         raise RuntimeError(problem(what, fix="save a checkpoint, and load_distributed_checkpoint in one process"))
     tensors = tuple(as_torch(x) for x in inputs)

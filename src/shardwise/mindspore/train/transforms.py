@@ -49,19 +49,19 @@ def rank_list_for_transform(
     for path, holding in source.items():
         wanted = _boxes(_matching(path, target) if target else None, rank_id, holding)
         covered: set[tuple[Box, ...]] = set()
-        for own in holding.ranks:
-            parts = _boxes(holding, own, holding)
+        for rank in holding.ranks:
+            parts = _boxes(holding, rank, holding)
             if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in wanted):
                 covered.add(parts)
-                needed.add(own)
+                needed.add(rank)
     return sorted(needed)
 
 
-def _boxes(holding: Held | None, own: int, like: Held) -> tuple[Box, ...]:
+def _boxes(holding: Held | None, rank: int, like: Held) -> tuple[Box, ...]:
     """What a rank has of a parameter, which without a holding is all of it."""
     if holding is None:
         return (Box.whole(like.shape),)
-    return boxes(holding.layout, holding.coordinates(own)) if own in holding.ranks else ()
+    return boxes(holding.layout, holding.coordinates(rank)) if rank in holding.ranks else ()
 
 
 def transform_checkpoint_by_rank(
@@ -75,7 +75,7 @@ def transform_checkpoint_by_rank(
     where a part is missing."""
     if not save_checkpoint_file_name.endswith(".ckpt"):
         raise ValueError(problem(f"the file is {save_checkpoint_file_name!r}", fix="a name that ends with .ckpt"))
-    whole, info = joined_files([checkpoint_files_map[own] for own in sorted(checkpoint_files_map)])
+    whole, info = joined_files([checkpoint_files_map[rank] for rank in sorted(checkpoint_files_map)])
     _write_part(whole, info, rank_id, Path(save_checkpoint_file_name), _holdings(dst_strategy_file))
 
 
@@ -103,7 +103,7 @@ def transform_checkpoints(
             f", not of {listed(list(map(str, missing)))}" if missing else ""
         )
         raise ValueError(problem(what, fix="a folder rank_<i> with a file for every rank"))
-    whole, info = joined_files([str(newest[own]) for own in sorted(newest)])
+    whole, info = joined_files([str(newest[rank]) for rank in sorted(newest)])
     holdings = _holdings(dst_strategy_file)
     for number in range(_ranks(dst_strategy_file) or 1):
         path = Path(dst_checkpoints_dir) / f"rank_{number}" / f"{ckpt_prefix}{number}.ckpt"
@@ -135,7 +135,7 @@ def _ranks(strategy: str | None) -> int:
 def save_group(plan: sw.Plan, rank: int, file: str) -> None:
     """Write which ranks hold the same parts as one: any of their checkpoints stands for its own, if that is lost."""
     holdings = _held_by(plan).values()
-    parts = {other: [_boxes(own, other, own) for own in holdings] for stage in plan.stages
+    parts = {other: [_boxes(holding, other, holding) for holding in holdings] for stage in plan.stages
              for other in stage.placement.ranks}  # fmt: skip
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(json.dumps([other for other in sorted(parts) if parts[other] == parts[rank]]))
@@ -171,9 +171,9 @@ def _matching(path: str, holdings: dict[str, Held]) -> Held:
 def merge_sliced_parameter(sliced_parameters: Sequence[Slice], strategy: Any = None) -> torch.Tensor:
     """A parameter of its slices, which ``load_checkpoint`` read, in the order of their ranks; ``strategy`` is not
     needed, as each says which part it is."""
-    ranks = held.ranks if (held := sliced_parameters[0].held) else range(len(sliced_parameters))
+    ranks = holding.ranks if (holding := sliced_parameters[0].held) else range(len(sliced_parameters))
     name = sliced_parameters[0].name
-    return of_parts(name, [({name: own}, {}, at) for own, at in zip(sliced_parameters, ranks, strict=False)])
+    return of_parts(name, [({name: part}, {}, at) for part, at in zip(sliced_parameters, ranks, strict=False)])
 
 
 __all__ = [

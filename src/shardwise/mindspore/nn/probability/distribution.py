@@ -43,8 +43,11 @@ class Distribution(Cell):
 
     def of(self, *values: Any, **named: Any) -> Any:
         """Torch's distribution, of these parameters where they are given."""
-        given = dict(zip(self.parameters_of, values, strict=False)) | named
-        chosen = {name: given.get(name) if given.get(name) is not None else own for name, own in self.default.items()}
+        parameters = dict(zip(self.parameters_of, values, strict=False)) | named
+        chosen = {
+            name: parameters.get(name) if parameters.get(name) is not None else default
+            for name, default in self.default.items()
+        }
         for name, value in chosen.items():
             if value is None:
                 raise ValueError(problem(f"{type(self).__name__} has no {name}", fix="give it now or when it is made"))
@@ -66,13 +69,13 @@ class Distribution(Cell):
 
     def kl_loss(self, dist: str, *parameters: Any) -> Any:
         """The divergence KL(own || other): the other's parameters first, then, where they are given, the own."""
-        other, own = self._other(dist, parameters)
-        return _ours(distributions.kl_divergence(own, other))
+        other, this = self._other(dist, parameters)
+        return _ours(distributions.kl_divergence(this, other))
 
     def cross_entropy(self, dist: str, *parameters: Any) -> Any:
         """The entropy and the divergence."""
-        other, own = self._other(dist, parameters)
-        return _ours(own.entropy() + distributions.kl_divergence(own, other))
+        other, this = self._other(dist, parameters)
+        return _ours(this.entropy() + distributions.kl_divergence(this, other))
 
     def construct(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The method of that name."""
@@ -136,9 +139,9 @@ _KINDS: dict[str, tuple[str, Made]] = {
 }
 CLASSES = {
     name: type(name, (Distribution,), {
-        "parameters_of": tuple(words.split()), "make": staticmethod(own), "__module__": __name__,
+        "parameters_of": tuple(words.split()), "make": staticmethod(kind), "__module__": __name__,
         "__doc__": f"Parameters: {words}.",
-    }) for name, (words, own) in _KINDS.items()
+    }) for name, (words, kind) in _KINDS.items()
 }  # fmt: skip
 globals().update(CLASSES)
 
