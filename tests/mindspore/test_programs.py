@@ -220,15 +220,15 @@ def test_pairs_of_products_and_a_softmax_over_classes_send_what_the_slides_say(
     ):
         assert max(found["error"] for found in pairs.values()) < 1e-13
         pair, across = GROUPS[rank]
-        # The all-gather at the end delivers z. Backward of the all-gather of Y is a reduce-scatter (among gloo ranks an
-        # exchange whose rows are added up), of the all-to-all one the other way; the all-reduces are of gradients of
-        # matrices that several ranks hold.
+        # The all-gather at the end delivers z (among two gloo ranks by an exchange). Backward of the all-gather of Y is
+        # a reduce-scatter (among gloo ranks an exchange whose rows are added up), of the all-to-all one the other way;
+        # the all-reduces are of gradients of matrices that several ranks hold.
         assert pairs["reid"]["forward"] == [("all_gather", W), ("all_gather", W)]
         assert pairs["documents 002 and 004"]["forward"] == pairs["reid"]["forward"]
         assert pairs["reid"]["backward"] == [("all_to_all", W), ("all_reduce", W)]
         assert pairs["dlrm"]["forward"] == [("all_to_all", W), ("all_gather", W)]
         assert pairs["dlrm"]["backward"] == [("all_to_all", W), ("all_reduce", W)]
-        assert pairs["transformer"]["forward"] == [("all_reduce", pair), ("all_gather", across)]
+        assert pairs["transformer"]["forward"] == [("all_reduce", pair), ("all_to_all", across)]
         assert sorted(pairs["transformer"]["backward"]) == sorted([("all_reduce", pair), ("all_reduce", across)])
         for found in (softmax, steep):
             assert max(found["errors"][1:]) < 1e-12  # gradients

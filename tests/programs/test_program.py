@@ -207,6 +207,9 @@ def test_an_exchange_does_not_use_memory_from_which_a_message_is_still_sent() ->
 
     assert overwrites((*ahead, sent, landed, *rest))
     assert not overwrites((*ahead, sent, *rest, landed))
+    assert not overwrites((*ahead, exchange, sent, landed, *rest[1:])), (
+        "which reads it while the exchange is on its way"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ one busiest rank

@@ -40,17 +40,17 @@ def _marked(instructions: Sequence[Instruction], protected: set[str]) -> tuple[I
         arrivals.get(instruction.flight, i) if isinstance(instruction, Depart) else i
         for i, instruction in enumerate(instructions)
     ]
-    last: dict[str, int] = {}
-    for end, instruction in zip(ends, instructions, strict=True):
+    reads: dict[str, dict[int, int]] = {}  # memory -> who reads it, and until when
+    for i, instruction in enumerate(instructions):
         for name in instruction.operands:
-            memory = root.get(name, name)
-            last[memory] = max(end, last.get(memory, end))
+            reads.setdefault(root.get(name, name), {})[i] = ends[i]
     marked: list[Instruction] = []
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, (Convert, Depart)) and len(instruction.operands) == 1:
             memory = root.get(instruction.operands[0], instruction.operands[0])
             reduces = [message.kind for message in sent_by(instruction)][:1] == ["all_reduce"]
-            free = reduces and memory in results and memory not in kept and last[memory] == ends[i]
+            others = (end for reader, end in reads[memory].items() if reader != i)
+            free = reduces and memory in results and memory not in kept and all(end < i for end in others)
             instruction = replace(instruction, overwrites=free)
         marked.append(instruction)
     return tuple(marked)
