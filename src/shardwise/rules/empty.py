@@ -28,7 +28,7 @@ def zeros_if_empty(function: RuleFunction) -> RuleFunction:
         inner = rule.localize
         seen = {name for name, _ in rule.windows}
         results = [graph.by_name[name] for name in op.results]
-        dtypes = tuple(result.dtype for result in results)
+        dtypes = tuple(str(result.dtype).removeprefix("torch.") for result in results)
         differentiable = tuple(result.requires_grad for result in results)
 
         def is_empty(context: LocalContext) -> bool:

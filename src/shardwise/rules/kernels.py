@@ -360,15 +360,17 @@ def _nothing(
     operands: Sequence[Tensor],
     sizes: Sequence[int],
     ranks: Sequence[int],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[str],
     differentiable: Sequence[bool],
 ) -> list[Tensor]:
     """Zeros of ``dtypes``, whose shapes stand one after the other in ``sizes``. Zeros flow back through the
-    differentiable ones, to all operands with a gradient."""
+    differentiable ones, to all operands with a gradient. Dtypes by their names: torch 2.11 hands those of a list on as
+    numbers."""
     parts = [x.flatten()[:0].sum() for x in operands if x.is_floating_point() or x.is_complex()]
     results: list[Tensor] = []
     start = 0
-    for rank, dtype, flows in zip(ranks, dtypes, differentiable, strict=True):
+    for rank, name, flows in zip(ranks, dtypes, differentiable, strict=True):
+        dtype: torch.dtype = getattr(torch, name)
         zeros = operands[0].new_zeros(sizes[start : start + rank], dtype=dtype)
         for part in parts if flows else ():
             zeros = zeros + (torch.real(part) if part.is_complex() and not dtype.is_complex else part).to(dtype)
@@ -415,6 +417,6 @@ LINSPACE_BLOCK: Final = _define(
 )
 CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
 NOTHING: Final = _define(
-    "nothing(Tensor[] operands, int[] sizes, int[] ranks, ScalarType[] dtypes, bool[] differentiable) -> Tensor[]",
+    "nothing(Tensor[] operands, int[] sizes, int[] ranks, str[] dtypes, bool[] differentiable) -> Tensor[]",
     _nothing,
 )
