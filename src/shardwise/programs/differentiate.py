@@ -20,6 +20,7 @@ import torch
 from shardwise.graph.ir import Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.casts import before_first_use, cast, computed_name
+from shardwise.programs.cotangents import Cotangents
 from shardwise.programs.entries import Called, Exchanged, cuts_windows, in_backward_order, renamed
 from shardwise.programs.exchanges import ExchangeWriter, Travellers
 from shardwise.programs.forms import Form
@@ -75,7 +76,6 @@ class _Writer:
     overlap: bool
     forms: dict[str, Form] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    cotangents: dict[str, str] = field(default_factory=dict)
     in_flight: dict[int, Arrive] = field(default_factory=dict)  # what receives gradients that are on their way
     casts: dict[str, Compute] = field(default_factory=dict)  # of sources, by the names that they make
     stored: dict[str, Form] = field(default_factory=dict)  # of sources that are cast
@@ -84,6 +84,7 @@ class _Writer:
         self.spmd = self.local.spmd
         self.graph = self.spmd.graph
         self.coordinates = self.spmd.mesh.coordinates(self.local.rank)
+        self.cotangents = Cotangents(self.forms)
         self.exchanges = ExchangeWriter(self.graph, self.coordinates, self.forms)
         self.backward: list[Instruction] = []
         self.parameter_values: set[str] = set()  # values that depend on parameters only
@@ -103,11 +104,11 @@ class _Writer:
                 if self.forms[name].requires_grad and (reached is None or reached[i]):
                     seeds[i] = f"d:{name}"
                     self.forms[f"d:{name}"] = self.forms[name].with_gradient(False)
-                    self._add_cotangent(name, f"d:{name}", Origin("", "", "input"))
+                    self.cotangents.add(name, f"d:{name}", Origin("", "", "input"), self.backward)
             self._write_backward(entries)
         mutations = tuple((buffer, self.resolve(value)) for buffer, value in self.spmd.mutations)
         written = self._write_forward(entries)
-        self.backward, gradients = gradients_of(self.graph, self.cotangents, self.backward, self.forms)
+        self.backward, gradients = gradients_of(self.graph, self.cotangents.names, self.backward, self.forms)
         used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
         ends = (*map(self.resolve, delivered), *(value for _, value in mutations), *used)
         forward = before_first_use(written, self.casts, ends)
@@ -336,7 +337,7 @@ class _Writer:
 
     def _backward_of(self, entry: Called) -> list[Instruction]:
         """Write what the call does for cotangents of values; what it does for gradients of parameters is returned."""
-        cotangents = tuple(self.cotangents.get(result) for result in entry.results)
+        cotangents = tuple(self.cotangents.names.get(result) for result in entry.results)
         if not any(cotangents):
             return []
         operands = tuple(self.forms[name] for name in entry.names)
@@ -364,18 +365,11 @@ class _Writer:
                 continue
             into, why = (late, late_origin) if i in weights else (self.backward, origin)
             if cotangent is None:  # PyTorch knows that it is zero; what all ranks do must not depend on that
-                name = self._zeros(f"{entry.results[0]}'0:{i}", operands[i], why, into)
+                name = self.cotangents.zeros(f"{entry.results[0]}'0:{i}", operands[i], why, into)
             else:
                 name = names[cotangent]
-            self._add_cotangent(entry.names[i], name, why, into)
+            self.cotangents.add(entry.names[i], name, why, into)
         return late
-
-    def _zeros(self, name: str, like: Form, origin: Origin, into: list[Instruction]) -> str:
-        """The name of a cotangent of zeros."""
-        form = self.forms[name] = Form.contiguous(like.shape, like.dtype)
-        kwargs = (("dtype", form.dtype), ("device", None))
-        into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
-        return name
 
     def _differentiate(
         self, entry: Called, kind: BackwardKind, cotangents: Sequence[str | None], origin: Origin, names: dict[str, str]
@@ -392,34 +386,13 @@ class _Writer:
         shares = (None,) * len(results)
         self.backward.append(Compute(target, args, (), results, places, forms, shares, origin))
 
-    def _add_cotangent(self, name: str, cotangent: str, origin: Origin, into: list[Instruction] | None = None) -> None:
-        """A cotangent of a value arrives: it is added to what came before."""
-        if not self.forms[name].requires_grad:
-            return
-        before = self.cotangents.get(name)
-        if before is None:
-            self.cotangents[name] = cotangent
-            return
-        first, second = self.forms[before], self.forms[cotangent]
-        dtype = torch.promote_types(first.dtype, second.dtype)  # of a parameter, one may have been reduced in another
-        same = first.stride == second.stride and dtype == first.dtype
-        form = first if same else Form.contiguous(first.shape, dtype)
-        total = f"{cotangent}+{before}"
-        if total in self.forms:  # another value has the same two: both were added, and the sum was used twice
-            total = f"{total}:{name}"
-        self.forms[total] = form
-        args = (Ref(before), Ref(cotangent))
-        self.cotangents[name] = total
-        assert into is not None, "the first cotangent of a delivered value"
-        into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))
-
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
     def _travelling(self, entry: Exchanged, *, backward: bool) -> tuple[Conversion, ...]:
         """Those conversions of an exchange that have something to convert: on the way back, a cotangent."""
         if not backward:
             return entry.conversions
-        return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents)
+        return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
 
     def _sends(self, entry: Exchanged, backward: bool) -> int:
         """How many messages an exchange is."""
@@ -439,7 +412,7 @@ class _Writer:
 
     def _to_reduce(self, conversion: Conversion) -> str:
         """The cotangent of a conversion in the dtype in which it is reduced."""
-        name, dtype = self.cotangents[conversion.result], self.graph.by_name[conversion.origin].reduced
+        name, dtype = self.cotangents.names[conversion.result], self.graph.by_name[conversion.origin].reduced
         if dtype is None or self.forms[name].dtype == dtype:
             return name
         result = self.exchanges.cast_name(name, dtype)
@@ -468,7 +441,7 @@ class _Writer:
         """The cotangent of one conversion, without a message."""
         if not conversion.differentiable:
             return
-        cotangent = self.cotangents[conversion.result]
+        cotangent = self.cotangents.names[conversion.result]
         _, _, identity = converted_form(conversion.moves, self.coordinates, self.forms[cotangent], backward=True)
         result = cotangent if identity else f"{cotangent}>{conversion.value}"
         together = Travellers((conversion,), (cotangent,), (result,), True)
@@ -498,4 +471,4 @@ class _Writer:
                 # It was reduced in another dtype; the backward of the operator that made the value goes on in its own.
                 into.append(self.exchanges.cast(result, value.dtype, conversion))
                 result = into[-1].results[0]
-            self._add_cotangent(conversion.value, result, origin, into)
+            self.cotangents.add(conversion.value, result, origin, into)

@@ -1,0 +1,51 @@
+"""The cotangents of values while backward is written: where a value has several consumers, each brings one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.graph.ir import Ref
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Compute, Instruction, Origin
+
+aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class Cotangents:
+    """``names``: of a value that has one, the name of its cotangent so far; ``forms``: of all names."""
+
+    forms: dict[str, Form]
+    names: dict[str, str] = field(default_factory=dict)
+
+    def add(self, value: str, cotangent: str, origin: Origin, into: list[Instruction]) -> None:
+        """A cotangent of a value arrives: it is added to what came before, in ``into``."""
+        if not self.forms[value].requires_grad:
+            return
+        before = self.names.get(value)
+        if before is None:
+            self.names[value] = cotangent
+            return
+        first, second = self.forms[before], self.forms[cotangent]
+        dtype = torch.promote_types(first.dtype, second.dtype)  # of a parameter, one may have been reduced in another
+        same = first.stride == second.stride and dtype == first.dtype
+        form = first if same else Form.contiguous(first.shape, dtype)
+        total = f"{cotangent}+{before}"
+        if total in self.forms:  # another value has the same two: both were added, and the sum was used twice
+            total = f"{total}:{value}"
+        self.forms[total] = form
+        args = (Ref(before), Ref(cotangent))
+        self.names[value] = total
+        into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))
+
+    def zeros(self, name: str, like: Form, origin: Origin, into: list[Instruction]) -> str:
+        """A cotangent of zeros is made, in ``into``, and has this name."""
+        form = self.forms[name] = Form.contiguous(like.shape, like.dtype)
+        kwargs = (("dtype", form.dtype), ("device", None))
+        into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
+        return name
+
+
+__all__ = ["Cotangents"]
