@@ -13,9 +13,9 @@ The estimate orders candidates; the one that is taken is built and simulated as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median_high
 
 from shardwise.costs.ledger import Peak
@@ -47,11 +47,11 @@ class Further:
     added_bytes: Mapping[tuple[str, str], int]
 
     @staticmethod
-    def of(two: SimulatedStep, three: SimulatedStep, regions: Mapping[str, str]) -> Further:
-        """From steps with two and with three of its blocks. ``regions``: of the operators of blocks, with two."""
+    def of(two: SimulatedStep, three: SimulatedStep, region_of: Callable[[str], str]) -> Further:
+        """From steps with two and with three of its blocks. ``region_of``: of an operator."""
         added: dict[tuple[str, str], list[int]] = {}
         for (phase, op), size in two.held.items():
-            added.setdefault((phase, regions.get(op, op)), []).append(three.held.get((phase, op), size) - size)
+            added.setdefault((phase, region_of(op)), []).append(three.held.get((phase, op), size) - size)
         return Further(
             three.seconds - two.seconds,
             three.compute - two.compute,
@@ -93,36 +93,41 @@ class Folded:
         kept = tuple(keys[run[0]] if run in long else tuple(map(keys.__getitem__, run)) for run in runs)
         on = mesh, levers.gathered, levers.offloads
         key = *on, self._outside(choice, levers), kept
-        graph = self.folding.without(removed)
         if key not in self.known:
-            self.known[key] = None if graph is None else simulate(graph, _among(levers, graph))
+            self.known[key] = self._simulated(removed, levers, simulate)
         two = self.known[key]
-        if graph is None or two is None:
+        if two is None:
             return None
         more = []
         for run in long:
-            block, regions = (*on, keys[run[0]]), self._regions(run)
+            block, region_of = (*on, keys[run[0]]), partial(self._region, run)
             if block not in self.further:
-                longer = self.folding.without(removed - {run[1]})
-                if longer is None:
+                three = self._simulated(removed - {run[1]}, levers, simulate)
+                if three is None:
                     return None
-                self.further[block] = Further.of(two, simulate(longer, _among(levers, longer)), regions)
-            more.append((len(run) - 2, self.further[block], regions))
+                self.further[block] = Further.of(two, three, region_of)
+            more.append((len(run) - 2, self.further[block], region_of))
         return _extended(two, more)
 
-    def _regions(self, run: range) -> dict[str, str]:
-        """Where the operators of blocks are, seen from a run of them."""
-        return {
-            op.name: "before"
-            if number < run[0]
-            else "first"
-            if number == run[0]
-            else "behind"
-            if number > run[-1]
-            else "last"
-            for number, block in enumerate(self.folding.blocks)
-            for op in block.ops
-        }
+    def _simulated(self, removed: Collection[int], levers: Levers, simulate: Simulate) -> SimulatedStep | None:
+        """The step of the model without some blocks; None: it cannot be shortened so."""
+        graph = self.folding.without(removed)
+        return None if graph is None else simulate(graph, _among(levers, graph))
+
+    @cached_property
+    def _block_of(self) -> dict[str, int]:
+        return {op.name: number for number, block in enumerate(self.folding.blocks) for op in block.ops}
+
+    def _region(self, run: range, op: str) -> str:
+        """Where an operator is, seen from a run of blocks; outside of blocks it is a region of its own."""
+        number = self._block_of.get(op)
+        if number is None:
+            return op
+        if number < run[0]:
+            return "before"
+        if number > run[-1]:
+            return "behind"
+        return "first" if number == run[0] else "last"
 
     def _keys(self, choice: Choice, levers: Levers) -> list[int]:
         """For every block a number for what a choice makes of it."""
@@ -162,11 +167,11 @@ def _among(levers: Levers, graph: Graph) -> Levers:
     return replace(levers, segments=tuple(segment for segment in segments if segment.operators))
 
 
-def _extended(two: SimulatedStep, more: Sequence[tuple[int, Further, Mapping[str, str]]]) -> SimulatedStep:
+def _extended(two: SimulatedStep, more: Sequence[tuple[int, Further, Callable[[str], str]]]) -> SimulatedStep:
     """A step with so many further blocks of each run."""
     num_bytes_at = {
         (phase, op): num_bytes
-        + sum(count * further.added_bytes.get((phase, regions.get(op, op)), 0) for count, further, regions in more)
+        + sum(count * further.added_bytes.get((phase, region_of(op)), 0) for count, further, region_of in more)
         for (phase, op), num_bytes in two.held.items()
     }
     phase, op = max(num_bytes_at, key=num_bytes_at.__getitem__)
