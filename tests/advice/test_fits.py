@@ -96,27 +96,19 @@ def test_what_cannot_fit_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None
     """The states are too much for these devices, in passes of any size; for more of them they are not."""
     module, batch = asked(8)
     stored = sum(p.numel() for p in module.parameters()) * 4 * 3
-    planned: list[str] = []
-    find = options.Question.planned
+    planned: list[tuple[int, bool]] = []
 
-    def counted(question: options.Question, what: str, **changes: Any) -> options.Option:
-        asked_before = len(calls)
-        option = find(question, what, **changes)
-        planned.extend([what] * (len(calls) - asked_before))
-        return option
+    def plan(*args: Any, **settings: Any) -> sw.Plan:
+        planned.append((args[2].num_devices, "on host" in settings.get("optimizer", "")))
+        return sw.plan(*args, **settings)
 
-    calls: list[sw.Cluster] = []
-
-    def plan(*args: Any, **kwargs: Any) -> sw.Plan:
-        calls.append(args[2])
-        return sw.plan(*args, **kwargs)
-
-    monkeypatch.setattr(options.Question, "planned", counted)
     monkeypatch.setattr(fits_module, "find_plan", plan)
     answer = sw.fits(module, batch, "h100-1x2", memory_bytes=0.45 * stored, seconds=600)
     assert not answer
-    assert {"2 times the devices (4)", "4 times the devices (8)"} <= {*planned}
-    assert not [what for what in planned if "passes" in what or what.startswith("1/")], planned
+    asked_for, *mends = planned
+    assert asked_for == (2, False)
+    assert {num_devices for num_devices, _ in mends} == {2, 4, 8, 16}
+    assert all(on_host for num_devices, on_host in mends if num_devices == 2), "of these, two devices hold the rest"
     assert any("times the devices" in option.what for option in answer.options)
 
 

@@ -23,7 +23,7 @@ from shardwise.graph.trees import flatten
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_interval, format_seconds
 from shardwise.report.joined import Joined
-from shardwise.report.options import NUM_SHOWN, Option, Question, changes, mends, tried
+from shardwise.report.options import NUM_SHOWN, Option, Question, changes, limit_of, mends, tried
 from shardwise.report.planned import Planned, Staged
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 
@@ -261,8 +261,8 @@ def fits(
         better = [option for option in options if option.fits and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(question, asked)
-    limit = question.settings.get("memory_bytes", cluster.device.usable_bytes)
-    limit = None if limit == inf else limit
+    memory_bytes = limit_of(cluster, question.settings)
+    limit = None if memory_bytes == inf else memory_bytes
     price = cluster.price_per_hour or None if price_per_hour is None else price_per_hour
     return Fits(asked, step, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price, limit)
 

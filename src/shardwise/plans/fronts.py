@@ -121,18 +121,21 @@ class Front:
             if hope.slowest >= sure.slowest:
                 return sure
             if self.others is not None:
-                self.ways, self.others = [*self.ways, *self.others()], None
+                self._make_others()
                 continue
             for way in {way for way in taken if way.others is not None} or self.ways:
                 way.price()
 
     def settled(self) -> Front:
         """The same, with all points of all ways."""
-        if self.others is not None:
-            self.ways, self.others = [*self.ways, *self.others()], None
+        self._make_others()
         for way in self.ways:
             way.price()
         return self
+
+    def _make_others(self) -> None:
+        if self.others is not None:
+            self.ways, self.others = [*self.ways, *self.others()], None
 
     def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[Cuts, Cuts, set[Way]]:
         """The cuts of the points that are known, and of the same where all that is not priced fits; and the ways of the

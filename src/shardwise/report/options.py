@@ -113,7 +113,7 @@ class Question:
         settings = {**self.settings, **changes}
         if "global_batch" in settings and settings["global_batch"] is not None:
             step = settings["global_batch"]
-        stays, room = _stays(self.module, settings), devices.num_devices * _limit(devices, settings)
+        stays, room = _stays(self.module, settings), devices.num_devices * limit_of(devices, settings)
         if what and stays > room:
             refused = f"{format_bytes(stays)} of parameters and states do not fit in {format_bytes(room)}"
             return Option(what, step, devices, refused=refused)
@@ -140,7 +140,7 @@ def _stays(module: nn.Module, settings: Mapping[str, Any]) -> int:
     )  # fmt: skip
 
 
-def _limit(cluster: Cluster, settings: Mapping[str, Any]) -> float:
+def limit_of(cluster: Cluster, settings: Mapping[str, Any]) -> float:
     """Bytes that a device may take."""
     limit: float | None = settings.get("memory_bytes")
     return cluster.device.usable_bytes if limit is None else limit
