@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import wraps
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.layouts.text import format_dtype
 from shardwise.rules.binding import RuleFunction
 from shardwise.rules.calls import unchanged
 from shardwise.rules.kernels import NOTHING
@@ -29,7 +28,7 @@ def zeros_if_empty(function: RuleFunction) -> RuleFunction:
         inner = rule.localize
         seen = {name for name, _ in rule.windows}
         results = [graph.by_name[name] for name in op.results]
-        dtypes = tuple(format_dtype(result.dtype) for result in results)
+        dtypes = tuple(str(result.dtype).removeprefix("torch.") for result in results)
         differentiable = tuple(result.requires_grad for result in results)
 
         def is_empty(context: LocalContext) -> bool:

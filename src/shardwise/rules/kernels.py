@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.layouts.text import parse_dtype
 from shardwise.rules.calls import broadcast_shape
 
 _library: Any = torch.library  # its functions are not typed
@@ -371,7 +370,7 @@ def _nothing(
     results: list[Tensor] = []
     start = 0
     for rank, name, flows in zip(ranks, dtypes, differentiable, strict=True):
-        dtype = parse_dtype(name)
+        dtype: torch.dtype = getattr(torch, name)
         zeros = operands[0].new_zeros(sizes[start : start + rank], dtype=dtype)
         for part in parts if flows else ():
             zeros = zeros + (torch.real(part) if part.is_complex() and not dtype.is_complex else part).to(dtype)
