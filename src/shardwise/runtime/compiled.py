@@ -30,7 +30,7 @@ from shardwise.costs.fusion import fused_works
 from shardwise.costs.kernels import Work
 from shardwise.graph.ir import Ref
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, with_operands
+from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, Part, with_operands
 from shardwise.programs.rank_program import Program
 from shardwise.programs.regions import At, Region, divide, kind_of
 from shardwise.runtime.agree import shown_once
@@ -184,10 +184,11 @@ class _Compiler:
         names = dict(zip(_numbered("primals", region.inputs), region.inputs, strict=True))
         names |= dict(zip(_numbered("tangents", region.late), region.late, strict=True))
         sections = []
-        for half, ends, mark, part in (
+        sides: tuple[tuple[_Half, Sequence[str], str, Part], ...] = (
             (halves[0], region.outputs, ".", "forward"),
             (halves[1], region.results, "'", "input"),
-        ):
+        )
+        for half, ends, mark, part in sides:
             computed = {name for section in half.parts for name in section.results}
             end_of: dict[str, str] = {}
             for node, end in zip(half.returned, ends, strict=True):
@@ -213,7 +214,7 @@ class _Compiler:
                         tuple((i,) for i in range(len(results))),
                         section.forms,
                         tuple(None if node is None else names[node] for node in section.shares),
-                        Origin(f"region {number}", "", part),  # type: ignore[arg-type]
+                        Origin(f"region {number}", "", part),
                     )
                 )
             sections.append(instructions)
