@@ -197,7 +197,7 @@ def test_an_exchange_does_not_use_memory_from_which_a_message_is_still_sent() ->
     )
     departure = next(i for i in step.backward if isinstance(i, Depart))
     arrival = next(i for i in step.backward if isinstance(i, Arrive) and i.flight == departure.flight)
-    sent = replace(departure, flight="other", operands=exchange.operands)
+    sent = replace(departure, flight="other", operands=exchange.operands, overwrites=False)
     landed = replace(arrival, flight="other", results=tuple(f"other {name}" for name in arrival.results))
     ahead, rest = step.backward[:at], step.backward[at:]
 
@@ -207,6 +207,9 @@ def test_an_exchange_does_not_use_memory_from_which_a_message_is_still_sent() ->
 
     assert overwrites((*ahead, sent, landed, *rest))
     assert not overwrites((*ahead, sent, *rest, landed))
+    check_program(replace(step, backward=(*ahead, sent, landed, *rest)))
+    with pytest.raises(BrokenProgram, match="from which a message is still sent"):
+        check_program(replace(step, backward=(*ahead, sent, *rest, landed)))
     assert not overwrites((*ahead, exchange, sent, landed, *rest[1:])), (
         "which reads it while the exchange is on its way"
     )

@@ -198,9 +198,8 @@ def test_what_is_sent_is_held_until_it_is_waited_for(source: str, target: str, m
     with recording(2, monkeypatch) as own:
         ranks = Communicator(Placement.whole(MESH))
         ranks.create_groups([move.axes])
-        message = Message(
-            [local_move(move, ranks.coordinates, backward=False)], ranks, Purpose((), NOTHING, ranks, False)
-        )
+        local, purpose = local_move(move, ranks.coordinates, backward=False), Purpose((), NOTHING, ranks, False)
+        message = Message([local], ranks, purpose, [[0]])
         tensor = torch.zeros(6, prod(before.local_shape(ranks.coordinates)) // 6).t()  # it is copied to be sent
         buffer, flight = message.launch([tensor.reshape(before.local_shape(ranks.coordinates))], wait=False)
         del tensor

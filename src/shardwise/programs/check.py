@@ -17,7 +17,8 @@ def check_program(program: Program) -> None:
     """Raise BrokenProgram unless, forward and backward: every name is made once and before it is used; every message
     that leaves arrives once; every copy that runs apart lands once, and is not read before; what is saved, delivered,
     written back or a gradient is there; kernels overwrite only what their own operator made; nothing is read whose
-    memory an exchange has used; and every gradient has memory that backward made for it alone."""
+    memory an exchange has used; nothing is written from which a message is still sent; and every gradient has memory
+    that backward made for it alone."""
     ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
     there = set(program.taken)
     _check(program.forward, there, ends, there, "forward")
@@ -34,7 +35,8 @@ def check_program(program: Program) -> None:
 def _check(
     instructions: Sequence[Instruction], there: set[str], ends: Iterable[str], fixed: set[str], part: str
 ) -> None:
-    known, in_flight = set(there), set[str]()
+    known = set(there)
+    in_flight: dict[str, set[str]] = {}  # message on its way -> the memories from which it is sent
     root = memories(instructions, there)
     overwritten: dict[str, str] = {}  # memory -> the exchange that used it
     maker: dict[str, str] = {}  # memory -> the operator that made it
@@ -52,16 +54,18 @@ def _check(
             foreign = isinstance(instruction, Compute) and maker.get(root[name]) != instruction.origin.op
             if root[name] in fixed or foreign:
                 raise BrokenProgram(f"{where} overwrites {name!r}, which it does not own")
+            if any(root[name] in memories_sent for memories_sent in in_flight.values()):
+                raise BrokenProgram(f"{where} overwrites {name!r}, from which a message is still sent")
             if not isinstance(instruction, Compute):
                 overwritten[root[name]] = where
         if isinstance(instruction, Depart):
             if instruction.flight in in_flight:
                 raise BrokenProgram(f"{where} leaves as {instruction.flight!r}, which is on its way")
-            in_flight.add(instruction.flight)
+            in_flight[instruction.flight] = {root[name] for name in instruction.operands}
         elif isinstance(instruction, Arrive):
             if instruction.flight not in in_flight:
                 raise BrokenProgram(f"{where} waits for {instruction.flight!r}, which has not left")
-            in_flight.remove(instruction.flight)
+            del in_flight[instruction.flight]
         elif isinstance(instruction, Copy) and instruction.apart:
             copying.add(instruction.result)
         elif isinstance(instruction, Land):

@@ -1,8 +1,8 @@
 """Collectives on real ranks: the exchanges of ``programs.moves`` over ``torch.distributed`` process groups.
 
 A program runs on the ranks of its placement. Only the groups that it uses are created, in the same order on every rank
-of the job. Gloo has no uneven all-gather and no
-booleans: uneven pieces are padded to the largest (their sizes are known from the layouts), booleans travel as bytes.
+of the job. Gloo has no uneven all-gather and no booleans: uneven pieces are padded to the largest (their sizes are
+known from the layouts), booleans travel as bytes.
 """
 
 from __future__ import annotations
@@ -266,22 +266,22 @@ class Communicator:
 class Message:
     """One collective that carries one tensor, or several that make the same moves. All sizes are known beforehand.
     ``number``: that of the collective it performed last, of all that this rank has started. ``together``: positions of
-    the tensors that share buffers (``programs.moves.sharing_buffers``); by default all do."""
+    the tensors that share buffers (``programs.moves.sharing_buffers``)."""
 
     def __init__(
         self,
         moves: Sequence[LocalMove],
         ranks: Communicator,
         purpose: Purpose,
+        together: Sequence[Sequence[int]],
         in_place: bool = False,
-        together: Sequence[Sequence[int]] = (),
     ) -> None:
         first = moves[0]
         assert first.kind is not None, "a local step sends no message"
         self.ranks, self.purpose, self.number = ranks, purpose, 0
         self.kind, self.axes, self.with_own = first.kind, first.axes, first.with_own
-        self.together = together or [range(len(moves))]
-        self.parcels = [Parcel([moves[i] for i in positions], ranks, in_place) for positions in self.together]
+        self.together = together
+        self.parcels = [Parcel([moves[i] for i in positions], ranks, in_place) for positions in together]
         self.is_gloos = self.parcels[0].is_gloos
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:

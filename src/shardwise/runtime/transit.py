@@ -137,7 +137,7 @@ def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = F
         if parts[0].kind is not None:
             on_gloo = is_gloos(ranks.group(parts[0].axes))
             buffers = sharing_buffers(step, ranks.coordinates, backward=backward, on_gloo=on_gloo)
-            steps.append(Exchange(Message(parts, ranks, purpose, in_place and not steps, buffers)))
+            steps.append(Exchange(Message(parts, ranks, purpose, buffers, in_place and not steps)))
         elif not all(part.is_identity for part in parts):
             steps.append(_each(parts))
     return steps
