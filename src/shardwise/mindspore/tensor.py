@@ -106,8 +106,13 @@ def _made(result: Any) -> Any:
     """What an operator returns, in tuples or lists, with the reference's methods."""
     if isinstance(result, (tuple, list)):
         return type(result)(_made(item) for item in result)
-    is_torchs = isinstance(result, torch.Tensor) and not issubclass(type(result), (Tensor, nn.Parameter))
-    return result.as_subclass(Tensor) if is_torchs else result
+    return as_ours(result)
+
+
+def as_ours(x: Any) -> Any:
+    """A tensor with the reference's methods; anything else, and a parameter, as it is."""
+    is_torchs = isinstance(x, torch.Tensor) and not issubclass(type(x), (Tensor, nn.Parameter))
+    return x.as_subclass(Tensor) if is_torchs else x
 
 
 def plain(x: Any) -> Any:

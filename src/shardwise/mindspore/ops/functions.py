@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import problem
-from shardwise.mindspore import engine
+from shardwise.mindspore import calls
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
 from shardwise.mindspore.ops.clip import clip_by_norm
@@ -31,7 +31,7 @@ from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
 from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
 from shardwise.mindspore.ops.shape import Slice, StridedSlice, Tile
-from shardwise.mindspore.tensor import as_torch
+from shardwise.mindspore.tensor import as_ours, as_torch
 from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number, product
 
 Tensor = torch.Tensor
@@ -362,7 +362,7 @@ FUNCTIONS: dict[str, Function] = {
     "assign_add": lambda variable, value: _assigned(variable, lambda tensor: tensor + value),
     "assign_sub": lambda variable, value: _assigned(variable, lambda tensor: tensor - value),
     "clip_by_norm": clip_by_norm,
-    "recompute": lambda block, *args: engine.again(block, args),
+    "recompute": lambda block, *args: calls.again(block, args),
     "identity": lambda x: x,
     "dtype": lambda input_x: input_x.dtype,
     "is_tensor": lambda obj: isinstance(obj, Tensor),
@@ -386,7 +386,7 @@ def ours(name: str, function: Function) -> Function:
     @wraps(call)
     def outside(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
-        return pytree.tree_map(engine.as_ours, result) if engine.is_outermost() else result
+        return pytree.tree_map(as_ours, result) if calls.is_outermost() else result
 
     return outside
 
