@@ -8,10 +8,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.graph.widen import in_reference_mode
 from shardwise.mindspore import context
+from shardwise.mindspore.tensor import as_ours
 
 _INSIDE: ContextVar[bool] = ContextVar("shardwise_inside_cell", default=False)
 _AGAIN: ContextVar[bool] = ContextVar("shardwise_again", default=False)
@@ -48,6 +50,11 @@ def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
 def is_again() -> bool:
     """Whether a function runs a second time, for backward."""
     return _AGAIN.get()
+
+
+def outside(result: Any) -> Any:
+    """What a function of the dialect returns: where no cell runs, its tensors have the reference's methods."""
+    return pytree.tree_map(as_ours, result) if is_outermost() else result
 
 
 def is_split() -> bool:

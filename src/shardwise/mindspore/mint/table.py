@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from shardwise.mindspore import calls
 from shardwise.mindspore.common.initializer import initializer
@@ -16,7 +15,6 @@ from shardwise.mindspore.common.seed import set_seed
 from shardwise.mindspore.named import Function
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.wrapped import Wrapped
-from shardwise.mindspore.tensor import as_ours
 
 # Places of indices, which torch wants as int64 and the reference takes as int32 too.
 _INDICES = {
@@ -44,8 +42,7 @@ def _ours(name: str, function: Function) -> Function:
         if place is not None:
             args = tuple(_wide(x) if at == place else x for at, x in enumerate(args))
             kwargs = {key: _wide(x) if key == word else x for key, x in kwargs.items()}
-        result = function(*args, **kwargs)
-        return pytree.tree_map(as_ours, result) if calls.is_outermost() else result
+        return calls.outside(function(*args, **kwargs))
 
     call.__name__ = call.__qualname__ = name
     return call

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls
@@ -31,7 +30,7 @@ from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
 from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
 from shardwise.mindspore.ops.shape import Slice, StridedSlice, Tile
-from shardwise.mindspore.tensor import as_ours, as_torch
+from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number, product
 
 Tensor = torch.Tensor
@@ -385,8 +384,7 @@ def ours(name: str, function: Function) -> Function:
 
     @wraps(call)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        result = call(*args, **kwargs)
-        return pytree.tree_map(as_ours, result) if calls.is_outermost() else result
+        return calls.outside(call(*args, **kwargs))
 
     return outside
 

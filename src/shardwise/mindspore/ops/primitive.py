@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, strict
 from shardwise.mindspore.layout import Layout, Layouts, as_counts
-from shardwise.mindspore.tensor import as_ours
 
 Strategy = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -180,7 +179,7 @@ class Primitive:
         if _UNSPLIT.get() or not (options.distributed and torch.compiler.is_exporting()):
             operands = self.prepared(None, args)
             result = calls.again(self.compute, operands) if self.recomputed else self.compute(*operands)
-            return pytree.tree_map(as_ours, result) if calls.is_outermost() else result
+            return calls.outside(result)
         shapes = self.strategy_shapes(args)
         strategy = self.in_strategy
         if strategy is None and self.data_parallel and shapes and shapes[0]:
