@@ -256,7 +256,7 @@ class Cell(nn.Module):
                 masters.append((owner, dict(owner._parameters)))
                 for name, parameter in masters[-1][1].items():
                     if parameter is not None:
-                        owner._parameters[name] = self._cast(parameter)  # type: ignore[assignment]
+                        owner._parameters[name] = self._cast(parameter)  # type: ignore[assignment]  # no Parameter
             yield
         finally:
             for owner, parameters in masters:
