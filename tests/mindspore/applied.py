@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 import shardwise.mindspore as ms
-from shardwise.mindspore import engine
+from shardwise.mindspore import calls
+from shardwise.mindspore.layout import AXIS
 
 
 class Name(str):
@@ -53,13 +54,13 @@ class Applied(ms.nn.Cell):
 def planned(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: Any) -> sw.Plan:
     """The plan of a cell in the dialect's mode of that many devices."""
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=devices, **options)
-    return sw.plan(cell, inputs, devices, mesh=sw.Mesh({engine.AXIS: devices}), mode="semi_auto")
+    return sw.plan(cell, inputs, devices, mesh=sw.Mesh({AXIS: devices}), mode="semi_auto")
 
 
 def equal_to_one_device(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: Any) -> sw.Plan:
     """Plan and verify; returns the plan."""
     plan = planned(cell, inputs, devices, **options)
-    with engine.inside():
+    with calls.inside():
         report = sw.verify(cell, inputs, plan, steps=1)
     assert report.ok, f"{report}\n{plan}"
     return plan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 import shardwise.mindspore as ms
-from shardwise.mindspore import engine
+from shardwise.mindspore import planning
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.strict import StrategyError
 from spec.cases import CASES
@@ -57,9 +57,9 @@ def test_a_search_puts_no_communication_between_two_operators(case: dict[str, An
 
 
 def planned(cell: nn.Module, inputs: tuple[Tensor, ...], **settings: Any) -> sw.Plan:
-    """What the engine would plan for a cell that is given whole batches."""
+    """The plan for a cell that is given whole batches."""
     ms.set_auto_parallel_context(**settings)
-    return engine._plan(cell, cell, inputs, {}, {}, Options().with_options(**settings))
+    return planning.plan_by_context(cell, cell, inputs, {}, {}, Options().with_options(**settings))
 
 
 def test_propagation_needs_a_configured_operator_in_strict_mode() -> None:

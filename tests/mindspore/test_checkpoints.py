@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardwise.mindspore as ms
 from mindspore.test_modes import Net, batches
-from shardwise.mindspore import engine
+from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 
 SPLIT = {"parallel_mode": "semi_auto_parallel", "full_batch": True}
@@ -57,7 +57,7 @@ def on_rank(folder: str, kind: str) -> dict[str, Any]:
     ms.load_param_into_net(optimizer, ms.load_distributed_checkpoint(other, files))
     found["otherwise"] = trained(other, optimizer, batches()[2:])
     ms.load_distributed_checkpoint(net, files)  # a network that is split already
-    found["weight"] = engine.holding_of(net.weight) is not None and net.weight.detach().clone()
+    found["weight"] = holding_of(net.weight) is not None and net.weight.detach().clone()
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import shardwise as sw
 import shardwise.mindspore as ms
 from shardwise.api import step_memory
-from shardwise.mindspore import engine, nn, ops
+from shardwise.mindspore import nn, ops, planning
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 SEMI = {"parallel_mode": "semi_auto_parallel", "device_num": 4}
@@ -98,7 +98,7 @@ def test_a_split_cell_makes_again_what_it_is_asked_to_and_holds_less() -> None:
         "operator": Net(op=True), "nothing": Net({"mode": False}),
     }.items():  # fmt: skip
         net.set_train()
-        plan = engine.planned(net, (X,))
+        plan = planning.planned(net, (X,))
         if name in ("cells", "cells, messages kept", "operator"):
             assert sw.verify(net, X, plan).ok
         again[name] = {entry.name for entry in plan.operators if entry.again}
@@ -118,7 +118,7 @@ def test_a_cell_gathers_parameters_again_where_it_is_asked_to() -> None:
     )
     for again in (False, True):
         net = Net({"parallel_optimizer_comm_recompute": again}).set_train()
-        plan = engine.planned(net, (X,))
+        plan = planning.planned(net, (X,))
         assert any(entry.again for entry in plan.parameters) is again
     assert sw.verify(net, X, plan).ok
     with pytest.raises(NotImplementedError, match="leave mp_comm_recompute True"):
@@ -149,11 +149,11 @@ def test_layouts_by_name_place_operands_where_they_say() -> None:
         ((GRID(("dp", "mp"), "None"), GRID("None", "None")), "m@data"),
         ((GRID(("mp", "dp"), "None"), GRID("None", "None")), "m@(data.1,data.0)"),
     ):
-        plan = engine.planned(Placed(strategy), (x,))
+        plan = planning.planned(Placed(strategy), (x,))
         assert sw.verify(Placed(strategy), x, plan).ok
         found = plan.strategies["/matmul"]
         assert found == want or {*found.split()} == {*want.split()}, (found, want)
-    plan = engine.planned(Placed((GRID("dp", "mp"), GRID("mp", "None")), (GRID(("dp", "mp"), "None"),)), (x,))
+    plan = planning.planned(Placed((GRID("dp", "mp"), GRID("mp", "None")), (GRID(("dp", "mp"), "None"),)), (x,))
     assert sw.verify(Placed((GRID("dp", "mp"), GRID("mp", "None")), (GRID(("dp", "mp"), "None"),)), x, plan).ok
     assert "reduce_scatter" in str(plan)
 
@@ -171,7 +171,7 @@ def test_layouts_that_do_not_fit_say_what() -> None:
             make()
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8)
     with pytest.raises(sw.LayoutError, match="is for 4 devices"):
-        engine.planned(Placed((GRID("dp", "mp"), GRID("mp", "None"))), (X.double(),))
+        planning.planned(Placed((GRID("dp", "mp"), GRID("mp", "None"))), (X.double(),))
 
 
 def test_a_parameter_plan_says_how_parameters_are_stored() -> None:
@@ -186,12 +186,12 @@ def test_a_parameter_plan_says_how_parameters_are_stored() -> None:
         def construct(self, x: Tensor) -> Tensor:
             return self.sharded(x).square().mean()
 
-    plan = engine.planned(Outer("self.block.weight"), (X,))
+    plan = planning.planned(Outer("self.block.weight"), (X,))
     assert sw.verify(Outer("self.block.weight"), X, plan).ok
     (entry,) = (entry for entry in plan.parameters if entry.name.endswith("block.weight") or "weight" in entry.name)
     assert entry.layout == "f32[8@data, 16]"
     with pytest.raises(ValueError, match="parameter_plan names"):
-        engine.planned(Outer("self.block.wieght"), (X,))
+        planning.planned(Outer("self.block.wieght"), (X,))
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_a_parameter_plan_says_how_parameters_are_stored() -> None:
 
 def test_reports_list_copies_and_the_parts_of_redistributions() -> None:
     ms.set_auto_parallel_context(**SEMI)
-    plan = engine.planned(Placed(((4, 1), (1, 1))), (X.double(),))
+    plan = planning.planned(Placed(((4, 1), (1, 1))), (X.double(),))
     told = ms.parallel.copies_report(plan)
     assert "w: 2 KiB, 4 copies, [16, 16]" in told
     assert "4 devices hold 8 KiB of 2 KiB: redundant are 3 times the parameters" in told
@@ -213,7 +213,7 @@ def test_reports_list_copies_and_the_parts_of_redistributions() -> None:
         def construct(self, x: Tensor) -> Tensor:
             return self.second(self.first(x, self.w), self.w)
 
-    listed = ms.parallel.redistribution_report(engine.planned(Pair(), (X.double(),)))
+    listed = ms.parallel.redistribution_report(planning.planned(Pair(), (X.double(),)))
     assert "all_gather" in listed
     assert "AllGather" in listed
     with pytest.raises(RuntimeError, match="has not run split yet"):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise.mindspore as ms
-from shardwise.mindspore import engine
+from shardwise.mindspore.holding import holding_of
 from shardwise.runtime.shards import shard
 
 RunRanks = Callable[..., list[Any]]
@@ -108,7 +108,7 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
         net = Net(strategies)
         data = batches() if whole else own_batches(name, rank)
         losses = trained(net, kind, data)
-        held = {own: engine.holding_of(p) for own, p in net.named_parameters()}
+        held = {own: holding_of(p) for own, p in net.named_parameters()}
         found[name] = {
             "losses": losses,
             "parameters": {own: p.detach().clone() for own, p in net.named_parameters()},

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.operator_samples import i, r
-from shardwise.mindspore import aliases, engine, mint, nn, ops
+from shardwise.mindspore import aliases, mint, nn, ops, planning
 from shardwise.mindspore.nn import simple, wrapped
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.simple import SIMPLE
@@ -403,5 +403,5 @@ def test_methods_of_tensors_hold_inside_construct_and_under_a_plan() -> None:
     assert not hasattr(torch.Tensor, "expand_dims")
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=2)
     net = Words(recurrent=False)
-    assert sw.verify(net, x, engine.planned(net, (x,))).ok
+    assert sw.verify(net, x, planning.planned(net, (x,))).ok
     assert isinstance(ops.zeros((2, 3), ms.float32).asnumpy(), np.ndarray)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise.mindspore as ms
-from shardwise.mindspore import engine
+from shardwise.mindspore.holding import holding_of
 from shardwise.runtime.shards import shard
 
 nn = ms.nn
@@ -280,7 +280,7 @@ def on_rank() -> dict[str, Any]:
     found = {}
     for name in SHARDED:
         net, losses = trained(name)
-        held = {own: engine.holding_of(p) for own, p in net.named_parameters()}
+        held = {own: holding_of(p) for own, p in net.named_parameters()}
         found[name] = losses, {own: p.detach().clone() for own, p in net.named_parameters()}, held
     return found
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
-from shardwise.mindspore import engine
+from shardwise.mindspore import planning
+from shardwise.mindspore.holding import holding_of
 
 RunRanks = Callable[..., list[Any]]
 STEPS, ROWS = 3, 8
@@ -76,7 +77,7 @@ def trained(case: str, *, alone: bool, rate: float = 0.1) -> tuple[list[np.ndarr
         step(x[rows], y[rows])
     whole = []
     for p in net.trainable_params():
-        holding = engine.holding_of(p)
+        holding = holding_of(p)
         if holding is None or not holding.layout.positions:
             whole.append(p.detach().numpy().copy())
             continue
@@ -116,7 +117,7 @@ def plan_of(devices: int, **config: Any) -> sw.Plan:
     )  # fmt: skip
     net = ms.nn.WithLossCell(Net(), ms.nn.MSELoss())
     x, y = data()[0]
-    return engine.planned(net, (x, y))
+    return planning.planned(net, (x, y))
 
 
 def parts(plan: sw.Plan) -> dict[str, int]:
@@ -158,7 +159,7 @@ def test_the_groups_of_case_opt_1() -> None:
         parallel_mode="semi_auto_parallel", device_num=32, enable_parallel_optimizer=True,
         parallel_optimizer_config={"parallel_optimizer_threshold": 1},
     )  # fmt: skip
-    plan = engine.planned(TwoProducts(), (torch.ones(64, 64),))
+    plan = planning.planned(TwoProducts(), (torch.ones(64, 64),))
     assert parts(plan) == {"weight1": 32, "weight2": 32}
 
 

@@ -18,7 +18,7 @@ import shardwise as sw
 import shardwise.mindspore as ms
 from search.small_models import counts
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.mindspore import engine, nn, ops, staged
+from shardwise.mindspore import nn, ops, planning, staged
 from shardwise.mindspore.holding import holding_of, is_elsewhere
 from shardwise.mindspore.parallel.auto_parallel import AutoParallel
 from shardwise.mindspore.parallel.nn import Pipeline
@@ -265,7 +265,7 @@ def test_losses_schedules_and_cuts_of_other_kinds(run_ranks: RunRanks) -> None:
 
 def planned(net: nn.Cell, micro_size: int = 2, **options: Any) -> Any:
     ms.set_auto_parallel_context(**{**STAGED, "device_num": 2, "pipeline_config": {}, **options})
-    return engine.planned(nn.PipelineCell(net, micro_size).set_train(), batches()[0])
+    return planning.planned(nn.PipelineCell(net, micro_size).set_train(), batches()[0])
 
 
 def test_stages_are_those_of_the_cells(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ class Skipping(nn.Cell):
 def test_a_split_value_crosses_as_it_is_split() -> None:
     ms.set_auto_parallel_context(**STAGED, device_num=4)
     cell, x = nn.wrap.cell_wrapper._VirtualDatasetCell(nn.PipelineCell(Skipping(), 2)), torch.rand(8, 8)
-    plan = engine.planned(cell, (x, torch.zeros(8)))
+    plan = planning.planned(cell, (x, torch.zeros(8)))
     assert sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), x, torch.zeros(8)), plan, steps=1).ok
 
 
@@ -362,7 +362,7 @@ def test_strategies_are_those_of_a_stage() -> None:
     stages, devices = case["pipeline_stages"], case["device_num"]
     ms.set_auto_parallel_context(**{**STAGED, "pipeline_stages": stages, "device_num": devices})
     cell, rows = nn.PipelineCell(TwoProducts(case["strategy"]), case["micro_size"]), 16 * case["micro_size"]
-    plan = engine.planned(cell, (torch.zeros(rows, 64), torch.zeros(rows, 64)))
+    plan = planning.planned(cell, (torch.zeros(rows, 64), torch.zeros(rows, 64)))
     assert [stage.placement.ranks for stage in plan.stages] == [tuple(range(16)), tuple(range(16, 32))]
     for number, want in enumerate(("matmul", "matmul1")):
         stage = plan.alone(number)
@@ -374,7 +374,7 @@ def test_strategies_are_those_of_a_stage() -> None:
 def test_the_plan_of_a_pipeline_is_verified_as_its_micro_batches() -> None:
     cell, inputs = nn.PipelineCell(Net(), 4), batches()[0]
     ms.set_auto_parallel_context(**STAGED, device_num=2)
-    plan = engine.planned(cell, inputs)
+    plan = planning.planned(cell, inputs)
     report = sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), *inputs), plan, steps=1)
     assert report.ok, str(report)
     assert plan.micro_batches == 4

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 import shardwise.mindspore as ms
-from shardwise.mindspore import context, engine
+from shardwise.mindspore import context
+from shardwise.mindspore.holding import holding_of
 from shardwise.runtime.shards import shard
 
 RunRanks = Callable[..., list[Any]]
@@ -254,7 +255,7 @@ def run_automatic(folder: str, mode: str, ranks: int) -> dict[str, list[float]]:
     printed, ended = run_program(folder, "slides/train_networks.py", changes=changes)
     for name, part in zip(ended["networks"], re.split(r"^\w+$", printed, flags=re.MULTILINE)[1:], strict=True):
         found[name] = losses_in(part)
-        split = [name for name, p in ended["networks"][name].named_parameters() if engine.holding_of(p) is not None]
+        split = [name for name, p in ended["networks"][name].named_parameters() if holding_of(p) is not None]
         assert bool(split) == (ranks > 1), "on several ranks the network must run by a plan"
     return found
 
@@ -284,7 +285,7 @@ def run_resnet(folder: str) -> dict[tuple[str, bool], Found]:
             arguments = (*TINY, "--mode", mode, *(["--same-rows"] if same else []))
             printed, ended = run_program(folder, "slides/train_resnet.py", *arguments)
             net = ended["net"]
-            parameters = {name: (own.detach().clone(), engine.holding_of(own)) for name, own in net.named_parameters()}
+            parameters = {name: (own.detach().clone(), holding_of(own)) for name, own in net.named_parameters()}
             batch = (ended["images"], ended["labels"])
             found[mode, same] = {"losses": losses_in(printed), "parameters": parameters, "batch": batch}
     return found

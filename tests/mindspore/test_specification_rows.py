@@ -15,7 +15,7 @@ import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.applied import equal_to_one_device, planned
 from shardwise.api import step_memory
-from shardwise.mindspore import engine, nn, ops
+from shardwise.mindspore import calls, nn, ops, planning
 from shardwise.mindspore.strict import StrategyError
 from shardwise.runtime.hooks import announce_hooks
 
@@ -80,14 +80,14 @@ def _counts(strategy: str) -> tuple[int, int]:
 def test_propagation_carries_the_strategies_of_a_function_inside() -> None:
     cell = Calls(ms.shard(block, ((1, 4), (4, 1)), ((4, 1),)))
     ms.set_auto_parallel_context(parallel_mode="auto_parallel", search_mode="sharding_propagation", device_num=4)
-    with engine.inside():
-        plan = engine._plan(cell, cell, (X,), {}, {}, ms.context.options())
+    with calls.inside():
+        plan = planning.plan_by_context(cell, cell, (X,), {}, {}, ms.context.options())
         assert sw.verify(cell, (X,), plan, steps=1).ok
     strategies = {entry.name: entry.strategy for entry in plan.operators}
     assert strategies["/matmul"] == "k@data"
     assert strategies["/relu"] == "d0@data"
     with pytest.raises(StrategyError, match="no operator that is configured"):
-        engine._plan(Calls(block), Calls(block), (X,), {}, {}, ms.context.options())
+        planning.plan_by_context(Calls(block), Calls(block), (X,), {}, {}, ms.context.options())
 
 
 @pytest.mark.parametrize("method", [False, True])

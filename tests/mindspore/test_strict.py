@@ -262,7 +262,7 @@ def test_attributes_count_in_semi_auto_and_auto_mode_only() -> None:
 
 
 def test_a_gather_on_the_host_is_found_by_its_parameter() -> None:
-    from shardwise.mindspore import engine
+    from shardwise.mindspore import planning
 
     class Two(ms.nn.Cell):
         def __init__(self) -> None:
@@ -274,9 +274,9 @@ def test_a_gather_on_the_host_is_found_by_its_parameter() -> None:
             return self.deep(places) + self.wide(places)
 
     net = Two().to("meta")
-    assert engine._on_host(net, (ids(4, 2),), {}) == ("deep.embedding_table",)
+    assert planning.host_parameters(net, (ids(4, 2),), {}) == ("deep.embedding_table",)
     net.deep.gather.del_prim_attr("primitive_target")
     net.wide.gather.set_device("CPU")
-    assert engine._on_host(net, (ids(4, 2),), {}) == ("wide.embedding_table",)
+    assert planning.host_parameters(net, (ids(4, 2),), {}) == ("wide.embedding_table",)
     net.wide.gather.set_device("GPU")
-    assert engine._on_host(net, (ids(4, 2),), {}) == ()
+    assert planning.host_parameters(net, (ids(4, 2),), {}) == ()

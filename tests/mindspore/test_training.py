@@ -18,6 +18,7 @@ import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.test_modes import BATCH, Net, batches, trained
 from shardwise.mindspore import engine
+from shardwise.mindspore.holding import holding_of
 
 RunRanks = Callable[..., list[Any]]
 SEMI = {"parallel_mode": "semi_auto_parallel"}
@@ -68,7 +69,7 @@ def loops_on_rank(folder: str) -> dict[str, Any]:
     ms.set_auto_parallel_context(**SEMI, strategy_ckpt_load_file=f"{folder}/plan.json")
     net = Net()  # says nothing: the file does
     found["loaded"] = trained(net, "mean", own)
-    found["layout"] = str(engine.holding_of(net.weight).layout)
+    found["layout"] = str(holding_of(net.weight).layout)
 
     ms.reset_auto_parallel_context()
     ms.set_auto_parallel_context(parallel_mode="auto_parallel", search_mode="dynamic_programming")

@@ -50,6 +50,12 @@ def holding_of(parameter: torch.Tensor) -> Held | None:
     return holding
 
 
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole of which a tensor may be a shard."""
+    holding = holding_of(tensor)
+    return tuple(tensor.shape) if holding is None else holding.shape
+
+
 def is_elsewhere(parameter: torch.Tensor) -> bool:
     """Whether the ranks of another stage have a parameter, and this one has nothing of it."""
     holding = holding_of(parameter)

@@ -36,8 +36,8 @@ def _parts(layout: Layout) -> list[tuple[int, int]]:
 def own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:
     if not rows or not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != max(stop for _, stop in rows):
         return x
-    rows_here: torch.Tensor = _Rows.apply(x, rows)  # type: ignore[no-untyped-call]
-    return rows_here
+    apply: Any = _Rows.apply
+    return apply(x, rows)
 
 
 class _Rows(torch.autograd.Function):

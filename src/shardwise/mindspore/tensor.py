@@ -17,7 +17,7 @@ from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
-class _Kind(type(torch.Tensor)):  # type: ignore[misc]
+class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # a base that mypy can not name
     """``isinstance(x, Tensor)``: of parameters too, and inside of ``construct``, whose tensors are torch's own."""
 
     def __instancecheck__(cls, x: Any) -> bool:
@@ -52,12 +52,12 @@ class Tensor(torch.Tensor, metaclass=_Kind):
                 data = initializer(init, tuple(shape or ()), data.dtype)
         else:
             data = as_torch(input_data, dtype)
-        return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]
+        return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]  # not ours
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_exporting():
-            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
             return result if func in get_default_nowrap_functions() else _made(result)
         args, kwargs = pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -78,9 +78,9 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __str__(self) -> str:
         return str(METHODS["asnumpy"](self)) if _has_values(self) else repr(self)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents
         if not _has_values(self):
-            return str(super().__repr__())  # type: ignore[no-untyped-call]
+            return str(super().__repr__())  # type: ignore[no-untyped-call]  # torch's
         values = np.array2string(METHODS["asnumpy"](self), separator=", ")
         return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value= {values})"
 
@@ -106,8 +106,13 @@ def _made(result: Any) -> Any:
     """What an operator returns, in tuples or lists, with the reference's methods."""
     if isinstance(result, (tuple, list)):
         return type(result)(_made(item) for item in result)
-    is_torchs = isinstance(result, torch.Tensor) and not issubclass(type(result), (Tensor, nn.Parameter))
-    return result.as_subclass(Tensor) if is_torchs else result
+    return as_ours(result)
+
+
+def as_ours(x: Any) -> Any:
+    """A tensor with the reference's methods; anything else, and a parameter, as it is."""
+    is_torchs = isinstance(x, torch.Tensor) and not issubclass(type(x), (Tensor, nn.Parameter))
+    return x.as_subclass(Tensor) if is_torchs else x
 
 
 def plain(x: Any) -> Any:
@@ -204,7 +209,7 @@ class Parameter(nn.Parameter):
             self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # which goes on to be another one's
         return self
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents
         told = f"shape={tuple(self.shape)}, dtype={_kind(self.dtype)}, requires_grad={self.requires_grad}"
         return f"Parameter (name={self.name}, {told})"
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
-from shardwise.mindspore import engine
+from shardwise.mindspore import calls
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import set_seed
 from shardwise.mindspore.named import Function
@@ -43,8 +42,7 @@ def _ours(name: str, function: Function) -> Function:
         if place is not None:
             args = tuple(_wide(x) if at == place else x for at, x in enumerate(args))
             kwargs = {key: _wide(x) if key == word else x for key, x in kwargs.items()}
-        result = function(*args, **kwargs)
-        return pytree.tree_map(engine.as_ours, result) if engine.is_outermost() else result
+        return calls.outside(function(*args, **kwargs))
 
     call.__name__ = call.__qualname__ = name
     return call

@@ -70,7 +70,7 @@ class _ByFormula(torch.optim.Optimizer):
         super().__init__(groups, {})
         self._update = update
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, as nobody has one
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.graph.segments import Messages
-from shardwise.mindspore import engine
+from shardwise.mindspore import calls, engine, planning
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.primitive import Primitive
@@ -58,7 +58,7 @@ class Cell(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines neither construct nor forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return engine.again(self._computed, args, kwargs) if self._again else self._computed(*args, **kwargs)
+        return calls.again(self._computed, args, kwargs) if self._again else self._computed(*args, **kwargs)
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         if self._float is None:
@@ -78,7 +78,7 @@ class Cell(nn.Module):
             return self.construct(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if engine.is_outermost():
+        if calls.is_outermost():
             if self._is_step(args, kwargs):  # its parts are
                 return self.construct(*args, **kwargs)
             return engine.call(self, args, kwargs)
@@ -256,7 +256,7 @@ class Cell(nn.Module):
                 masters.append((owner, dict(owner._parameters)))
                 for name, parameter in masters[-1][1].items():
                     if parameter is not None:
-                        owner._parameters[name] = self._cast(parameter)  # type: ignore[assignment]
+                        owner._parameters[name] = self._cast(parameter)  # type: ignore[assignment]  # no Parameter
             yield
         finally:
             for owner, parameters in masters:
@@ -274,7 +274,7 @@ class Cell(nn.Module):
 
     def set_data_parallel(self) -> Cell:
         """Every operator of this cell without a strategy splits its batch, whatever a search would choose."""
-        for primitive in engine.primitives(self):
+        for primitive in planning.primitives(self):
             primitive.data_parallel = True
         return self
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.launch import rank_groups
-from shardwise.mindspore import context, engine
+from shardwise.mindspore import calls, context
 from shardwise.mindspore.communication.management import GlobalComm, find_group
 from shardwise.mindspore.holding import parameter_of
 from shardwise.mindspore.options import Options
@@ -58,7 +58,7 @@ class DistributedGradReducer:
         if missing := [i for i, grad in enumerate(grads) if not isinstance(grad, Tensor)]:
             what = f"DistributedGradReducer: gradient {missing[0]} is {grads[missing[0]]!r}, not a tensor"
             raise TypeError(problem(what, fix="give zeros for a parameter that is not used, as all ranks must agree"))
-        if engine.is_split() and any(parameter_of(grad) is not None for grad in grads):
+        if calls.is_split() and any(parameter_of(grad) is not None for grad in grads):
             what = "DistributedGradReducer is given gradients of a plan, which has reduced them: ranks hold their parts"
             fix = "leave it out in semi_auto_parallel and auto_parallel; data_parallel is the mode that needs it"
             raise ShardwiseError(problem(what, fix=fix))

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.errors import problem
-from shardwise.mindspore import context, engine
+from shardwise.mindspore import calls, context
 from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
@@ -134,7 +134,7 @@ class EmbeddingLookup(Embedding):
             self.gather.add_prim_attr("primitive_target", "CPU")
         devices = context.options().stage_devices
         cut = {self.TABLE_ROW_SLICE: ((devices, 1), (1, 1)), self.TABLE_COLUMN_SLICE: ((1, devices), (1, 1))}
-        if engine.is_split() and slice_mode in cut:
+        if calls.is_split() and slice_mode in cut:
             self.gather.shard(cut[slice_mode])
 
     def construct(self, ids: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.errors import problem
-from shardwise.mindspore import engine
+from shardwise.mindspore import calls
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.nn.cell import Cell
@@ -64,7 +64,7 @@ class _BatchNorm(Cell):
             )
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
         mean, variance = self.moving_mean, self.moving_variance
-        weight = 0.0 if engine.is_again() else 1 - self.momentum
+        weight = 0.0 if calls.is_again() else 1 - self.momentum
         wide = x if self._float is None else x.to(mean.dtype)
 
         def normalised(x: Any, gamma: Any, beta: Any, mean: Any, variance: Any) -> Any:
@@ -98,7 +98,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def construct(self, x: Any) -> Any:
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
-        if not batch or engine.is_split() or find_group().size == 1:
+        if not batch or calls.is_split() or find_group().size == 1:
             return super().construct(x)
         dims = [dim for dim in range(x.dim()) if dim != 1]
         count = x.numel() // x.shape[1]
@@ -107,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
         mean = total / count
         variance = squares / count - mean.square()
         with torch.no_grad():
-            weight = 0.0 if engine.is_again() else 1 - self.momentum
+            weight = 0.0 if calls.is_again() else 1 - self.momentum
             self.moving_mean.lerp_(mean, weight)
             self.moving_variance.lerp_(variance * count / (count - 1), weight)
         shape = (1, -1, *(1,) * (x.dim() - 2))

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.errors import problem
 from shardwise.launch import rank_groups
 from shardwise.launch.ranks import rank
-from shardwise.mindspore import context, engine
+from shardwise.mindspore import calls, context
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
 from shardwise.mindspore.named import bound_to, signature_of
@@ -197,7 +197,7 @@ class Optimizer:
                 problem(f"{len(gradients)} gradients for {len(self.parameters)} parameters", fix="one each, in order")
             )
         if type(self).construct is not Optimizer.construct:
-            with engine.inside(), torch.no_grad():
+            with calls.inside(), torch.no_grad():
                 self.construct(gradients)
             self._steps += 1
             return True
@@ -212,7 +212,7 @@ class Optimizer:
         for parameter, owner in zip(self.parameters, owners, strict=True):
             if owner not in (None, rank()):
                 parameter.grad = None
-        with engine.inside(), torch.no_grad():
+        with calls.inside(), torch.no_grad():
             optimizer.step()
         for parameter, owner in zip(self.parameters, owners, strict=True):
             parameter.grad = None

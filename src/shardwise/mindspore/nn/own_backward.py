@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CaptureError, problem
-from shardwise.mindspore import context, engine
+from shardwise.mindspore import calls, context, planning
 from shardwise.mindspore.ops.primitive import unsplit_operators
 from shardwise.mindspore.tensor_methods import in_words
 
@@ -29,7 +29,7 @@ def function_of(kind: type[Any]) -> type[torch.autograd.Function]:
 
     def forward(ctx: Any, cell: Any, *inputs: Any) -> Any:
         ctx.cell = _restored(kind, cell) if isinstance(cell, str) else cell
-        with engine.inside(), unsplit_operators(), in_words():
+        with calls.inside(), unsplit_operators(), in_words():
             result = ctx.cell.construct(*inputs)
         ctx.single = not isinstance(result, tuple)
         ctx.others = tuple(None if isinstance(x, torch.Tensor) else x for x in inputs)
@@ -41,7 +41,7 @@ def function_of(kind: type[Any]) -> type[torch.autograd.Function]:
         count, saved = len(ctx.others), ctx.saved_tensors
         inputs = [other if x is None else x for x, other in zip(saved[:count], ctx.others, strict=True)]
         out, dout = (saved[count], cotangents[0]) if ctx.single else (saved[count:], cotangents)
-        with engine.inside(), unsplit_operators(), in_words():
+        with calls.inside(), unsplit_operators(), in_words():
             gradients = ctx.cell.bprop(*inputs, out, dout)
         gradients = tuple(gradients) if isinstance(gradients, (tuple, list)) else (gradients,)
         _check(kind, inputs, gradients)
@@ -66,7 +66,7 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
     if kwargs:
         bound = inspect.signature(cell.construct).bind(*args, **kwargs)
         args = bound.args
-    split = [primitive.title for primitive in engine.primitives(cell) if primitive.in_strategy is not None]
+    split = [primitive.title for primitive in planning.primitives(cell) if primitive.in_strategy is not None]
     if split and context.options().distributed:
         raise CaptureError(
             problem(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.mindspore import engine
+from shardwise.mindspore import calls
 from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import held_parameters
@@ -61,7 +61,7 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
 
 def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
     """The norm of gradients whose parameters are split: that of the whole ones. None: no parameter is."""
-    if not (engine.is_split() and engine.is_outermost()):
+    if not (calls.is_split() and calls.is_outermost()):
         return None
     held_by_id = {id(parameter): holding for parameter, holding in held_parameters()}
     if not held_by_id:

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import problem
-from shardwise.mindspore import context, engine, overflow, strict
-from shardwise.mindspore.engine import STRATEGIES
+from shardwise.mindspore import calls, context, engine, overflow, strict
 from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.ops.primitive import counted, laid
+from shardwise.mindspore.planning import STRATEGIES
 from shardwise.mindspore.storage import PARAMETERS
-from shardwise.mindspore.tensor import Tensor, plain
+from shardwise.mindspore.tensor import Tensor, as_ours, plain
 from shardwise.runtime.hooks import MARKS
 
 # Whether a call is inside of a function that value_and_grad differentiates, or that torch.func transforms.
@@ -45,7 +45,7 @@ def differentiate(
     for weight in weights:
         weight.grad = None
     split = None
-    if isinstance(network, nn.Module) and engine.is_split() and engine.is_outermost():
+    if isinstance(network, nn.Module) and calls.is_split() and calls.is_outermost():
         own_inputs, own_kwargs = pytree.tree_map(plain, (tuple(inputs), kwargs))
         split, result = engine.run(network, own_inputs, own_kwargs, sens)
     else:
@@ -69,7 +69,11 @@ def differentiate(
         from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 
         grads = tuple(DistributedGradReducer(weights, options.gradients_mean)(grads))
-    return engine.detached(result), tuple(map(as_gradient, grads, weights))
+    return _detached(result), tuple(map(as_gradient, grads, weights))
+
+
+def _detached(result: Any) -> Any:
+    return pytree.tree_map(lambda x: as_ours(x.detach()) if isinstance(x, torch.Tensor) else x, result)
 
 
 def value_and_grad(
@@ -135,7 +139,7 @@ def value_and_grad(
         first = labelled(positions, input_grads, isinstance(grad_position, int)) if positions else ()
         of_weights = labelled((p.name for p in listed or ()), tuple(map(as_gradient, others, listed or ())), False)
         both = (first, of_weights) if positions and listed is not None else first if positions else of_weights
-        return (result if is_inner else engine.detached(result)), both
+        return (result if is_inner else _detached(result)), both
 
     return differentiated
 
@@ -249,7 +253,7 @@ def _plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         token = _TRANSFORMED.set(True)
         try:
-            with engine.inside():
+            with calls.inside():
                 return fn(*args)
         finally:
             _TRANSFORMED.reset(token)
@@ -274,7 +278,7 @@ def _transformed(
 
 
 def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: pytree.tree_map(engine.as_ours, fn(*pytree.tree_map(plain, args)))
+    return lambda *args: pytree.tree_map(as_ours, fn(*pytree.tree_map(plain, args)))
 
 
 def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> tuple[Any, ...]:
@@ -298,9 +302,9 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
     def product(*v: Any) -> Any:
         cotangents = tuple(map(plain, v))
         grads = pulled(cotangents if isinstance(value, tuple) else cotangents[0])
-        return pytree.tree_map(engine.as_ours, grads[0] if len(inputs) == 1 else grads)
+        return pytree.tree_map(as_ours, grads[0] if len(inputs) == 1 else grads)
 
-    return (pytree.tree_map(engine.as_ours, value), product, *pytree.tree_map(engine.as_ours, aux))
+    return (pytree.tree_map(as_ours, value), product, *pytree.tree_map(as_ours, aux))
 
 
 def _first_and_rest(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import problem
-from shardwise.mindspore import engine
+from shardwise.mindspore import calls
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
 from shardwise.mindspore.ops.clip import clip_by_norm
@@ -362,7 +361,7 @@ FUNCTIONS: dict[str, Function] = {
     "assign_add": lambda variable, value: _assigned(variable, lambda tensor: tensor + value),
     "assign_sub": lambda variable, value: _assigned(variable, lambda tensor: tensor - value),
     "clip_by_norm": clip_by_norm,
-    "recompute": lambda block, *args: engine.again(block, args),
+    "recompute": lambda block, *args: calls.again(block, args),
     "identity": lambda x: x,
     "dtype": lambda input_x: input_x.dtype,
     "is_tensor": lambda obj: isinstance(obj, Tensor),
@@ -385,8 +384,7 @@ def ours(name: str, function: Function) -> Function:
 
     @wraps(call)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        result = call(*args, **kwargs)
-        return pytree.tree_map(engine.as_ours, result) if engine.is_outermost() else result
+        return calls.outside(call(*args, **kwargs))
 
     return outside
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context, engine, strict
+from shardwise.mindspore import calls, context, strict
 from shardwise.mindspore.layout import Layout, Layouts, as_counts
 
 Strategy = tuple[tuple[int, ...], ...]
@@ -178,8 +178,8 @@ class Primitive:
         options = context.options()
         if _UNSPLIT.get() or not (options.distributed and torch.compiler.is_exporting()):
             operands = self.prepared(None, args)
-            result = engine.again(self.compute, operands) if self.recomputed else self.compute(*operands)
-            return pytree.tree_map(engine.as_ours, result) if engine.is_outermost() else result
+            result = calls.again(self.compute, operands) if self.recomputed else self.compute(*operands)
+            return calls.outside(result)
         shapes = self.strategy_shapes(args)
         strategy = self.in_strategy
         if strategy is None and self.data_parallel and shapes and shapes[0]:

@@ -15,7 +15,7 @@ from shardwise.graph.exported import load_exported, save_exported
 from shardwise.launch.ranks import rank
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout, parse_layout
-from shardwise.mindspore import context, engine
+from shardwise.mindspore import calls, context
 from shardwise.mindspore.dataset.values import unknown_words
 from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
@@ -342,7 +342,7 @@ def _check_part(name: str, of: Held | None, now: Held | None) -> None:
     if now is not None and of.layout == now.layout and of.is_split == now.is_split and not of.layout.positions:
         return
     ranks = of.layout.mesh.num_devices
-    split = now is None and engine.is_split() and context.options().stage_devices == ranks
+    split = now is None and calls.is_split() and context.options().stage_devices == ranks
     if split or (now is None and not of.layout.positions):
         return
     here = "whole" if now is None else f"split as {now.layout}"
@@ -368,7 +368,7 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     net.eval()
     path = Path(file_name)
     path = path if path.suffix == ".mindir" else path.with_name(path.name + ".mindir")
-    with engine.inside(), torch.no_grad():
+    with calls.inside(), torch.no_grad():
         save_exported(net, tensors, path)
     net.train(training)
 

@@ -13,18 +13,13 @@ import torch
 from torch import distributions
 
 from shardwise.errors import problem
+from shardwise.mindspore.calls import outside
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.tensor import Tensor as DialectTensor
 from shardwise.mindspore.tensor import as_torch
 
 Tensor = torch.Tensor
 Made = Callable[..., Any]
-
-
-def _ours(x: Tensor) -> Tensor:
-    """With the reference's methods, but for what is captured, which has them inside of cells."""
-    return x if torch.compiler.is_exporting() else x.as_subclass(DialectTensor)
 
 
 class Distribution(Cell):
@@ -60,7 +55,7 @@ class Distribution(Cell):
         """Random values: ``shape`` of each."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=drawn(self.seed))))
-            return self.of(*parameters, **named).sample(torch.Size(shape)).as_subclass(DialectTensor)
+            return outside(self.of(*parameters, **named).sample(torch.Size(shape)))
 
     def _other(self, dist: str, values: tuple[Any, ...]) -> Any:
         if dist != type(self).__name__:
@@ -70,12 +65,12 @@ class Distribution(Cell):
     def kl_loss(self, dist: str, *parameters: Any) -> Any:
         """The divergence KL(own || other): the other's parameters first, then, where they are given, the own."""
         other, this = self._other(dist, parameters)
-        return _ours(distributions.kl_divergence(this, other))
+        return outside(distributions.kl_divergence(this, other))
 
     def cross_entropy(self, dist: str, *parameters: Any) -> Any:
         """The entropy and the divergence."""
         other, this = self._other(dist, parameters)
-        return _ours(this.entropy() + distributions.kl_divergence(this, other))
+        return outside(this.entropy() + distributions.kl_divergence(this, other))
 
     def construct(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The method of that name."""
@@ -102,7 +97,7 @@ _OF_ALL: dict[str, Callable[[Any], Any]] = {
 
 def _answer(self: Distribution, asked: str, function: Callable[..., Any], *operands: Any) -> Any:
     try:
-        return _ours(function(*operands))
+        return outside(function(*operands))
     except NotImplementedError as error:
         what = f"{type(self).__name__} has no {asked}: torch.distributions does not compute it"
         raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
