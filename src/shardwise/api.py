@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.collector import seldom_collected
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import Memory, memory_of
@@ -155,7 +156,7 @@ def plan(
     precision = (precision or Precision()).at_hand
     captures = Captures()
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision, captures)
-    with naming_mends(plan, arguments), shown_once("planning"), working(), no_autocast():  # other ranks wait for rank 0
+    with naming_mends(plan, arguments), shown_once("planning"), working(), no_autocast(), seldom_collected():
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "

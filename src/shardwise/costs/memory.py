@@ -59,21 +59,29 @@ def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memo
 
 
 def memory_of_program(
-    program: Program, prices: Prices, parts: Repeated | None = None, *, over_time: bool = False
+    program: Program, prices: Prices, parts: Parts | None = None, *, over_time: bool = False
 ) -> Memory:
-    """The memory of one rank's training step. ``parts``: ``passes_of`` it, where they are there already; ``over_time``:
+    """The memory of one rank's training step. ``parts``: those of it, where they are there already; ``over_time``:
     whether to keep what is held at every operator, and not only the most."""
-    parts = parts or passes_of(program, prices)
-    divided, ledger = (
-        with_constants_apart(program if parts is None else parts.each),
-        Ledger(over=[] if over_time else None),
-    )
-    return _Walk(divided.step, prices, divided.constants, parts, ledger=ledger).run()
+    parts = parts or Parts.of(program, prices)
+    ledger = Ledger(over=[] if over_time else None)
+    return _Walk(parts.each, prices, parts.constants, parts.once, ledger=ledger).run()
 
 
-def passes_of(program: Program, prices: Prices) -> Repeated | None:
-    """The passes of a step that converts parameters once; None: it is one pass, or does nothing once."""
-    return repeated(program) if prices.passes > 1 and program.spmd.lifetimes.once else None
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """How often a program's parts run. ``constants``: once, ahead of all steps; ``once``: once in a step of several
+    passes (None: it is one pass, or does nothing once); ``each``: in every pass."""
+
+    constants: Program
+    once: Repeated | None
+    each: Program
+
+    @staticmethod
+    def of(program: Program, prices: Prices) -> Parts:
+        once = repeated(program) if prices.passes > 1 and program.spmd.lifetimes.once else None
+        divided = with_constants_apart(program if once is None else once.each)
+        return Parts(divided.constants, once, divided.step)
 
 
 @dataclass

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch._ops import OpOverload
+
 from shardwise.costs.compute import assumed_backward, is_one_kernel
 from shardwise.costs.kernels import Called, Priced, Work, work_of
 from shardwise.costs.ledger import Peak
-from shardwise.costs.memory import busiest_program, memory_of_program, passes_of
+from shardwise.costs.memory import Parts, busiest_program, memory_of_program
 from shardwise.costs.optimizers import states_of, waits_on_host
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
-from shardwise.programs.constants import with_constants_apart
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, is_view, sent_by
 from shardwise.programs.once import Repeated
 from shardwise.programs.opaque import Differentiate, Record
@@ -86,7 +87,7 @@ def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> Simulate
 def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
     """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well. Of several
     passes it is one of them, with its share of what the step does once."""
-    parts = passes_of(program, prices)
+    parts = Parts.of(program, prices)
     timeline = Timeline(program, prices, parts)
     timeline.run()
     memory = memory_of_program(program, prices, parts)
@@ -112,12 +113,12 @@ class Timeline:
     them; ``starved``: how long they waited for it; ``free``: axes of a group -> when its messages so far are;
     ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the copies there are done so
     far, and likewise every copy by itself; ``recorded``: tape of a call that autograd keeps -> what its backward does;
-    ``fused``: operators that are one kernel each way, of which ``done`` are those that have run. ``parts``:
-    ``passes_of`` the program, where they are there already."""
+    ``fused``: operators that are one kernel each way, of which ``done`` are those that have run. ``parts``: of the
+    program, where they are there already."""
 
     program: Program
     prices: Prices
-    parts: Repeated | None = None
+    parts: Parts | None = None
     now: float = 0.0
     host: float = 0.0
     forward: float = 0.0
@@ -142,11 +143,10 @@ class Timeline:
     def halves(self) -> tuple[float, float, float, float]:
         """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, and of the update
         with what else a step does once (of several passes a pass's share of it)."""
-        parts = self.parts or passes_of(self.program, self.prices)
-        if parts is not None:
-            self.program = parts.each
-            self._share(parts)
-        self.program = with_constants_apart(self.program).step  # these take no time in a step
+        parts = self.parts or Parts.of(self.program, self.prices)
+        if parts.once is not None:
+            self._share(parts.once)
+        self.program = parts.each  # constants take no time in a step
         ahead = self.now
         self._walk(self.program.forward)
         self.forward = self.now - ahead
@@ -257,7 +257,9 @@ class Timeline:
         operands = [forms[name] for name in instruction.operands]
         call = Called(instruction.target, instruction.args, instruction.kwargs)
         works: tuple[Work, ...]
-        if isinstance(call.target, Record):
+        if isinstance(call.target, OpOverload):
+            works = (work_of(call, operands, results),)
+        elif isinstance(call.target, Record):
             whole = work_of(Called(*call.target.call), operands, results)
             self.recorded[instruction.results[-1]] = assumed_backward(whole, operands)
             works = (whole,)

@@ -30,10 +30,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.collector import uncollected
 from shardwise.errors import CaptureError, CaptureWarning, problem
 from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.reachable import Reached
-from shardwise.graph.watching import Watching, uncollected, watching
+from shardwise.graph.watching import Watching, watching
 
 _SEEDS = "its own seed"
 _GENERATOR = "a generator of random numbers"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,22 +9,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardwise.collector import uncollected
 from shardwise.graph.origins import is_of_models
 
 Watching = Callable[[], AbstractContextManager[None]]  # what a model runs in, to be watched
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the garbage collector, which calls Python of others (callbacks, finalizers) between two lines of a
-    model."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from shardwise.costs.memory import busiest_program
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.differentiate import finished, keeping_all
@@ -21,27 +21,46 @@ from shardwise.search.zero import stored_apart, summed_at_source
 
 
 @dataclass(frozen=True, eq=False)
-class Built:
-    """A choice with its parameters as they are stored, and its program. ``kept``: that of the busiest rank before
-    anything was said of lifetimes, where they were asked for."""
+class Stored:
+    """A choice with its parameters as they are stored, as a program that keeps everything for backward."""
 
     choice: Choice
     spmd: Spmd
     kinds: Kinds
-    kept: Program | None = None
+
+    @cached_property
+    def kept(self) -> Program:
+        """The step of the rank that holds most, before anything is said of lifetimes."""
+        return keeping_all(localize(self.spmd, busiest_rank(self.spmd)), self.kinds)
+
+    def with_lifetimes(self, graph: Graph, settings: Settings) -> Built:
+        """The program under the levers of some settings. ``graph``: the model's (not lowered)."""
+        spmd = with_levers(self.kept, graph, settings.levers) if settings.levers else self.spmd
+        return Built(self, in_passes(spmd, settings))
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A program with its lifetimes."""
+
+    stored: Stored
+    spmd: Spmd
+
+    @property
+    def choice(self) -> Choice:
+        """Strategies, and parameters as they are stored."""
+        return self.stored.choice
 
     @property
     def busiest(self) -> Program:
         """The step of the rank that holds most."""
-        if self.kept is None:
-            return busiest_program(self.spmd, self.kinds)
-        return finished(replace(self.kept, spmd=self.spmd))
+        return finished(replace(self.stored.kept, spmd=self.spmd))
 
 
-def built(
+def stored(
     graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: Settings, kinds: Kinds
-) -> Built:
-    """The program of a choice under some settings."""
+) -> Stored:
+    """The program of a choice before lifetimes. Of the levers it depends on whether parameters are gathered again."""
     by_block = settings.levers.gathered == "again"
     if settings.zero is not None:
         choice = summed_at_source(choice, graph, rules, mesh)
@@ -51,10 +70,14 @@ def built(
         choice = stored_apart(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **said})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    if not settings.levers:
-        return Built(choice, in_passes(spmd, settings), kinds)
-    kept = keeping_all(localize(spmd, busiest_rank(spmd)), kinds)
-    return Built(choice, in_passes(with_levers(kept, graph, settings.levers), settings), kinds, kept)
+    return Stored(choice, spmd, kinds)
+
+
+def built(
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: Settings, kinds: Kinds
+) -> Built:
+    """The program of a choice under some settings."""
+    return stored(graph, rules, choice, mesh, settings, kinds).with_lifetimes(graph, settings)
 
 
 def in_passes(spmd: Spmd, settings: Settings) -> Spmd:

@@ -60,7 +60,6 @@ class _Builder:
         self.local = {name for op in self.graph.ops if op.name in again.local for name in op.results}
         self.cost = CostGraph(domains)
         self._kinds: dict[object, int] = {}
-        self._longest: dict[object, float] = {}
         self.consumers = domains.consumers
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
 
@@ -359,10 +358,11 @@ class _Builder:
 
     def _window(self, name: str, key: object, seconds: Callable[[], Floats]) -> float:
         """What messages of a parameter can hide behind; inf where no conversion of ``key`` is longer."""
-        if key not in self._longest:
-            self._longest[key] = float(seconds().max(initial=0.0))
+        longest = self.domains.longest
+        if key not in longest:
+            longest[key] = float(seconds().max(initial=0.0))
         window = self.domains.windows[name]
-        return window if window < self._longest[key] else inf
+        return window if window < longest[key] else inf
 
     def _placed(
         self, seconds: Floats, kept_bytes: Floats, traffic: bool, window: float, share: Floats | float,
@@ -401,12 +401,16 @@ class _Builder:
         table: Callable[[], Components],
         transient: Callable[[], Floats] | None = None,
     ) -> None:
-        """A table over ``scope``; equal keys mean equal tables, which are made once."""
+        """A table over ``scope``; equal keys mean equal tables, which are made once for all cost graphs over the same
+        domains."""
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._kinds.get(key)
         if number is None:
             number = self._kinds[key] = len(self.cost.kinds)
-            self.cost.kinds.append(table())
+            tables, for_all = self.domains.tables, (key, self.again.gathered, self.in_flight)
+            if for_all not in tables:
+                tables[for_all] = table()
+            self.cost.kinds.append(tables[for_all])
             if transient is not None:
                 self.cost.transients[number] = transient
         self.cost.factors.append((scope, number))

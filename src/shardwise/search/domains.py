@@ -164,7 +164,8 @@ class Choosing:
 
 
 class Domains:
-    """The domains of all operators of a graph on one mesh."""
+    """The domains of all operators of a graph on one mesh. ``tables``, ``longest``: what cost graphs over them have
+    priced so far (``search.cost_tables``)."""
 
     def __init__(self, choosing: Choosing, router: Router) -> None:
         self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
@@ -172,7 +173,11 @@ class Domains:
         self.operators, self.consumers = choosing.operators, choosing.consumers
         self.router, self.axes, self.prices = router, router.axes, router.prices
         self.fragments = Fragments(self.graph, router)
+        self.tables: dict[object, tuple[Floats | None, ...]] = {}
+        self.longest: dict[object, float] = {}
+        self._routes: dict[str, Routes] = {}
         self._domains: dict[object, Domain] = {}
+        self._renamed: dict[int, Ints | None] = {}
 
     @cached_property
     def windows(self) -> Mapping[str, float]:
@@ -181,7 +186,11 @@ class Domains:
 
     def routes(self, name: str) -> Routes:
         """The layouts of a value and the routes between them."""
-        return self.router.routes(self.graph.by_name[name], self.atoms[name], is_parameter=name in self.parameters)
+        routes = self._routes.get(name)
+        if routes is None:
+            value, is_parameter = self.graph.by_name[name], name in self.parameters
+            routes = self._routes[name] = self.router.routes(value, self.atoms[name], is_parameter=is_parameter)
+        return routes
 
     def domain(self, op: Op, fixed: Mapping[str, AxisChoice] | None = None) -> Domain:
         """The strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
@@ -205,6 +214,12 @@ class Domains:
     def renamed_codes(self, op: Op) -> Ints | None:
         """State on the operand -> state on the result of an operator with one of each, where every atom of one is an
         atom of the other and every state passes; else None."""
+        kind = self.choosing.kind(op)
+        if kind not in self._renamed:
+            self._renamed[kind] = self._renamed_by(op)
+        return self._renamed[kind]
+
+    def _renamed_by(self, op: Op) -> Ints | None:
         rule, before, after = self.rules[op.name], self.routes(op.operands[0]), self.routes(op.results[0])
         places = Places.of(rule)
         if replace(before.tensor, atoms=()) != replace(after.tensor, atoms=()):

@@ -109,7 +109,7 @@ def plan_within(
         if least < fastest:
             eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
     rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
-    best = rung.planner.planned_as_eased(rung.answer, easier, ranking)
+    best = easier.planned(Answer(ranking, rung.answer.searches))
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
         return plan_within(replace(planner, folded=None), segments, gathered, offload)
     if len(rungs) == 1:

@@ -16,7 +16,7 @@ from math import ceil, inf, log10
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.ledger import Peak, stays_at
-from shardwise.costs.memory import memory_of, memory_of_program
+from shardwise.costs.memory import memory_of_program
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
@@ -36,7 +36,7 @@ from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import Search, domains_of, searched, separate_axes
-from shardwise.search.built import Built, built
+from shardwise.search.built import Stored, built, stored
 from shardwise.search.candidates import (
     BOUNDED,
     MAX_OPERATORS,
@@ -94,7 +94,8 @@ class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
     ``factored``: the same, divided; ``choosing``: what of the model is to be chosen; ``folded``: estimates for models
     of many equal blocks (None: every candidate is built as a whole); ``domains``: of the meshes so far, with what the
-    user fixed, which depend on no lever; ``programs``: of the candidates so far, by levers, mesh and assignment."""
+    user fixed, which depend on no lever; ``programs``: of the candidates so far, by levers, mesh and assignment;
+    ``stored``: programs of fewer blocks before lifetimes, which many levers share."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -108,6 +109,7 @@ class Planner:
     folded: Folded | None = None
     domains: dict[Mesh, tuple[Choices, Domains]] = field(default_factory=dict)
     programs: dict[Hashable, Simulated] = field(default_factory=dict)
+    stored: dict[Hashable, Stored] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -287,12 +289,17 @@ class Planner:
 
             def short(graph: Graph, levers: Levers) -> SimulatedStep:
                 settings = replace(self.settings, levers=levers)
-                return simulate_program(self._program(graph, choice, search.mesh, settings).busiest, prices)
+                names = tuple(op.name for op in graph.ops)
+                key = search.mesh, tuple(candidate.assignment), levers.gathered == "again", names
+                if key not in self.stored:
+                    rules = self.factored.rules
+                    self.stored[key] = stored(graph, rules, choice, search.mesh, settings, self.kinds)
+                return simulate_program(self.stored[key].with_lifetimes(graph, settings).busiest, prices)
 
             step = self.folded.step(choice, self.settings.levers, search.mesh, short)
             if step is not None:
                 return Simulated(candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes))
-        program = self._program(self.graph, choice, search.mesh, self.settings)
+        program = built(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.kinds)
         choice, spmd = program.choice, program.spmd
         if not simulated:
             memory = memory_of_program(program.busiest, prices)
@@ -305,9 +312,6 @@ class Planner:
         not this stage's alone."""
         moment = max(0, peak.num_bytes - stays_at(peak) - kept_bytes) if peak.parts else 0
         return (self.settings.in_flight - 1) * kept_bytes - moment + moment // self.settings.turns
-
-    def _program(self, graph: Graph, choice: Choice, mesh: Mesh, settings: Settings) -> Built:
-        return built(graph, self.factored.rules, choice, mesh, settings, self.kinds)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
@@ -330,30 +334,15 @@ class Planner:
         if step is not None and step.seconds >= fastest:
             return self, ranking
         planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
+        if planner is not self:
+            best = replace(best, candidate=planner._priced_anew(best.candidate))
         return planner, replace(ranking, best=best)
 
-    def planned_as_eased(self, answer: Answer, easier: Planner, eased: Ranked) -> Planned:
-        """The plan of what ``eased`` made of an answer. The search knows the price of the strongest levers; what the
-        easier ones take less, and hold more, is what the programs differ by."""
-        if easier is self:
-            return self.planned(answer)
-        planned = easier.planned(Answer(eased))
-        strong, prices = answer.ranking, answer.ranking.search.cost.domains.prices
-        choice, spmd = strong.best.choice, strong.best.spmd
-        if spmd is None:
-            program = self._program(self.graph, choice, strong.search.mesh, self.settings)
-            choice, spmd = program.choice, program.spmd
-        over = over_all_meshes(strong.prediction, strong.search.mesh, answer.searches)
-        best = replace(strong.best, choice=choice, spmd=spmd)
-        over = _as_stored(_as_emitted(over, spmd, strong.search), best, strong.search)
-        kept_bytes = [
-            plan.step.kept_bytes if plan.step is not None else memory_of(program, prices, kinds=self.kinds).kept_bytes
-            for plan, program in ((planned.ranking.best, planned.spmd), (strong.best, spmd))
-        ]
-        more = self.settings.in_flight * (kept_bytes[0] - kept_bytes[1])
-        price = over.additive_price + planned.prediction.pass_seconds - over.pass_seconds
-        prediction = replace(planned.prediction, additive_price=price, num_bytes=over.num_bytes + more)
-        return replace(planned, prediction=prediction)
+    def _priced_anew(self, candidate: Candidate) -> Candidate:
+        """A candidate found under other levers at its price under these: its choices are the same."""
+        cost = self.cost_graph(candidate.search.mesh)
+        search = replace(candidate.search, cost=cost)
+        return Candidate(search, candidate.assignment, cost.components(candidate.assignment))
 
     def bound_without_limit(self, costs: Iterable[CostGraph]) -> float:
         """No plan on the meshes of these cost graphs, which make nothing again, has a lower additive price, whatever
