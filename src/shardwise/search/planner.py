@@ -93,9 +93,10 @@ class Answer:
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
     ``factored``: the same, divided; ``choosing``: what of the model is to be chosen; ``folded``: estimates for models
-    of many equal blocks (None: every candidate is built as a whole); ``domains``: of the meshes so far, with what the
-    user fixed, which depend on no lever; ``programs``: of the candidates so far, by levers, mesh and assignment;
-    ``stored``: programs of fewer blocks before lifetimes, which many levers share."""
+    of many equal blocks (None: every candidate is built as a whole). What is known so far: ``domains`` of the meshes,
+    with what the user fixed, which depend on no lever; ``choices`` that assignments stand for, by mesh; ``stored``:
+    programs of fewer blocks before lifetimes, which many levers share; ``programs`` of the candidates, by levers, mesh
+    and assignment."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -109,6 +110,7 @@ class Planner:
     folded: Folded | None = None
     domains: dict[Mesh, tuple[Choices, Domains]] = field(default_factory=dict)
     programs: dict[Hashable, Simulated] = field(default_factory=dict)
+    choices: dict[Hashable, Choice] = field(default_factory=dict)
     stored: dict[Hashable, Stored] = field(default_factory=dict)
 
     @staticmethod
@@ -282,8 +284,9 @@ class Planner:
 
     def _build(self, candidate: Candidate, *, simulated: bool, whole: bool) -> Simulated:
         search = candidate.search
-        choice = search.choice(candidate.assignment)
-        choice = keep(choice, self.settings.layouts, self.graph, self.factored, search.mesh)
+        choice = keep(
+            self._choice(search, candidate.assignment), self.settings.layouts, self.graph, self.factored, search.mesh
+        )
         prices = search.cost.domains.prices
         if self.folded is not None and not whole:
 
@@ -306,6 +309,13 @@ class Planner:
             return Simulated(candidate, choice, spmd, memory.peak, None, self._others(memory.peak, memory.kept_bytes))
         step = simulate_program(program.busiest, prices)
         return Simulated(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
+
+    def _choice(self, search: Search, assignment: list[int]) -> Choice:
+        """What an assignment stands for, whatever is made again."""
+        key = search.mesh, tuple(assignment)
+        if key not in self.choices:
+            self.choices[key] = search.choice(assignment)
+        return self.choices[key]
 
     def _others(self, peak: Peak, kept_bytes: int) -> int:
         """What is kept of the passes in flight beside one that keeps so much, less what is there for a moment and is
@@ -369,7 +379,7 @@ class Planner:
         prediction = over_all_meshes(ranking.prediction, search.mesh, answer.searches)
         prediction = _as_emitted(prediction, best.spmd, search)
         if self.settings.layouts or self.settings.zero is not None or self.settings.levers:
-            prediction = _as_stored(prediction, best, search)
+            prediction = _as_stored(prediction, best, search, self._choice(search, best.candidate.assignment))
         return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.levers)
 
 
@@ -411,12 +421,12 @@ def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Predictio
     return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
 
 
-def _as_stored(prediction: Prediction, best: Simulated, search: Search) -> Prediction:
-    """The prediction with what parameters hold where they are stored otherwise than the search had them: as the user
-    keeps them, or in parts. The searched plans have no conversions from there, so that the bound is compared with the
-    step that has."""
+def _as_stored(prediction: Prediction, best: Simulated, search: Search, choice: Choice) -> Prediction:
+    """The prediction with what parameters hold where they are stored otherwise than in ``choice``, that of the search:
+    as the user keeps them, or in parts. The searched plans have no conversions from there, so that the bound is
+    compared with the step that has."""
     graph, prices = search.cost.domains.graph, search.cost.domains.prices
-    sources, more = search.choice().sources, 0.0
+    sources, more = choice.sources, 0.0
     for source in graph.sources:
         if source.kind == "parameter":
             numel = best.choice.sources[source.value].max_local_numel - sources[source.value].max_local_numel
