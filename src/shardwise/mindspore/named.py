@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
 from shardwise.mindspore.notes import note
@@ -61,6 +61,36 @@ def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: d
         raise TypeError(problem(f"{title}: {error}", fix=f"{title}{signature}")) from error
     bound_arguments.apply_defaults()
     return bound_arguments.arguments
+
+
+class WithSettings:
+    """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``: it
+    must be given): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each is an attribute."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+    __signature__: ClassVar[inspect.Signature | None] = None  # what inspect and help say; None: that of __init__
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__()
+        cls.settings = settings or cls.settings
+        cls.__signature__ = signature_of(cls.settings) if cls.__init__ is WithSettings.__init__ else None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._take(bound_to(type(self).__name__, type(self).settings, args, kwargs))
+        self._settle()
+
+    def _take(self, values: dict[str, Any]) -> None:
+        """Makes the base, and the settings its attributes."""
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def _settle(self) -> None:
+        """Makes of the settings what the rest reads. Raises ValueError for those that can not be."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def translated(name: str, function: Function) -> Function:

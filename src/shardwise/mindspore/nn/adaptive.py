@@ -16,12 +16,12 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore.holding import copies, holding_of, is_elsewhere
-from shardwise.mindspore.nn.optimizer import Optimizer, WithSettings
+from shardwise.mindspore.nn.optimizer import OfSettings, Optimizer
 
 Tensor = torch.Tensor
 
 
-class _Formula(WithSettings):
+class _Formula(OfSettings):
     """An optimizer by its formula: ``update(state, p, g, group)`` is what p decreases by, learning rate included."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -45,7 +45,7 @@ class _Formula(WithSettings):
 class _Moments(_Formula):
     """One with the moments m and v."""
 
-    def check(self) -> None:
+    def _settle(self) -> None:
         for name in ("beta1", "beta2"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(problem(f"{name} is {getattr(self, name)}", fix="a number between 0 and 1"))
@@ -219,7 +219,7 @@ class FTRL(
 ):  # fmt: skip
     """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares."""
 
-    def check(self) -> None:
+    def _settle(self) -> None:
         if self.lr_power > 0:
             raise ValueError(problem(f"lr_power is {self.lr_power}", fix="a number up to 0"))
 
