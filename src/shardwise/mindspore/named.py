@@ -32,16 +32,10 @@ WORDS = (
 )
 
 
-def settings_of(function: Function) -> dict[str, inspect.Parameter]:
-    """The keyword-only arguments of a function."""
-    parameters = inspect.signature(function).parameters
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
-
-
-def bound(title: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a function that a constructor is given, with defaults. Raises TypeError for others."""
-    known = {name: ... if p.default is p.empty else p.default for name, p in settings_of(function).items()}
-    return bound_to(title, known, args, kwargs)
+def settings_of(function: Function) -> dict[str, Any]:
+    """The keyword-only arguments of a function: name -> default, or ``...`` where there is none."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def signature_of(known: dict[str, Any]) -> inspect.Signature:
@@ -52,9 +46,8 @@ def signature_of(known: dict[str, Any]) -> inspect.Signature:
     ])  # fmt: skip
 
 
-def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a table that a constructor is given, with defaults. Raises TypeError for others."""
-    signature = signature_of(known)
+def bound_to(title: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a constructor is given, with defaults. Raises TypeError for others."""
     try:
         bound_arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -68,15 +61,17 @@ class WithSettings:
     must be given): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each is an attribute."""
 
     settings: ClassVar[dict[str, Any]] = {}
+    _signature: ClassVar[inspect.Signature] = signature_of({})
     __signature__: ClassVar[inspect.Signature | None] = None  # what inspect and help say; None: that of __init__
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__()
         cls.settings = settings or cls.settings
-        cls.__signature__ = signature_of(cls.settings) if cls.__init__ is WithSettings.__init__ else None
+        cls._signature = signature_of(cls.settings)
+        cls.__signature__ = cls._signature if cls.__init__ is WithSettings.__init__ else None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._take(bound_to(type(self).__name__, type(self).settings, args, kwargs))
+        self._take(bound_to(type(self).__name__, self._signature, args, kwargs))
         self._settle()
 
     def _take(self, values: dict[str, Any]) -> None:
@@ -88,9 +83,23 @@ class WithSettings:
     def _settle(self) -> None:
         """Makes of the settings what the rest reads. Raises ValueError for those that can not be."""
 
+    def _chosen(self) -> dict[str, Any]:
+        """The settings as they are now."""
+        return {name: getattr(self, name) for name in type(self).settings}
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+def classes_of(table: dict[str, Function], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
+    """A class per function of a table, made from ``base``, which finds it as ``function``; its settings are the
+    function's."""
+    common = {"__module__": module, "__doc__": "As the reference has it.", **body}
+    return {
+        name: type(name, (base,), {"function": staticmethod(function), **common}, **settings_of(function))
+        for name, function in table.items()
+    }
 
 
 def translated(name: str, function: Function) -> Function:

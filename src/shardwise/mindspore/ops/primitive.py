@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, strict
 from shardwise.mindspore.layout import Layout, Layouts, as_counts
+from shardwise.mindspore.named import WithSettings
 
 Strategy = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -285,6 +286,14 @@ class Primitive:
 
     def __repr__(self) -> str:
         return f"{self.name}<{self.in_strategy}>" if self.in_strategy else self.name
+
+
+class OfSettings(WithSettings, Primitive):
+    """A primitive whose constructor takes the settings of its class statement: ``class Elu(OfSettings, alpha=1.0)``."""
+
+    def _take(self, values: dict[str, Any]) -> None:
+        Primitive.__init__(self, **values)
+        vars(self).update(values)
 
 
 class Inner(Primitive):

@@ -15,28 +15,24 @@ from torch.nn import functional as F
 
 from shardwise.mindspore import overflow
 from shardwise.mindspore.amp import init_status
-from shardwise.mindspore.named import Function, bound
+from shardwise.mindspore.named import Function, classes_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.ops.primitive import OfSettings
 from shardwise.mindspore.ops.resizing import bilinear, mirrored, nearest, pool
 from shardwise.mindspore.tensor import Tensor, as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
 
 
-class Simple(Primitive):
+class Simple(OfSettings):
     """``function(*operands, **settings)``."""
 
     lead = 0
     function: Function
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound(self.name, type(self).function, args, kwargs))
-        self.settings = dict(self.attrs)
-
     def compute(self, *args: Any) -> Any:
-        return type(self).function(*args, **self.settings)
+        return type(self).function(*args, **self._chosen())
 
 
 def _print(*values: Any) -> Any:
@@ -209,11 +205,7 @@ SIMPLE: dict[str, Function] = {
 }  # fmt: skip
 
 
-PRIMITIVES = {
-    name: type(name, (Simple,), {"function": staticmethod(function), "__module__": __name__,
-                                 "__doc__": f"``{name}``, as the reference has it."})
-    for name, function in SIMPLE.items()
-}  # fmt: skip
+PRIMITIVES = classes_of(SIMPLE, Simple, __name__)
 globals().update(PRIMITIVES)
 
 __all__ = list(PRIMITIVES)
