@@ -75,6 +75,12 @@ def one_of(*known: str) -> Check:
     return check
 
 
+def channels_first(title: str, data_format: str, else_: str = "") -> None:
+    """NotImplementedError for another order of the dims of images."""
+    if data_format != "NCHW":
+        raise NotImplementedError(f"{title}(data_format={data_format!r}): channels are dim 1 here{else_}")
+
+
 def later(inner: Check, default: Any, what: str) -> Check:
     """Checked, and refused unless it is the default: ``what`` follows in a later version."""
 

@@ -217,4 +217,4 @@ class Effect(WithSettings):
 
 CLASSES = classes_of(EFFECTS, Effect, __name__)
 
-__all__ = ["CLASSES", "ConvertMode", "Effect", "Image", "ImageEnhance", "ImageOps"]
+__all__ = ["CLASSES", "ConvertMode", "Image", "ImageEnhance", "ImageOps"]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context
+from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
@@ -19,7 +20,7 @@ from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
 from shardwise.mindspore.ops.resizing import pool, same_padding
-from shardwise.mindspore.ops.shape import ExpandDims, Reshape
+from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
 HE = math.sqrt(5)  # with it, He's bound is sqrt(1 / fan_in)
@@ -56,7 +57,7 @@ class Dense(Cell):
         if has_bias:
             self.bias = _bias(bias_init, out_channels, in_channels, dtype)
             self.bias_add = BiasAdd()
-        self.matmul, self.reshape = MatMul(transpose_b=True), Reshape()
+        self.matmul, self.reshape = MatMul(transpose_b=True), SHAPES["Reshape"]()
         self.activation = get_activation(activation) if isinstance(activation, str) else activation
 
     def construct(self, x: Any) -> Any:
@@ -89,7 +90,7 @@ class Embedding(Cell):
         if padding_idx is not None:
             table[padding_idx] = 0
         self.embedding_table = Parameter(table, "embedding_table")
-        self.expand, self.reshape_flat, self.reshape = ExpandDims(), Reshape(), Reshape()
+        self.expand, self.reshape_flat, self.reshape = (SHAPES[n]() for n in ("ExpandDims", "Reshape", "Reshape"))
         self.gather, self.array_mul = Gather(), MatMul()
 
     def construct(self, ids: Any) -> Any:
@@ -363,8 +364,7 @@ class _Pool2d(Cell):
         **settings: Any,
     ) -> None:
         super().__init__()
-        if data_format != "NCHW":
-            raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
+        channels_first(type(self).__name__, data_format)
         self.is_plain = pad_mode.lower() != "pad" and not padding and not settings
         setattr(self, self.attribute, self.operator(kernel_size, stride, pad_mode) if self.is_plain else Inner())
         self.kernel_size, self.stride, self.pad_mode = kernel_size, stride, pad_mode

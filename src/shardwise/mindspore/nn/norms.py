@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls
+from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.nn.cell import Cell
@@ -45,8 +46,7 @@ class _BatchNorm(Cell):
         positive(type(self).__name__, num_features=num_features)
         if not 0 <= momentum <= 1:
             raise ValueError(problem(f"momentum is {momentum}", fix="a number from 0 to 1"))
-        if data_format != "NCHW":
-            raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
+        channels_first(type(self).__name__, data_format)
         self.num_features, self.eps, self.momentum = num_features, eps, momentum
         self.use_batch_statistics = use_batch_statistics
         self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)

@@ -29,7 +29,7 @@ from shardwise.mindspore.ops.indexing import (
 from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
 from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
-from shardwise.mindspore.ops.shape import Slice, StridedSlice, Tile
+from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number, product
 
@@ -272,7 +272,7 @@ FUNCTIONS: dict[str, Function] = {
     "strided_slice": lambda input_x, begin, end, strides, **masks: StridedSlice(**masks)(input_x, begin, end, strides),
     "swapaxes": lambda input, axis0, axis1: torch.swapaxes(input, axis0, axis1),
     "tensor_split": lambda input, indices_or_sections, axis=0: torch.tensor_split(input, indices_or_sections, axis),
-    "tile": lambda input, multiples: Tile()(input, multiples),
+    "tile": lambda input, multiples: input.repeat(tuple(multiples)),
     "transpose": lambda input, input_perm: torch.permute(input, tuple(input_perm)),
     "tril": lambda input, diagonal=0: torch.tril(input, diagonal),
     "triu": lambda input, diagonal=0: torch.triu(input, diagonal),

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import strict
+from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
 from shardwise.mindspore.ops.resizing import MODES, pool, same_padding
 
@@ -102,8 +103,7 @@ class Conv2D(_Windowed):
         data_format: str = "NCHW",
     ) -> None:
         super().__init__(kernel_size, stride, pad_mode, pad, dilation, out_channel=out_channel, group=group)
-        if data_format != "NCHW":
-            raise NotImplementedError(f"Conv2D(data_format={data_format!r}): channels are dim 1 here; transpose first")
+        channels_first("Conv2D", data_format, "; transpose first")
         self.out_channel, self.group = out_channel, group
 
     def compute(self, x: Any, weight: Any, padding: Any) -> Any:
@@ -192,10 +192,7 @@ class _Pool(_Windowed):
         data_format: str = "NCHW",
     ) -> None:
         super().__init__(kernel_size, strides, pad_mode, 0, 1, kernel_size=kernel_size, strides=strides)
-        if data_format != "NCHW":
-            raise NotImplementedError(
-                f"{self.name}(data_format={data_format!r}): channels are dim 1 here; transpose first"
-            )
+        channels_first(self.name, data_format, "; transpose first")
         self.lead = 0 if self.pad_mode == "same" else None
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:

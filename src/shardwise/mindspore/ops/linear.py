@@ -10,19 +10,15 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.layout import AXIS
-from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, dim_names
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Shapes, Strategy, dim_names
 from shardwise.rules.binding import leading_names
 from shardwise.search.wishes import axes_of_counts
 
 
-class MatMul(Primitive):
+class MatMul(OfSettings, transpose_a=False, transpose_b=False):
     """The product of two matrices, whose batch dims (if any) are broadcast to each other."""
 
     sums = True
-
-    def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
-        super().__init__(transpose_a=transpose_a, transpose_b=transpose_b)
-        self.transpose_a, self.transpose_b = transpose_a, transpose_b
 
     def _is_linear(self, *shapes: Any) -> bool:
         """Whether torch has the product as one operator, which reads a weight of (out, in) as it is stored."""
@@ -119,13 +115,10 @@ class BatchMatMul(MatMul):
     """The products of two batches of matrices."""
 
 
-class BiasAdd(Primitive):
+class BiasAdd(OfSettings, data_format="NCHW"):
     """x + b, where b belongs to dim 1 of x."""
 
     dims = "n c b..., c"
-
-    def __init__(self, data_format: str = "NCHW") -> None:
-        super().__init__(data_format=data_format)
 
     def compute(self, x: Any, b: Any) -> Any:
         return x + b

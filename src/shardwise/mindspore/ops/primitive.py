@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -289,11 +289,29 @@ class Primitive:
 
 
 class OfSettings(WithSettings, Primitive):
-    """A primitive whose constructor takes the settings of its class statement: ``class Elu(OfSettings, alpha=1.0)``."""
+    """A primitive whose constructor takes the settings of its class statement: ``class Sort(OfSettings, axis=-1)``."""
 
     def _take(self, values: dict[str, Any]) -> None:
         Primitive.__init__(self, **values)
         vars(self).update(values)
+
+
+class Plain(Primitive):
+    """``function`` of the operands."""
+
+    function: ClassVar[Callable[..., Any]]
+
+    def compute(self, *args: Any) -> Any:
+        return type(self).function(*args)
+
+
+class Simple(OfSettings, Plain):
+    """``function(*operands, **settings)``. A strategy splits the first operand; what is inside follows."""
+
+    lead = 0
+
+    def compute(self, *args: Any) -> Any:
+        return type(self).function(*args, **self._chosen())
 
 
 class Inner(Primitive):

@@ -1,7 +1,6 @@
 """Primitives that are one function of torch or of ``ops.functions``, each a line of a table.
 
-Positional arguments are those of the call, keyword-only ones those of the constructor (``named.settings_of``). A
-strategy splits the first operand; what is inside follows.
+Positional arguments are those of the call, keyword-only ones those of the constructor (``named.settings_of``).
 """
 
 from __future__ import annotations
@@ -19,20 +18,10 @@ from shardwise.mindspore.named import Function, classes_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.primitive import OfSettings
+from shardwise.mindspore.ops.primitive import Simple
 from shardwise.mindspore.ops.resizing import bilinear, mirrored, nearest, pool
 from shardwise.mindspore.tensor import Tensor, as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
-
-
-class Simple(OfSettings):
-    """``function(*operands, **settings)``."""
-
-    lead = 0
-    function: Function
-
-    def compute(self, *args: Any) -> Any:
-        return type(self).function(*args, **self._chosen())
 
 
 def _print(*values: Any) -> Any:
