@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.graph.segments import Messages
 from shardwise.mindspore import calls, engine, planning
+from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.primitive import Primitive
@@ -308,7 +309,7 @@ class Cell(nn.Module):
 
     @pipeline_stage.setter
     def pipeline_stage(self, stage: int) -> None:
-        self._stage = _number("pipeline_stage", stage)
+        self._stage = from_on("pipeline_stage", stage, 0)
 
     @property
     def pipeline_segment(self) -> int | None:
@@ -318,13 +319,7 @@ class Cell(nn.Module):
 
     @pipeline_segment.setter
     def pipeline_segment(self, segment: int) -> None:
-        self._segment = _number("pipeline_segment", segment)
-
-
-def _number(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
-    return value
+        self._segment = from_on("pipeline_segment", segment, 0)
 
 
 def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context
-from shardwise.mindspore.checks import channels_first
+from shardwise.mindspore.checks import channels_first, from_on
 from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
@@ -28,8 +28,7 @@ HE = math.sqrt(5)  # with it, He's bound is sqrt(1 / fan_in)
 
 def positive(layer: str, **sizes: Any) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(problem(f"{layer}: {name} is {size!r}", fix="a whole number from 1"))
+        from_on(f"{layer}: {name}", size, 1)
 
 
 def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:

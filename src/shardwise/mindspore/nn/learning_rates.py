@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.tensor import Tensor
 
 
 def _steps(total_step: int, step_per_epoch: int, epochs: int) -> list[int]:
     """The epoch of every step."""
     for name, value in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("epochs", epochs)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 1"))
+        from_on(name, value, 1)
     return [step // step_per_epoch for step in range(total_step)]
 
 

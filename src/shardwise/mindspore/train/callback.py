@@ -17,6 +17,7 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore import staged
+from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.train.serialization import save_checkpoint
 
 
@@ -144,9 +145,7 @@ class LossMonitor(Callback):
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
-        if isinstance(per_print_times, bool) or not isinstance(per_print_times, int) or per_print_times < 0:
-            raise ValueError(problem(f"per_print_times is {per_print_times!r}", fix="a whole number from 0"))
-        self._every = per_print_times
+        self._every = from_on("per_print_times", per_print_times, 0)
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -234,9 +233,7 @@ class CheckpointConfig:
             what = f"keep_checkpoint_per_n_minutes is {self.keep_checkpoint_per_n_minutes}"
             raise NotImplementedError(problem(what, fix="save_checkpoint_seconds, and keep_checkpoint_max"))
         for name in ("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
+            from_on(name, getattr(self, name), 0)
 
 
 class ModelCheckpoint(Callback):

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.errors import problem
 from shardwise.launch import rank_groups
 from shardwise.launch.ranks import rank
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, from_on
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor_methods import asnumpy
@@ -91,9 +91,7 @@ class SummaryCollector(Callback):
         custom_lineage_data: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        if isinstance(collect_freq, bool) or not isinstance(collect_freq, int) or collect_freq < 1:
-            raise ValueError(problem(f"collect_freq is {collect_freq!r}", fix="a whole number from 1"))
-        self._every, self._wanted = collect_freq, collect_specified_data or {}
+        self._every, self._wanted = from_on("collect_freq", collect_freq, 1), collect_specified_data or {}
         self._default = keep_default_action
         self._folder = Path(summary_dir) if rank() == 0 else Path(summary_dir) / f"rank_{rank()}"
         self._record: SummaryRecord | None = None

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 
@@ -22,8 +23,7 @@ class _Watching(Callback):
     def __init__(self, monitor: str, mode: str, min_delta: float, patience: int, verbose: bool) -> None:
         if mode not in MODES:
             raise ValueError(problem(f"mode is {mode!r}", fix=f"one of {', '.join(MODES)}"))
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(problem(f"patience is {patience!r}", fix="a number of epochs from 0"))
+        from_on("patience", patience, 0, "a number of epochs")
         grows = mode == "max" or (mode == "auto" and any(word in monitor.lower() for word in GROWS))
         self.monitor, self.sign = monitor, 1.0 if grows else -1.0
         self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
