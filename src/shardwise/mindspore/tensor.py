@@ -266,3 +266,6 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 def tensor(input_data: Any = None, dtype: Any = None, shape: Any = None, init: Any = None) -> Tensor:
     """``Tensor`` as a function."""
     return Tensor(input_data, dtype, shape, init)
+
+
+__all__ = ["Parameter", "ParameterTuple", "Tensor", "from_numpy", "tensor"]

@@ -120,6 +120,10 @@ class Primitive:
         """What strict mode asks of this operator beyond what it asks of all (``strict.check``). ``args``: of the
         call."""
 
+    def refused(self, what: str, fix: str) -> strict.StrategyError:
+        """The error of a strategy that this operator can not have."""
+        return strict.failure(self.title, what, fix)
+
     def shard(self, in_strategy: Any = None, out_strategy: Any = None) -> Self:
         """Fixes how the operator is split: ``ops.MatMul().shard(((2, 4), (4, 1)))``. Returns itself."""
         _check_instance(self, "shard", (in_strategy, out_strategy))

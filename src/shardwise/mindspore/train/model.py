@@ -250,3 +250,6 @@ def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> Tra
     if manager.get_drop_overflow_update():
         return TrainOneStepWithLossScaleCell(network, optimizer, manager)
     return TrainOneStepCell(network, optimizer, float(manager.get_loss_scale()))
+
+
+__all__ = ["Model", "data_sink"]

@@ -255,3 +255,6 @@ class DatasetHelper:
     def sink_size(self) -> int:
         """Rows of an epoch."""
         return size_of(self.dataset, self._size)
+
+
+__all__ = ["BackupAndRestore", "DatasetHelper", "OnRequestExit", "SummaryCollector", "SummaryRecord"]

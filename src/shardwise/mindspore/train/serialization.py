@@ -379,3 +379,9 @@ def load(file_name: str, **settings: Any) -> nn.Module:
     if not path.exists():
         raise ValueError(problem(f"there is no file {path}", fix="one that export wrote: net.mindir"))
     return load_exported(path)
+
+
+__all__ = [
+    "async_ckpt_thread_status", "export", "load", "load_checkpoint", "load_distributed_checkpoint",
+    "load_param_into_net", "save_checkpoint",
+]  # fmt: skip
