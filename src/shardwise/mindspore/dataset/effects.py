@@ -16,11 +16,8 @@ from shardwise.mindspore.named import Function, WithSettings, classes_of
 try:
     from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 except ImportError as error:
-    raise ImportError(
-        problem(
-            "the MindSpore dialect reads images with Pillow: it is missing", fix='pip install "shardwise[mindspore]"'
-        )
-    ) from error
+    what = "the MindSpore dialect reads images with Pillow: it is missing"
+    raise ImportError(problem(what, fix='pip install "shardwise[mindspore]"')) from error
 
 
 class ConvertMode(enum.Enum):

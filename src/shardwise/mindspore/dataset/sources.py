@@ -69,9 +69,8 @@ class GeneratorDataset(Dataset):
         wrong = [name for name, is_asked in asked if is_asked]
         if wrong and not self._by_index:
             what = f"{wrong[0]} needs rows by their index, which the source (a {type(self._source).__name__}) has not"
-            raise ValueError(
-                problem(what, fix="give an object with __getitem__ and __len__, or call .shuffle(buffer_size)")
-            )
+            fix = "give an object with __getitem__ and __len__, or call .shuffle(buffer_size)"
+            raise ValueError(problem(what, fix=fix))
         if self._sampler is not None and (shuffle or num_shards is not None):
             raise ValueError(problem("a sampler decides the order by itself", fix="leave shuffle and num_shards out"))
 

@@ -93,11 +93,8 @@ class Cell(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "bprop":
-            raise TypeError(
-                problem(
-                    f"bprop is assigned to a {type(self).__name__}", fix="define it in the class: def bprop(self, ...)"
-                )
-            )
+            what = f"bprop is assigned to a {type(self).__name__}"
+            raise TypeError(problem(what, fix="define it in the class: def bprop(self, ...)"))
         if isinstance(value, Primitive) and not value.instance_name:
             value.instance_name = name
         if isinstance(value, nn.Module) and not isinstance(value, Cell):

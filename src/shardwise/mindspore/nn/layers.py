@@ -167,11 +167,8 @@ class Conv2d(Cell):
         super().__init__()
         positive("Conv2d", in_channels=in_channels, out_channels=out_channels, group=group)
         if in_channels % group or out_channels % group:
-            raise ValueError(
-                problem(
-                    f"Conv2d: group {group} does not divide {in_channels} and {out_channels} channels", fix="a divisor"
-                )
-            )
+            what = f"Conv2d: group {group} does not divide {in_channels} and {out_channels} channels"
+            raise ValueError(problem(what, fix="a divisor"))
         kernel = pair("kernel_size", kernel_size)
         self.in_channels, self.out_channels, self.group, self.has_bias = in_channels, out_channels, group, has_bias
         self.kernel_size, self.stride, self.dilation = kernel, pair("stride", stride), pair("dilation", dilation)

@@ -23,9 +23,8 @@ def _steps(total_step: int, step_per_epoch: int, epochs: int) -> list[int]:
 def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
     """``learning_rates[i]`` up to step ``milestone[i]``."""
     if len(milestone) != len(learning_rates):
-        raise ValueError(
-            problem(f"{len(milestone)} milestones for {len(learning_rates)} learning rates", fix="one for each")
-        )
+        what = f"{len(milestone)} milestones for {len(learning_rates)} learning rates"
+        raise ValueError(problem(what, fix="one for each"))
     per_step: list[float] = []
     for end, rate in zip(milestone, learning_rates, strict=True):
         if end < len(per_step) or end < 1:

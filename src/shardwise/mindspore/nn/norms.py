@@ -59,9 +59,8 @@ class _BatchNorm(Cell):
 
     def construct(self, x: Any) -> Any:
         if x.dim() not in self.dims:
-            raise ValueError(
-                problem(f"{type(self).__name__} got an input of shape {list(x.shape)}", fix=f"one of {self.dims} dims")
-            )
+            what = f"{type(self).__name__} got an input of shape {list(x.shape)}"
+            raise ValueError(problem(what, fix=f"one of {self.dims} dims"))
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
         mean, variance = self.moving_mean, self.moving_variance
         weight = 0.0 if calls.is_again() else 1 - self.momentum
@@ -159,9 +158,8 @@ class LayerNorm(Cell):
     ) -> None:
         super().__init__()
         if not isinstance(normalized_shape, (tuple, list)):
-            raise TypeError(
-                problem(f"LayerNorm: normalized_shape is {normalized_shape!r}", fix=f"a tuple: ({normalized_shape},)")
-            )
+            what = f"LayerNorm: normalized_shape is {normalized_shape!r}"
+            raise TypeError(problem(what, fix=f"a tuple: ({normalized_shape},)"))
         shape = list(normalized_shape)
         self.gamma = Parameter(initializer(gamma_init, shape, dtype), "gamma")
         self.beta = Parameter(initializer(beta_init, shape, dtype), "beta")
@@ -188,9 +186,8 @@ class GroupNorm(Cell):
         super().__init__()
         positive("GroupNorm", num_groups=num_groups, num_channels=num_channels)
         if num_channels % num_groups:
-            raise ValueError(
-                problem(f"GroupNorm: {num_groups} groups of {num_channels} channels: not whole", fix="a divisor")
-            )
+            what = f"GroupNorm: {num_groups} groups of {num_channels} channels: not whole"
+            raise ValueError(problem(what, fix="a divisor"))
         self.num_groups, self.eps = num_groups, eps
         self.gamma = Parameter(initializer(gamma_init, [num_channels], dtype), "gamma", requires_grad=affine)
         self.beta = Parameter(initializer(beta_init, [num_channels], dtype), "beta", requires_grad=affine)

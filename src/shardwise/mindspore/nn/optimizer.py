@@ -64,13 +64,11 @@ class Optimizer:
         grouped = [parameter for group in groups for parameter in group["params"]]
         for parameter in grouped:
             if not isinstance(parameter, nn.Parameter):
-                raise TypeError(
-                    problem(f"the optimizer got {parameter!r}", fix="pass parameters: net.trainable_params()")
-                )
+                what = f"the optimizer got {parameter!r}"
+                raise TypeError(problem(what, fix="pass parameters: net.trainable_params()"))
         if order and {*map(id, order)} != {*map(id, grouped)}:
-            raise ValueError(
-                problem(f"order_params has {len(order)} parameters, the groups {len(grouped)}", fix="the same ones")
-            )
+            what = f"order_params has {len(order)} parameters, the groups {len(grouped)}"
+            raise ValueError(problem(what, fix="the same ones"))
         self.parameters: Any = ParameterTuple(order or grouped)
         self.param_length = len(self.parameters)
         self.groups: list[dict[str, Any]] = [
@@ -192,9 +190,8 @@ class Optimizer:
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> bool:
         if len(gradients) != len(self.parameters):
-            raise ValueError(
-                problem(f"{len(gradients)} gradients for {len(self.parameters)} parameters", fix="one each, in order")
-            )
+            what = f"{len(gradients)} gradients for {len(self.parameters)} parameters"
+            raise ValueError(problem(what, fix="one each, in order"))
         if type(self).construct is not Optimizer.construct:
             with calls.inside(), torch.no_grad():
                 self.construct(gradients)
@@ -283,12 +280,9 @@ class Optimizer:
             now = holding_of(parameter)
             if of is not None and of.is_split and of != now:
                 here = "whole" if now is None else f"split as {now.layout}"
-                raise RuntimeError(
-                    problem(
-                        f"{name} was loaded as a part, split as {of.layout}, and its parameter is {here}",
-                        fix="load_distributed_checkpoint(net, files), and give what it returns to the optimizer",
-                    )
-                )
+                what = f"{name} was loaded as a part, split as {of.layout}, and its parameter is {here}"
+                fix = "load_distributed_checkpoint(net, files), and give what it returns to the optimizer"
+                raise RuntimeError(problem(what, fix=fix))
             state = self._built().state[parameter]
             state[key] = own_shard(state[key], parameter)
         self._loaded = []

@@ -54,13 +54,9 @@ class _Communication(Primitive):
 
     def _members(self) -> RankGroup:
         if torch.compiler.is_exporting():
-            raise CaptureError(
-                problem(
-                    f"{self.name} is called in a cell that is split by a plan, which inserts what ranks exchange",
-                    op=self.instance_name,
-                    fix="leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand",
-                )
-            )
+            what = f"{self.name} is called in a cell that is split by a plan, which inserts what ranks exchange"
+            fix = "leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand"
+            raise CaptureError(problem(what, op=self.instance_name, fix=fix))
         return find_group(self.group)
 
     def _divisible(self, tensor: Tensor, dim: int, parts: int) -> None:

@@ -25,9 +25,8 @@ def pair(name: str, value: Sizes, low: int = 1) -> tuple[int, int]:
     if any(isinstance(size, bool) or not isinstance(size, int) or size < low for size in sizes):
         raise ValueError(problem(f"{name} is {value!r}", fix=f"whole numbers from {low}"))
     if len(sizes) == 4 and sizes[:2] != (1, 1):
-        raise ValueError(
-            problem(f"{name} is {value!r}, whose first two are not 1", fix=f"{name}=(1, 1, {sizes[2]}, {sizes[3]})")
-        )
+        what = f"{name} is {value!r}, whose first two are not 1"
+        raise ValueError(problem(what, fix=f"{name}=(1, 1, {sizes[2]}, {sizes[3]})"))
     if len(sizes) not in (2, 4):
         raise ValueError(problem(f"{name} is {value!r}", fix="a whole number, or two: (height, width)"))
     return sizes[-2], sizes[-1]
@@ -121,22 +120,16 @@ class Conv2D(_Windowed):
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         images, (co, ci, *kernel) = strategy
         if prod(kernel) != 1:
-            raise strict.failure(
-                self.title, f"the strategy {strategy[1]} splits the kernel's height or width", f"({co}, {ci}, 1, 1)"
-            )
+            raise self.refused(f"the strategy {strategy[1]} splits the kernel's height or width", f"({co}, {ci}, 1, 1)")
         if self.group != 1 and (co > 1 or images[1] > 1 or ci > 1):
-            raise strict.failure(
-                self.title,
+            what = (
                 f"the group is {self.group}, the cout can not be split or the cin can not be split, but get cin "
-                f"{images[1]}, {ci}, cout {co}",
-                "1 for the channels of a grouped convolution",
+                f"{images[1]}, {ci}, cout {co}"
             )
+            raise self.refused(what, "1 for the channels of a grouped convolution")
         if images[1] != ci:
-            raise strict.failure(
-                self.title,
-                f"the shard num of cin of x is {images[1]}, but the shard num of cin of the weight is {ci}",
-                "both are the channels that the convolution sums over: split them equally",
-            )
+            what = f"the shard num of cin of x is {images[1]}, but the shard num of cin of the weight is {ci}"
+            raise self.refused(what, "both are the channels that the convolution sums over: split them equally")
         self.check_windows(images)
 
 

@@ -8,7 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context, strict
+from shardwise.mindspore import context
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.ops.primitive import Names, OfSettings, Shapes, Strategy, dim_names
 from shardwise.rules.binding import leading_names
@@ -30,13 +30,9 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
         x = x.transpose(-1, -2) if self.transpose_a else x
         y = y.transpose(-1, -2) if self.transpose_b else y
         if min(x.dim(), y.dim()) > 1 and x.shape[-1] != y.shape[-2]:
-            raise ValueError(
-                problem(
-                    f"{self.title}: {list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, {y.shape[-2]} rows",
-                    op=self.title,
-                    fix="shapes that fit; where data is made by a function, compare the order of its arguments",
-                )
-            )
+            what = f"{self.title}: {list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, {y.shape[-2]} rows"
+            fix = "shapes that fit; where data is made by a function, compare the order of its arguments"
+            raise ValueError(problem(what, op=self.title, fix=fix))
         return torch.matmul(x, y)
 
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
@@ -77,22 +73,18 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         if any(len(shape) < 2 for shape in shapes):
-            raise strict.failure(
-                self.title,
-                f"the strategy {strategy} is for inputs {list(map(list, shapes))}, of which one is a vector",
-                "two matrices, or set_auto_parallel_context(strict=False)",
-            )
+            what = f"the strategy {strategy} is for inputs {list(map(list, shapes))}, of which one is a vector"
+            raise self.refused(what, "two matrices, or set_auto_parallel_context(strict=False)")
         columns, rows = (
             dict(zip(names, counts, strict=True))["k"]
             for names, counts in zip(self.dim_names(shapes, args), strategy, strict=True)
         )
         if columns != rows:
-            raise strict.failure(
-                self.title,
+            what = (
                 f"the transpose_b is {str(self.transpose_b).lower()}, the shard num of first input's column is "
-                f"{columns}, but the shard num of second input's row is {rows}",
-                "both are the dim that the product sums over: split it equally in both inputs",
+                f"{columns}, but the shard num of second input's row is {rows}"
             )
+            raise self.refused(what, "both are the dim that the product sums over: split it equally in both inputs")
         if self.out_strategy is not None:
             self._check_out(strategy, shapes)
 
@@ -103,12 +95,11 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
         legal = ((*batch, a, c), (*batch, a * b, c))
         if self.out_strategy is None or self.out_strategy in ((legal[0],), (legal[1],)):
             return
-        raise strict.failure(
-            self.title,
+        what = (
             f"the output strategy {self.out_strategy} of {strategy} is neither {(legal[0],)} (AllReduce) nor "
-            f"{(legal[1],)} (ReduceScatter)",
-            "one of the two",
+            f"{(legal[1],)} (ReduceScatter)"
         )
+        raise self.refused(what, "one of the two")
 
 
 class BatchMatMul(MatMul):

@@ -132,12 +132,8 @@ class Primitive:
         self.in_strategy = strict.nested(self.name, "in_strategy", in_strategy, out_strategy)
         self.out_strategy = strict.nested(self.name, "out_strategy", out_strategy)
         if self.in_strategy is None and self.out_strategy is not None:
-            raise ValueError(
-                problem(
-                    f"{self.name}: out_strategy is {self.out_strategy}, and there is no in_strategy",
-                    fix=f"give both: {self.name}().shard(in_strategy, {self.out_strategy})",
-                )
-            )
+            what = f"{self.name}: out_strategy is {self.out_strategy}, and there is no in_strategy"
+            raise ValueError(problem(what, fix=f"give both: {self.name}().shard(in_strategy, {self.out_strategy})"))
         self._note_strategies()
         return self
 
@@ -251,9 +247,7 @@ class Primitive:
         """A name per dim of every shape: those of one name are split alike, but for dims of size 1."""
         per_shape = dim_names(self.dims, [len(shape) for shape in shapes])
         if any(len(names) != len(shape) for names, shape in zip(per_shape, shapes, strict=True)):
-            raise strict.failure(
-                self.title, f"inputs of shapes {list(map(list, shapes))} have too few dims", f"dims {self.dims}"
-            )
+            raise self.refused(f"inputs of shapes {list(map(list, shapes))} have too few dims", f"dims {self.dims}")
         return per_shape
 
     def counts_by_name(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> dict[str, int]:
@@ -346,12 +340,8 @@ def _check_instance(primitive: Any, method: str, strategies: tuple[Any, ...]) ->
         return
     strategies = tuple(argument for argument in (primitive, *strategies) if argument is not None)
     meant = strategies[0] if len(strategies) == 1 else strategies
-    raise TypeError(
-        problem(
-            f"{method} was called on the operator's class, not on an operator",
-            fix=f"write ops.MatMul().{method}({meant!r}) instead of ops.MatMul.{method}(...): with () behind the name",
-        )
-    )
+    fix = f"write ops.MatMul().{method}({meant!r}) instead of ops.MatMul.{method}(...): with () behind the name"
+    raise TypeError(problem(f"{method} was called on the operator's class, not on an operator", fix=fix))
 
 
 def _named(call: Callable[..., Any], primitive: Primitive) -> Callable[..., Any]:
