@@ -31,6 +31,10 @@ def positive(layer: str, **sizes: Any) -> None:
         from_on(f"{layer}: {name}", size, 1)
 
 
+def _weight(init: Any, shape: list[int], dtype: torch.dtype) -> Parameter:
+    return Parameter(initializer(HeUniform(HE) if init is None else init, shape, dtype), "weight")
+
+
 def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:
     return Parameter(initializer(Uniform(1 / math.sqrt(fan_in)) if init is None else init, [size], dtype), "bias")
 
@@ -51,8 +55,7 @@ class Dense(Cell):
         super().__init__()
         positive("Dense", in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
-        init = HeUniform(HE) if weight_init is None else weight_init
-        self.weight = Parameter(initializer(init, [out_channels, in_channels], dtype), "weight")
+        self.weight = _weight(weight_init, [out_channels, in_channels], dtype)
         if has_bias:
             self.bias = _bias(bias_init, out_channels, in_channels, dtype)
             self.bias_add = BiasAdd()
@@ -173,8 +176,7 @@ class Conv2d(Cell):
         self.in_channels, self.out_channels, self.group, self.has_bias = in_channels, out_channels, group, has_bias
         self.kernel_size, self.stride, self.dilation = kernel, pair("stride", stride), pair("dilation", dilation)
         self.pad_mode, self.padding, fan_in = pad_mode, padding, in_channels // group * math.prod(kernel)
-        init = HeUniform(HE) if weight_init is None else weight_init
-        self.weight = Parameter(initializer(init, [out_channels, in_channels // group, *kernel], dtype), "weight")
+        self.weight = _weight(weight_init, [out_channels, in_channels // group, *kernel], dtype)
         if has_bias:
             self.bias = _bias(bias_init, out_channels, fan_in, dtype)
             self.bias_add = BiasAdd()
@@ -249,8 +251,7 @@ class Conv3d(Cell):
         self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
         self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
         shape = [out_channels, in_channels // group, *self.kernel_size]
-        self.weight = Parameter(initializer(HeUniform(HE) if weight_init is None else weight_init, shape, dtype),
-                                "weight")  # fmt: skip
+        self.weight = _weight(weight_init, shape, dtype)
         if has_bias:
             self.bias = _bias(bias_init, out_channels, math.prod(shape[1:]), dtype)
 
@@ -289,10 +290,7 @@ class Conv2dTranspose(Cell):
         self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
         self.kernel_size, self.stride = pair("kernel_size", kernel_size), pair("stride", stride)
         self.dilation, self.output_padding = pair("dilation", dilation), pair("output_padding", output_padding, 0)
-        init = HeUniform(HE) if weight_init is None else weight_init
-        self.weight = Parameter(
-            initializer(init, [in_channels, out_channels // group, *self.kernel_size], dtype), "weight"
-        )
+        self.weight = _weight(weight_init, [in_channels, out_channels // group, *self.kernel_size], dtype)
         if has_bias:
             fan_in = out_channels // group * math.prod(self.kernel_size)
             self.bias = _bias(bias_init, out_channels, fan_in, dtype)

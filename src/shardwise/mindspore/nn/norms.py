@@ -21,11 +21,19 @@ from shardwise.mindspore.ops.primitive import Inner
 from shardwise.mindspore.tensor import Parameter
 
 
-class _BatchNorm(Cell):
+class _Scaled(Cell):
+    """What is normalised, times gamma plus beta."""
+
+    def set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
+        self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
+        self.beta = Parameter(initializer(beta, shape, dtype), "beta", requires_grad=learned)
+
+
+class _BatchNorm(_Scaled):
     """Normalised per channel (dim 1): in training by the batch's statistics, which are mixed into the moving ones with
     weight ``1 - momentum``; otherwise by these. ``use_batch_statistics``: always, or never, by the batch's."""
 
-    dims: tuple[int, ...] = (4,)
+    dims: tuple[int, ...]
     casts_parameters = False  # moving statistics and their sums keep their precision
 
     def __init__(
@@ -49,8 +57,7 @@ class _BatchNorm(Cell):
         channels_first(type(self).__name__, data_format)
         self.num_features, self.eps, self.momentum = num_features, eps, momentum
         self.use_batch_statistics = use_batch_statistics
-        self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_features], dtype), "beta", requires_grad=affine)
+        self.set_scales([num_features], gamma_init, beta_init, dtype, affine)
         self.moving_mean: torch.Tensor
         self.moving_variance: torch.Tensor
         self.register_buffer("moving_mean", initializer(moving_mean_init, [num_features], dtype))
@@ -72,18 +79,10 @@ class _BatchNorm(Cell):
         return self.bn_train(normalised, wide, self.gamma, self.beta, mean, variance).to(x.dtype)
 
 
-class BatchNorm1d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-    dims = (2, 3)
-
-
-class BatchNorm2d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-
-
-class BatchNorm3d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-    dims = (5,)
+BatchNorm1d, BatchNorm2d, BatchNorm3d = (
+    type(f"BatchNorm{n}d", (_BatchNorm,), {"dims": dims, "__module__": __name__, "__doc__": _BatchNorm.__doc__})
+    for n, dims in ((1, (2, 3)), (2, (4,)), (3, (5,)))
+)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -114,7 +113,7 @@ class SyncBatchNorm(_BatchNorm):
         return x * scale.reshape(shape) + (self.beta - mean * scale).reshape(shape)
 
 
-class _InstanceNorm(Cell):
+class _InstanceNorm(_Scaled):
     """Normalised per sample and channel, times gamma plus beta."""
 
     def __init__(
@@ -130,8 +129,7 @@ class _InstanceNorm(Cell):
         super().__init__()
         positive(type(self).__name__, num_features=num_features)
         self.eps = eps
-        self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_features], dtype), "beta", requires_grad=affine)
+        self.set_scales([num_features], gamma_init, beta_init, dtype, affine)
 
     def construct(self, x: Any) -> Any:
         return F.instance_norm(x, weight=self.gamma, bias=self.beta, eps=self.eps)
@@ -143,7 +141,7 @@ InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = (
 )
 
 
-class LayerNorm(Cell):
+class LayerNorm(_Scaled):
     """Normalised over the last dims, times gamma plus beta."""
 
     def __init__(
@@ -160,9 +158,7 @@ class LayerNorm(Cell):
         if not isinstance(normalized_shape, (tuple, list)):
             what = f"LayerNorm: normalized_shape is {normalized_shape!r}"
             raise TypeError(problem(what, fix=f"a tuple: ({normalized_shape},)"))
-        shape = list(normalized_shape)
-        self.gamma = Parameter(initializer(gamma_init, shape, dtype), "gamma")
-        self.beta = Parameter(initializer(beta_init, shape, dtype), "beta")
+        self.set_scales(list(normalized_shape), gamma_init, beta_init, dtype)
         self.layer_norm = LayerNormOperator(begin_norm_axis, begin_params_axis, epsilon)
 
     def construct(self, x: Any) -> Any:
@@ -170,7 +166,7 @@ class LayerNorm(Cell):
         return y
 
 
-class GroupNorm(Cell):
+class GroupNorm(_Scaled):
     """Normalised over groups of channels."""
 
     def __init__(
@@ -189,8 +185,7 @@ class GroupNorm(Cell):
             what = f"GroupNorm: {num_groups} groups of {num_channels} channels: not whole"
             raise ValueError(problem(what, fix="a divisor"))
         self.num_groups, self.eps = num_groups, eps
-        self.gamma = Parameter(initializer(gamma_init, [num_channels], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_channels], dtype), "beta", requires_grad=affine)
+        self.set_scales([num_channels], gamma_init, beta_init, dtype, affine)
 
     def construct(self, x: Any) -> Any:
         return F.group_norm(x, self.num_groups, self.gamma, self.beta, self.eps)

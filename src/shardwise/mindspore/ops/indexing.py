@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.layout import AXIS
-from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, counted
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, Shapes, Strategy, counted
 from shardwise.search.wishes import axes_of_counts
 
 
@@ -20,7 +20,7 @@ def _numbered(letters: str, shapes: Shapes) -> Names:
     return tuple(tuple(f"{c}{dim}" for dim in range(len(shape))) for c, shape in zip(letters, shapes, strict=False))
 
 
-class Gather(Primitive):
+class Gather(OfSettings, batch_dims=0):
     """``Gather(batch_dims)(params, indices, axis)``: the slices of ``params`` along ``axis`` that ``indices`` names.
 
     ``add_prim_attr("manual_split", (10, 20, 30, 4))`` gives the devices along the first split so many rows each;
@@ -29,10 +29,8 @@ class Gather(Primitive):
 
     sums = True
 
-    def __init__(self, batch_dims: int = 0) -> None:
-        super().__init__(batch_dims=batch_dims)
-        self.batch_dims = batch_dims
-        self.lead = 0 if batch_dims else None
+    def _settle(self) -> None:
+        self.lead = 0 if self.batch_dims else None
 
     def compute(self, params: Any, indices: Any, axis: int = 0) -> Any:
         axis, batch = axis % params.dim(), self.batch_dims % max(indices.dim(), 1)
@@ -238,16 +236,12 @@ class GatherNd(Primitive):
         strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which names a place")
 
 
-class OneHot(Primitive):
+class OneHot(OfSettings, axis=-1):
     """``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and () for each value:
     ``((4, 2), (), ())``; the dim of the classes may be split, and may be left out where it is not: ``((4,), (), ())``.
     """
 
     lead = 0
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__(axis=axis)
-        self.axis = axis
 
     def compute(self, indices: Any, depth: int, on_value: Any = 1.0, off_value: Any = 0.0) -> Any:
         axis = self.axis % (indices.dim() + 1)

@@ -105,17 +105,8 @@ class Callback:
     def on_train_end(self, run_context: RunContext) -> None:
         self.end(run_context)
 
-    def on_eval_step_begin(self, run_context: RunContext) -> None:
-        self.step_begin(run_context)
-
-    def on_eval_step_end(self, run_context: RunContext) -> None:
-        self.step_end(run_context)
-
-    def on_eval_begin(self, run_context: RunContext) -> None:
-        self.begin(run_context)
-
-    def on_eval_end(self, run_context: RunContext) -> None:
-        self.end(run_context)
+    on_eval_begin, on_eval_end = on_train_begin, on_train_end
+    on_eval_step_begin, on_eval_step_end = on_train_step_begin, on_train_step_end
 
     def __enter__(self) -> Callback:
         return self
