@@ -58,21 +58,29 @@ def bound_to(title: str, signature: inspect.Signature, args: tuple[Any, ...], kw
 
 class WithSettings:
     """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``: it
-    must be given): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each is an attribute."""
+    must be given): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each is an attribute, but for those that are
+    parameters of ``_settle``, which is given them.
+
+    ``_settle`` makes of the settings what the rest reads, and raises ValueError for those that can not be.
+    """
 
     settings: ClassVar[dict[str, Any]] = {}
     _signature: ClassVar[inspect.Signature] = signature_of({})
+    _handed: ClassVar[tuple[str, ...]] = ()  # to _settle
     __signature__: ClassVar[inspect.Signature | None] = None  # what inspect and help say; None: that of __init__
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__()
         cls.settings = settings or cls.settings
         cls._signature = signature_of(cls.settings)
+        cls._handed = tuple(name for name in inspect.signature(cls._settle).parameters if name in cls.settings)
         cls.__signature__ = cls._signature if cls.__init__ is WithSettings.__init__ else None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._take(bound_to(type(self).__name__, self._signature, args, kwargs))
-        self._settle()
+        values = bound_to(type(self).__name__, self._signature, args, kwargs)
+        handed = {name: values.pop(name) for name in self._handed}
+        self._take(values)
+        self._settle(**handed)
 
     def _take(self, values: dict[str, Any]) -> None:
         """Makes the base, and the settings its attributes."""
@@ -80,16 +88,18 @@ class WithSettings:
         for name, value in values.items():
             setattr(self, name, value)
 
-    def _settle(self) -> None:
-        """Makes of the settings what the rest reads. Raises ValueError for those that can not be."""
+    if TYPE_CHECKING:
+        _settle: Callable[..., None]
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    else:
+
+        def _settle(self) -> None: ...
 
     def _chosen(self) -> dict[str, Any]:
         """The settings as they are now."""
         return {name: getattr(self, name) for name in type(self).settings}
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
 
 
 def classes_of(table: dict[str, Function], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
