@@ -137,13 +137,15 @@ class PythonTokenizer(WithSettings, tokenizer=...):
         return np.array(words or [""])
 
 
-class WhitespaceTokenizer(PythonTokenizer):
+class WhitespaceTokenizer(PythonTokenizer, with_offsets=False):
     """What lies between spaces. ``with_offsets`` is refused."""
 
-    def __init__(self, with_offsets: bool = False) -> None:
-        if with_offsets:
+    with_offsets = False
+
+    def _settle(self) -> None:
+        if self.with_offsets:
             raise NotImplementedError(problem(f"{type(self).__name__}(with_offsets=True)", fix="PythonTokenizer"))
-        super().__init__(self.words)
+        self.tokenizer = self.words
 
     def words(self, text: str) -> list[str]:
         return text.split()
@@ -167,12 +169,12 @@ class BasicTokenizer(WhitespaceTokenizer):
         return re.findall(self.pattern, text.lower() if self.lower_case else text)
 
 
-class RegexTokenizer(WhitespaceTokenizer):
+class RegexTokenizer(WhitespaceTokenizer, delim_pattern=..., keep_delim_pattern="", with_offsets=False):
     """What lies between the matches of ``delim_pattern``; those that match ``keep_delim_pattern`` are kept."""
 
-    def __init__(self, delim_pattern: str, keep_delim_pattern: str = "", with_offsets: bool = False) -> None:
-        super().__init__(with_offsets)
-        self.pattern, self.kept = re.compile(delim_pattern), re.compile(keep_delim_pattern)
+    def _settle(self) -> None:
+        super()._settle()
+        self.pattern, self.kept = re.compile(self.delim_pattern), re.compile(self.keep_delim_pattern)
 
     def words(self, text: str) -> list[str]:
         pieces, place = [], 0
@@ -204,8 +206,11 @@ class CaseFold(_OfStrings):
 class RegexReplace(WithSettings, _OfStrings, pattern=..., replace=..., replace_all=True):
     """Matches of ``pattern``, all or the first, replaced."""
 
+    def _settle(self, pattern: str) -> None:
+        self.pattern = re.compile(pattern)
+
     def changed(self, text: str) -> str:
-        return re.sub(self.pattern, self.replace, text, count=0 if self.replace_all else 1)
+        return self.pattern.sub(self.replace, text, 0 if self.replace_all else 1)
 
 
 class ToNumber(WithSettings, data_type=...):
@@ -260,21 +265,16 @@ class Ngram(WithSettings, n=..., left_pad=("", 0), right_pad=("", 0), separator=
         return np.array(runs or [""])
 
 
-class WordpieceTokenizer(WhitespaceTokenizer):
+class WordpieceTokenizer(
+    WhitespaceTokenizer, vocab=..., suffix_indicator="##", max_bytes_per_token=100, unknown_token="[UNK]",
+    with_offsets=False,
+):  # fmt: skip
     """Words in the longest pieces that the vocabulary has, those behind the first with ``suffix_indicator``; a word of
     which no pieces are found is ``unknown_token`` (Wu et al. 2016, section 4.1)."""
 
-    def __init__(
-        self,
-        vocab: Vocab,
-        suffix_indicator: str = "##",
-        max_bytes_per_token: int = 100,
-        unknown_token: str = "[UNK]",
-        with_offsets: bool = False,
-    ) -> None:
-        super().__init__(with_offsets)
-        self._known, self._suffix, self._longest = vocab.vocab(), suffix_indicator, max_bytes_per_token
-        self._unknown = unknown_token
+    def _settle(self) -> None:
+        super()._settle()
+        self._known = self.vocab.vocab()
 
     def words(self, text: str) -> list[str]:
         return [piece for word in text.split() for piece in self._pieces(word)]
@@ -282,11 +282,11 @@ class WordpieceTokenizer(WhitespaceTokenizer):
     def _pieces(self, word: str) -> list[str]:
         pieces, start = [], 0
         while start < len(word):
-            lead = self._suffix if start else ""
+            lead = self.suffix_indicator if start else ""
             ends = (end for end in range(len(word), start, -1) if lead + word[start:end] in self._known)
             end = next(ends, None)
-            if end is None or len(word.encode()) > self._longest:
-                return [self._unknown or word]
+            if end is None or len(word.encode()) > self.max_bytes_per_token:
+                return [self.unknown_token or word]
             pieces.append(lead + word[start:end])
             start = end
         return pieces

@@ -31,14 +31,9 @@ from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
 from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
-from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number, product
+from shardwise.mindspore.tensor_methods import TORCHS, dims_of, dtype_of, number, product
 
 Tensor = torch.Tensor
-
-
-def _dims(x: Any, axis: Any) -> tuple[int, ...]:
-    whole = axis is None or (not isinstance(axis, int) and not len(axis))
-    return tuple(range(x.dim())) if whole else (axis,) if isinstance(axis, int) else tuple(axis)
 
 
 def _type(dtype: Any) -> torch.dtype | None:
@@ -54,7 +49,7 @@ def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[T
 
 
 def _squeezed(x: Tensor, axis: Any) -> Tensor:
-    return torch.squeeze(x) if axis is None else torch.squeeze(x, _dims(x, axis))
+    return torch.squeeze(x) if axis is None else torch.squeeze(x, dims_of(x, axis))
 
 
 def _parts(x: Tensor, sizes: Any, axis: int, output_num: int | None) -> tuple[Tensor, ...]:
@@ -199,15 +194,15 @@ FUNCTIONS: dict[str, Function] = {
     F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal),
     "tensor_dot": lambda x1, x2, axes: torch.tensordot(x1, x2, axes),
     # -- reductions
-    "all": lambda input, axis=None, keep_dims=False: torch.all(input, _dims(input, axis), keepdim=keep_dims),
-    "amax": lambda input, axis=None, keepdims=False: torch.amax(input, _dims(input, axis), keepdim=keepdims),
-    "amin": lambda input, axis=None, keepdims=False: torch.amin(input, _dims(input, axis), keepdim=keepdims),
-    "any": lambda input, axis=None, keep_dims=False: torch.any(input, _dims(input, axis), keepdim=keep_dims),
+    "all": lambda input, axis=None, keep_dims=False: torch.all(input, dims_of(input, axis), keepdim=keep_dims),
+    "amax": lambda input, axis=None, keepdims=False: torch.amax(input, dims_of(input, axis), keepdim=keepdims),
+    "amin": lambda input, axis=None, keepdims=False: torch.amin(input, dims_of(input, axis), keepdim=keepdims),
+    "any": lambda input, axis=None, keep_dims=False: torch.any(input, dims_of(input, axis), keepdim=keep_dims),
     "argmax": lambda input, dim=None, keepdim=False: torch.argmax(input, dim, keepdim),
     "argmin": lambda input, axis=None, keepdims=False: torch.argmin(input, axis, keepdims),
     "bincount": lambda input, weights=None, minlength=0: torch.bincount(input, weights, minlength),
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
-        (x != 0).to(_type(dtype)), _dims(x, axis), keepdim=keep_dims),
+        (x != 0).to(_type(dtype)), dims_of(x, axis), keepdim=keep_dims),
     "cummax": lambda input, axis: tuple(torch.cummax(input, axis)),
     "cummin": lambda input, axis: tuple(torch.cummin(input, axis)),
     "cumprod": lambda input, dim, dtype=None: torch.cumprod(input, dim, dtype=_type(dtype)),
@@ -215,24 +210,24 @@ FUNCTIONS: dict[str, Function] = {
     "dist": lambda input, other, p=2: torch.dist(input, other, p),
     "logsumexp": lambda input, axis, keep_dims=False: torch.logsumexp(input, axis, keepdim=keep_dims),
     "max": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.max),
-    "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, _dims(x, axis), keepdim=keep_dims),
+    "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, dims_of(x, axis), keepdim=keep_dims),
     "median": lambda input, axis=-1, keepdims=False: tuple(torch.median(input, axis, keepdim=keepdims)),
     "min": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.min),
     "nansum": lambda input, axis=None, keepdims=False, *, dtype=None: torch.nansum(
-        input, _dims(input, axis), keepdim=keepdims, dtype=_type(dtype)),
+        input, dims_of(input, axis), keepdim=keepdims, dtype=_type(dtype)),
     "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
         A, ord, dim, keepdim, dtype=_type(dtype)),
-    "prod": lambda input, axis=None, keep_dims=False: product(input, _dims(input, axis), keep_dims),
+    "prod": lambda input, axis=None, keep_dims=False: product(input, dims_of(input, axis), keep_dims),
     "std": lambda input, axis=None, ddof=0, keepdims=False: torch.std(
-        input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     "sum": lambda input, dim=None, keepdim=False, *, dtype=None: torch.sum(
-        input, _dims(input, dim), keepdim=keepdim, dtype=_type(dtype)),
+        input, dims_of(input, dim), keepdim=keepdim, dtype=_type(dtype)),
     "topk": lambda input, k, dim=-1, largest=True, sorted=True: tuple(torch.topk(
         input, k, -1 if dim is None else dim, largest, sorted)),
     "var": lambda input, axis=None, ddof=0, keepdims=False: torch.var(
-        input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     "var_mean": lambda input, axis=None, ddof=0, keepdims=False: torch.var_mean(
-        input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     # -- shapes
     "broadcast_to": lambda input, shape: torch.broadcast_to(input, sizes_of(shape)),
     "cat": lambda tensors, axis=0: torch.cat(tuple(tensors), axis),
@@ -247,7 +242,7 @@ FUNCTIONS: dict[str, Function] = {
     "expand": lambda input_x, size: input_x.expand(sizes_of(size)),
     "expand_dims": lambda input_x, axis: torch.unsqueeze(input_x, axis),
     "flatten": lambda input, order="C", *, start_dim=1, end_dim=-1: torch.flatten(input, start_dim, end_dim),
-    "flip": lambda input, dims: torch.flip(input, _dims(input, dims)),
+    "flip": lambda input, dims: torch.flip(input, dims_of(input, dims)),
     "hsplit": lambda input, indices_or_sections: torch.hsplit(input, indices_or_sections),
     "hstack": lambda tensors: torch.hstack(tuple(tensors)),
     "meshgrid": lambda *inputs, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
@@ -261,7 +256,7 @@ FUNCTIONS: dict[str, Function] = {
     "repeat_elements": lambda x, rep, axis=0: torch.repeat_interleave(x, rep, axis),
     "repeat_interleave": lambda input, repeats, axis=None: torch.repeat_interleave(input, repeats, axis),
     "reshape": lambda input, shape: torch.reshape(input, sizes_of(shape)),
-    "reverse": lambda x, axis: torch.flip(x, _dims(x, axis)),
+    "reverse": lambda x, axis: torch.flip(x, dims_of(x, axis)),
     "roll": lambda input, shifts, dims=None: torch.roll(input, shifts, dims),
     "rot90": lambda input, k, dims: torch.rot90(input, k, dims),
     "slice": lambda input_x, begin, size: Slice()(input_x, begin, size),

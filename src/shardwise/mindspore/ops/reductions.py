@@ -10,7 +10,7 @@ import torch
 from shardwise.mindspore import strict
 from shardwise.mindspore.named import classes_of
 from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Simple, Strategy
-from shardwise.mindspore.tensor_methods import product
+from shardwise.mindspore.tensor_methods import dims_of, product
 
 Axes = int | Sequence[int]
 
@@ -21,8 +21,7 @@ class Reduce(OfSettings, keep_dims=False):
     function: ClassVar[Callable[..., Any]]  # of x, dims and whether they are kept
 
     def compute(self, x: Any, axis: Axes = ()) -> Any:
-        dims = (axis,) if isinstance(axis, int) else tuple(axis)
-        return type(self).function(x, dims or tuple(range(x.dim())), self.keep_dims)
+        return type(self).function(x, dims_of(x, axis), self.keep_dims)
 
 
 REDUCTIONS = {

@@ -18,6 +18,7 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore import staged
 from shardwise.mindspore.checks import from_on
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.train.serialization import save_checkpoint
 
 
@@ -129,13 +130,13 @@ def callbacks_of(argument: Any) -> list[Callback]:
     return listed
 
 
-class LossMonitor(Callback):
+class LossMonitor(WithSettings, Callback, per_print_times=1):
     """Prints ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps: the
     network's loss, of a loss vector the mean of this rank's part. Of the ranks of a pipeline those of the last stage
     print (with ``pipeline_result_broadcast`` all). Raises ValueError when it is not a number any more.
     """
 
-    def __init__(self, per_print_times: int = 1) -> None:
+    def _settle(self, per_print_times: int) -> None:
         self._every = from_on("per_print_times", per_print_times, 0)
 
     def step_end(self, run_context: RunContext) -> None:
@@ -169,12 +170,10 @@ def loss_value(outputs: Any) -> float:
     return float(np.mean(loss))
 
 
-class TimeMonitor(Callback):
+class TimeMonitor(WithSettings, Callback, data_size=None, data_time=False):
     """Prints how long an epoch and its steps took. ``data_size``: steps of an epoch."""
 
-    def __init__(self, data_size: int | None = None, data_time: bool = False) -> None:
-        self.data_size = data_size
-        self._began = 0.0
+    _began = 0.0
 
     def epoch_begin(self, run_context: RunContext) -> None:
         self._began = time.perf_counter()
