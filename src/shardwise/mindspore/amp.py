@@ -18,7 +18,7 @@ from shardwise.errors import problem
 from shardwise.launch import rank_groups
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
-from shardwise.mindspore.named import bound_to, signature_of
+from shardwise.mindspore.named import bound_to
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor import Tensor as Number
 
@@ -270,7 +270,7 @@ def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> 
     ``cast_model_type`` is the dtype to compute in, and ``keep_batchnorm_fp32`` whether batch and layer norms keep
     float32. ``boost_level`` is taken, with a note. Raises TypeError for other settings."""
     known = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
-    options = bound_to(title, signature_of(known), (), settings)
+    options = bound_to(title, known, (), settings)
     if options["boost_level"] != "O0":
         note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is a whole one")
     dtype, keeps = options["cast_model_type"], options["keep_batchnorm_fp32"]

@@ -46,8 +46,12 @@ def signature_of(known: dict[str, Any]) -> inspect.Signature:
     ])  # fmt: skip
 
 
-def bound_to(title: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a constructor is given, with defaults. Raises TypeError for others."""
+def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a table that a constructor is given, with defaults. Raises TypeError for others."""
+    return _bound(title, signature_of(known), args, kwargs)
+
+
+def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
     try:
         bound_arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -77,7 +81,7 @@ class WithSettings:
         cls.__signature__ = cls._signature if cls.__init__ is WithSettings.__init__ else None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        values = bound_to(type(self).__name__, self._signature, args, kwargs)
+        values = _bound(type(self).__name__, self._signature, args, kwargs)
         handed = {name: values.pop(name) for name in self._handed}
         self._take(values)
         self._settle(**handed)

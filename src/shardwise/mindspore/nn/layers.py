@@ -72,7 +72,7 @@ class Dense(
 class _Table(Layer):
     """What embeddings share."""
 
-    def set_table(self, init: Any, dtype: torch.dtype, padding_idx: int | None = None) -> None:
+    def _set_table(self, init: Any, dtype: torch.dtype, padding_idx: int | None = None) -> None:
         positive("Embedding", vocab_size=self.vocab_size, embedding_size=self.embedding_size)
         table = initializer(init, [self.vocab_size, self.embedding_size], dtype)
         if padding_idx is not None:
@@ -90,7 +90,7 @@ class Embedding(
     ``padding_idx``: that row starts as zeros."""
 
     def _settle(self, embedding_table: Any, dtype: torch.dtype, padding_idx: int | None) -> None:
-        self.set_table(embedding_table, dtype, padding_idx)
+        self._set_table(embedding_table, dtype, padding_idx)
 
     def construct(self, ids: Any) -> Any:
         flat = self.reshape_flat(self.expand(ids, -1), (-1,))
@@ -115,7 +115,7 @@ class EmbeddingLookup(
     TABLE_ROW_SLICE, TABLE_COLUMN_SLICE = "table_row_slice", "table_column_slice"
 
     def _settle(self, param_init: Any, target: str, slice_mode: str, manual_shapes: Any, dtype: torch.dtype) -> None:
-        self.set_table(param_init, dtype)
+        self._set_table(param_init, dtype)
         if slice_mode == self.FIELD_SLICE or manual_shapes is not None:
             fix = "ops.Gather().add_prim_attr('manual_split', (...))"
             raise NotImplementedError(problem("EmbeddingLookup(manual_shapes=...)", fix=fix))
@@ -136,17 +136,25 @@ class EmbeddingLookup(
 
 
 class _Convolution(Layer):
-    """What convolutions share. ``shape``: of the weight; ``fan_in``: of the bias's initial values."""
+    """What convolutions share."""
 
-    has_bias: bool
+    kernel_size: Any
+    stride: Any
+    dilation: Any
 
-    def set_weights(self, shape: list[int], fan_in: int, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
+    @property
+    def _channels(self) -> tuple[int, int]:
+        """The first two sizes of the weight."""
+        return self.out_channels, self.in_channels // self.group
+
+    def _set_weights(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
+        shape = [*self._channels, *self.kernel_size]
         self.weight = _weight(weight_init, shape, dtype)
         if self.has_bias:
-            self.bias = _bias(bias_init, self.out_channels, fan_in, dtype)
+            self.bias = _bias(bias_init, self.out_channels, math.prod(shape[1:]), dtype)
             self.bias_add = BiasAdd()
 
-    def check_channels(self, title: str) -> None:
+    def _check_channels(self, title: str) -> None:
         positive(title, in_channels=self.in_channels, out_channels=self.out_channels, group=self.group)
 
 
@@ -156,19 +164,14 @@ class Conv2d(
 ):  # fmt: skip
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
 
-    kernel_size: Any
-    stride: Any
-    dilation: Any
-
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, data_format: str = "NCHW") -> None:
-        self.check_channels("Conv2d")
+        self._check_channels("Conv2d")
         if self.in_channels % self.group or self.out_channels % self.group:
             what = f"Conv2d: group {self.group} does not divide {self.in_channels} and {self.out_channels} channels"
             raise ValueError(problem(what, fix="a divisor"))
         self.kernel_size, self.stride = pair("kernel_size", self.kernel_size), pair("stride", self.stride)
-        self.dilation, inner = pair("dilation", self.dilation), self.in_channels // self.group
-        shape = [self.out_channels, inner, *self.kernel_size]
-        self.set_weights(shape, math.prod(shape[1:]), weight_init, bias_init, dtype)
+        self.dilation = pair("dilation", self.dilation)
+        self._set_weights(weight_init, bias_init, dtype)
         self.conv2d = Conv2D(
             self.out_channels, self.kernel_size, pad_mode=self.pad_mode, pad=self.padding, stride=self.stride,
             dilation=self.dilation, group=self.group, data_format=data_format,
@@ -204,19 +207,14 @@ class Conv3d(
 ):  # fmt: skip
     """Convolution of volumes (N, C, D, H, W), with a weight of (out, in / group, depth, height, width)."""
 
-    kernel_size: Any
-    stride: Any
-    dilation: Any
-
     def _settle(self, padding: Any, weight_init: Any, bias_init: Any, data_format: str, dtype: torch.dtype) -> None:
-        self.check_channels("Conv3d")
+        self._check_channels("Conv3d")
         self.kernel_size, self.stride, self.dilation = (
             (size,) * 3 if isinstance(size, int) else tuple(size)
             for size in (self.kernel_size, self.stride, self.dilation)
         )
         self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
-        shape = [self.out_channels, self.in_channels // self.group, *self.kernel_size]
-        self.set_weights(shape, math.prod(shape[1:]), weight_init, bias_init, dtype)
+        self._set_weights(weight_init, bias_init, dtype)
 
     def construct(self, x: Any) -> Any:
         sides = self.sides if self.pad_mode == "pad" else (0,) * 6
@@ -235,16 +233,15 @@ class Conv2dTranspose(
     """The transposed convolution, with a weight of (in, out / group, height, width). In mode "same" images grow by the
     stride."""
 
-    kernel_size: Any
-    stride: Any
-    dilation: Any
+    @property
+    def _channels(self) -> tuple[int, int]:
+        return self.in_channels, self.out_channels // self.group
 
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, output_padding: Sizes = 0) -> None:
-        self.check_channels("Conv2dTranspose")
+        self._check_channels("Conv2dTranspose")
         self.kernel_size, self.stride = pair("kernel_size", self.kernel_size), pair("stride", self.stride)
         self.dilation, self.output_padding = pair("dilation", self.dilation), pair("output_padding", output_padding, 0)
-        shape = [self.in_channels, self.out_channels // self.group, *self.kernel_size]
-        self.set_weights(shape, math.prod(shape[1:]), weight_init, bias_init, dtype)
+        self._set_weights(weight_init, bias_init, dtype)
         self.conv2d_transpose = Conv2DTranspose(
             self.in_channels, self.kernel_size, self.pad_mode, self.padding, stride=self.stride,
             dilation=self.dilation, group=self.group,

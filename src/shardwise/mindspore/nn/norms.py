@@ -22,7 +22,7 @@ from shardwise.mindspore.tensor import Parameter
 class _Scaled(Layer):
     """What is normalised, times gamma plus beta."""
 
-    def set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
+    def _set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
         self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
         self.beta = Parameter(initializer(beta, shape, dtype), "beta", requires_grad=learned)
 
@@ -46,7 +46,7 @@ class _BatchNorm(
         if not 0 <= self.momentum <= 1:
             raise ValueError(problem(f"momentum is {self.momentum}", fix="a number from 0 to 1"))
         channels_first(type(self).__name__, data_format)
-        self.set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
+        self._set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
         self.moving_mean: torch.Tensor
         self.moving_variance: torch.Tensor
         self.register_buffer("moving_mean", initializer(moving_mean_init, [self.num_features], dtype))
@@ -110,7 +110,7 @@ class _InstanceNorm(
 
     def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
         positive(type(self).__name__, num_features=self.num_features)
-        self.set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
+        self._set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
 
     def construct(self, x: Any) -> Any:
         return F.instance_norm(x, weight=self.gamma, bias=self.beta, eps=self.eps)
@@ -132,7 +132,7 @@ class LayerNorm(
         shape = self.normalized_shape
         if not isinstance(shape, (tuple, list)):
             raise TypeError(problem(f"LayerNorm: normalized_shape is {shape!r}", fix=f"a tuple: ({shape},)"))
-        self.set_scales(list(shape), gamma_init, beta_init, dtype)
+        self._set_scales(list(shape), gamma_init, beta_init, dtype)
         self.layer_norm = LayerNormOperator(self.begin_norm_axis, self.begin_params_axis, self.epsilon)
 
     def construct(self, x: Any) -> Any:
@@ -152,7 +152,7 @@ class GroupNorm(
         if channels % groups:
             what = f"GroupNorm: {groups} groups of {channels} channels: not whole"
             raise ValueError(problem(what, fix="a divisor"))
-        self.set_scales([channels], gamma_init, beta_init, dtype, affine)
+        self._set_scales([channels], gamma_init, beta_init, dtype, affine)
 
     def construct(self, x: Any) -> Any:
         return F.group_norm(x, self.num_groups, self.gamma, self.beta, self.eps)
