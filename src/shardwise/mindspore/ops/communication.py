@@ -169,8 +169,7 @@ class NeighborExchange(
             told = f"NeighborExchange: {len(tensors)} tensors for the ranks {list(self.ways[0])}"
             raise ValueError(problem(told, fix="one for each"))
         empty = torch.zeros((), requires_grad=any(tensor.requires_grad for tensor in tensors))
-        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
-        return exchanged(*self.ways, self.recv_shapes, self.recv_type, empty, *tensors)
+        return _exchanged(*self.ways, self.recv_shapes, self.recv_type, empty, *tensors)
 
 
 class Send(_Communication, sr_tag=..., dest_rank=..., group=None, group_back=None):
@@ -179,8 +178,7 @@ class Send(_Communication, sr_tag=..., dest_rank=..., group=None, group_back=Non
 
     def __call__(self, input_x: Tensor) -> Tensor:
         self._members()
-        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
-        exchanged((self.dest_rank,), (), (), input_x.dtype, torch.zeros(()), input_x.detach())
+        _exchanged((self.dest_rank,), (), (), input_x.dtype, torch.zeros(()), input_x.detach())
         return input_x
 
 
@@ -190,8 +188,7 @@ class Receive(_Communication, sr_tag=..., src_rank=..., shape=..., dtype=..., gr
 
     def __call__(self, x: Any = None) -> Tensor:
         self._members()
-        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
-        (received,) = exchanged((), (self.src_rank,), (tuple(self.shape),), self.dtype, torch.zeros(()))
+        (received,) = _exchanged((), (self.src_rank,), (tuple(self.shape),), self.dtype, torch.zeros(()))
         return received
 
 
@@ -211,6 +208,9 @@ class _Neighbors(torch.autograd.Function):
         empty = [torch.empty(shape, dtype=ctx.dtype) for shape in ctx.shapes]
         received = rank_groups.exchange([c.contiguous() for c in cotangents], sources, empty, to)
         return None, None, None, None, torch.zeros(()), *received
+
+
+_exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
 
 
 def _check_reduction(operator: str, op: str) -> None:
