@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from ast import literal_eval
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
@@ -44,6 +45,18 @@ def signature_of(known: dict[str, Any]) -> inspect.Signature:
     return inspect.Signature([
         inspect.Parameter(name, kind, default=empty if default is ... else default) for name, default in known.items()
     ])  # fmt: skip
+
+
+def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
+    """Of a signature in words: ``x axis=-1``, and behind ``*`` those that are given by name."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = []
+    for place, word in enumerate(words):
+        name, is_given, default = word.partition("=")
+        if word != "*":
+            value = literal_eval(default) if is_given else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(name, kinds["*" in words[:place]], default=value))
+    return parameters
 
 
 def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Positional arguments are those of the call, keyword-only ones those of the const
 
 from __future__ import annotations
 
-from ast import literal_eval
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from shardwise.mindspore import overflow
 from shardwise.mindspore.amp import init_status
-from shardwise.mindspore.named import Function, classes_of
+from shardwise.mindspore.named import Function, classes_of, parameters_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.functions import FUNCTIONS
@@ -110,13 +109,9 @@ class OfFunction:
     """The function of a line, whose settings are its keyword-only arguments (``named.settings_of``)."""
 
     def __init__(self, line: str) -> None:
-        self.name, *words = line.split()
-        pairs = [word.partition("=") for word in words]
-        settings = [
-            Parameter(word, Parameter.KEYWORD_ONLY, default=literal_eval(default) if is_given else Parameter.empty)
-            for word, is_given, default in pairs
-        ]
-        self.__signature__ = Signature([Parameter("operands", Parameter.VAR_POSITIONAL), *settings])
+        self.name, *settings = line.split()
+        operands = Parameter("operands", Parameter.VAR_POSITIONAL)
+        self.__signature__ = Signature([operands, *parameters_of(["*", *settings])])
 
     def __call__(self, *operands: Any, use_locking: bool = False, **settings: Any) -> Any:
         return FUNCTIONS[self.name](*operands, **settings)
