@@ -302,9 +302,8 @@ def _at_least_one(name: str, value: float, *, strictly: bool = True) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give a number"))
     if strictly and value <= 1:
-        raise ValueError(
-            problem(f"{name} is {value}, which would not change a scale", fix="give more than 1, usually 2")
-        )
+        what = f"{name} is {value}, which would not change a scale"
+        raise ValueError(problem(what, fix="give more than 1, usually 2"))
     if value < 1:
         raise ValueError(problem(f"{name} is {value}", fix="give 1 or more: a scale makes small gradients larger"))
     return float(value)

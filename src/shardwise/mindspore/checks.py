@@ -48,6 +48,13 @@ def whole(low: int, high: int) -> Check:
     return check
 
 
+def from_on(name: str, value: Any, low: int, fix: str = "a whole number") -> int:
+    """An integer from ``low`` on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(problem(f"{name} is {value!r}", fix=f"{fix} from {low}"))
+    return value
+
+
 def fraction(name: str, value: Any) -> float:
     """A number above 0, at most 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -73,6 +80,12 @@ def one_of(*known: str) -> Check:
         return str(value)
 
     return check
+
+
+def channels_first(title: str, data_format: str, else_: str = "") -> None:
+    """NotImplementedError for another order of the dims of images."""
+    if data_format != "NCHW":
+        raise NotImplementedError(f"{title}(data_format={data_format!r}): channels are dim 1 here{else_}")
 
 
 def later(inner: Check, default: Any, what: str) -> Check:

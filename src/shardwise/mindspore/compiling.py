@@ -32,3 +32,8 @@ def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
 def no_init_parameters() -> Iterator[None]:
     """Kept for programs that use it: parameters that are made meanwhile have their values at once, as always here."""
     yield
+
+
+__all__ = [
+    "JitConfig", "constexpr", "jit", "jit_class", "lazy_inline", "ms_class", "ms_function", "mutable", "no_inline",
+]  # fmt: skip

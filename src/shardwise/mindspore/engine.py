@@ -107,12 +107,9 @@ def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """What a cell returns that is no PipelineCell, where parameters are in stages: for evaluation all ranks have all
     of them meanwhile. Raises RuntimeError in training."""
     if cell.training and torch.is_grad_enabled() and any(p.requires_grad for p in cell.parameters()):
-        raise RuntimeError(
-            problem(
-                f"{type(cell).__name__} is trained with pipeline_stages={context.options().pipeline_stages}",
-                fix="train nn.PipelineCell(net_with_loss, micro_size); for evaluation call set_train(False)",
-            )
-        )
+        what = f"{type(cell).__name__} is trained with pipeline_stages={context.options().pipeline_stages}"
+        fix = "train nn.PipelineCell(net_with_loss, micro_size); for evaluation call set_train(False)"
+        raise RuntimeError(problem(what, fix=fix))
     with inside(), torch.no_grad(), whole(cell):
         return nn.Module.__call__(cell, *args, **kwargs)
 
@@ -122,13 +119,9 @@ def _check_whole(cell: nn.Module) -> None:
     for name, parameter in cell.named_parameters():
         holding = holding_of(parameter)
         if holding is not None and holding.is_split:
-            raise RuntimeError(
-                problem(
-                    f"{name} is split as {holding.layout}, and the mode is {context.options().parallel_mode} now",
-                    op=type(cell).__name__,
-                    fix="keep the context with which the cell was split, or build the cell anew",
-                )
-            )
+            what = f"{name} is split as {holding.layout}, and the mode is {context.options().parallel_mode} now"
+            fix = "keep the context with which the cell was split, or build the cell anew"
+            raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
 
 
 def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
@@ -186,13 +179,12 @@ def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
 def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
     options = context.options()
     if not dist.is_initialized():
-        raise RuntimeError(
-            problem(
-                f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs ranks that can talk",
-                fix="call communication.init() first, and start the program with: shardwise run -n "
-                f"{options.devices} net.py (or mpirun -n {options.devices} python net.py)",
-            )
+        what = f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs ranks that can talk"
+        fix = (
+            "call communication.init() first, and start the program with: shardwise run -n "
+            f"{options.devices} net.py (or mpirun -n {options.devices} python net.py)"
         )
+        raise RuntimeError(problem(what, fix=fix))
     model = whole_copy(cell)
     counts: dict[str, tuple[int, ...]] = {}
     if staged.is_on():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from ast import literal_eval
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
 from shardwise.mindspore.notes import note
@@ -32,16 +33,10 @@ WORDS = (
 )
 
 
-def settings_of(function: Function) -> dict[str, inspect.Parameter]:
-    """The keyword-only arguments of a function."""
-    parameters = inspect.signature(function).parameters
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
-
-
-def bound(title: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a function that a constructor is given, with defaults. Raises TypeError for others."""
-    known = {name: ... if p.default is p.empty else p.default for name, p in settings_of(function).items()}
-    return bound_to(title, known, args, kwargs)
+def settings_of(function: Function) -> dict[str, Any]:
+    """The keyword-only arguments of a function: name -> default, or ``...`` where there is none."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def signature_of(known: dict[str, Any]) -> inspect.Signature:
@@ -52,15 +47,86 @@ def signature_of(known: dict[str, Any]) -> inspect.Signature:
     ])  # fmt: skip
 
 
+def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
+    """Of a signature in words: ``x axis=-1``, and behind ``*`` those that are given by name."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = []
+    for place, word in enumerate(words):
+        name, is_given, default = word.partition("=")
+        if word != "*":
+            value = literal_eval(default) if is_given else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(name, kinds["*" in words[:place]], default=value))
+    return parameters
+
+
 def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The settings of a table that a constructor is given, with defaults. Raises TypeError for others."""
-    signature = signature_of(known)
+    return _bound(title, signature_of(known), args, kwargs)
+
+
+def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
     try:
         bound_arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(problem(f"{title}: {error}", fix=f"{title}{signature}")) from error
     bound_arguments.apply_defaults()
     return bound_arguments.arguments
+
+
+class WithSettings:
+    """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``: it
+    must be given): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each is an attribute, but for those that are
+    parameters of ``_settle``, which is given them.
+
+    ``_settle`` makes of the settings what the rest reads, and raises ValueError for those that can not be.
+    """
+
+    settings: ClassVar[dict[str, Any]] = {}
+    _signature: ClassVar[inspect.Signature] = signature_of({})
+    _handed: ClassVar[tuple[str, ...]] = ()  # to _settle
+    __signature__: ClassVar[inspect.Signature | None] = None  # what inspect and help say; None: that of __init__
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__()
+        cls.settings = settings or cls.settings
+        cls._signature = signature_of(cls.settings)
+        cls._handed = tuple(name for name in inspect.signature(cls._settle).parameters if name in cls.settings)
+        cls.__signature__ = cls._signature if cls.__init__ is WithSettings.__init__ else None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        values = _bound(type(self).__name__, self._signature, args, kwargs)
+        handed = {name: values.pop(name) for name in self._handed}
+        self._take(values)
+        self._settle(**handed)
+
+    def _take(self, values: dict[str, Any]) -> None:
+        """Makes the base, and the settings its attributes."""
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    if TYPE_CHECKING:
+        _settle: Callable[..., None]
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    else:
+
+        def _settle(self) -> None: ...
+
+    def _chosen(self) -> dict[str, Any]:
+        """The settings as they are now."""
+        return {name: getattr(self, name) for name in type(self).settings}
+
+
+def classes_of(table: dict[str, Function], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
+    """A class per function of a table, made from ``base``, which finds it as ``function``; its settings are the
+    function's."""
+    common = {"__module__": module, "__doc__": "As the reference has it.", **body}
+    return {
+        name: type(name, (base,), {"function": staticmethod(function), **common}, **settings_of(function))
+        for name, function in table.items()
+    }
 
 
 def translated(name: str, function: Function) -> Function:

@@ -50,13 +50,12 @@ def decided(
     """The plan of a cell: for training the one of ``strategy_ckpt_load_file``, if there is one."""
     load = options.strategy_ckpt_load_file if cell.training else ""
     if options.fusion_cuts:
-        raise ValueError(
-            problem(
-                f"gradients are to be fused up to the positions {options.fusion_cuts}: in {options.parallel_mode} mode "
-                "they travel in the order in which backward computes them",
-                fix="comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB",
-            )
+        what = (
+            f"gradients are to be fused up to the positions {options.fusion_cuts}: in {options.parallel_mode} mode "
+            "they travel in the order in which backward computes them"
         )
+        fix = "comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB"
+        raise ValueError(problem(what, fix=fix))
     return sw.Plan.load(load) if load else plan_by_context(cell, model, args, kwargs, counts, options)
 
 
@@ -73,12 +72,11 @@ def plan_by_context(
     auto = options.parallel_mode == context.ParallelMode.AUTO_PARALLEL
     priced = auto and options.search_mode in PRICED
     if auto and not priced and options.strict and not strategies:
-        raise strict.failure(
-            type(cell).__name__,
-            "There is no operator that is configured sharding strategy.",
+        fix = (
             "call .shard(...) on an operator, or choose search_mode='dynamic_programming'; with strict=False nothing "
-            "configured means data parallelism",
+            "configured means data parallelism"
         )
+        raise strict.failure(type(cell).__name__, "There is no operator that is configured sharding strategy.", fix)
     kept = {name: entry for name, p in cell.named_parameters() if (entry := holding_of(p)) is not None}
     mesh = next((entry.layout.mesh for entry in kept.values()), None)
     if mesh is None and (strategies or not priced or options.weight_shards > 0):
@@ -116,19 +114,14 @@ def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return {name: (options.devices, *(1,) * (x.dim() - 1)) for name, x in tensors if x.dim()}
     assert not isinstance(strategy, str), "the context knows the words"
     if len(strategy) < len(tensors):  # of fewer inputs, in evaluation, the labels are missing: the last ones
-        raise strict.failure(
-            "dataset_strategy",
-            f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(tensors)}",
-            f"one tuple for each of the inputs {[list(x.shape) for _, x in tensors]}",
-        )
+        what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(tensors)}"
+        fix = f"one tuple for each of the inputs {[list(x.shape) for _, x in tensors]}"
+        raise strict.failure("dataset_strategy", what, fix)
     counts: dict[str, tuple[int, ...]] = {}
     for (name, x), input_counts in zip(tensors, strategy, strict=False):
         if len(input_counts) != x.dim():
-            raise strict.failure(
-                "dataset_strategy",
-                f"{input_counts} is for {len(input_counts)} dims, and {name} has shape {list(x.shape)}",
-                "one per dim",
-            )
+            what = f"{input_counts} is for {len(input_counts)} dims, and {name} has shape {list(x.shape)}"
+            raise strict.failure("dataset_strategy", what, "one per dim")
         counts[name] = tuple(input_counts)
     return counts if any(prod(input_counts) > 1 for input_counts in counts.values()) else {}
 

@@ -50,12 +50,9 @@ def parts_of(inputs: Sequence[torch.Tensor], micro_size: int) -> Iterator[tuple[
     for number, x in enumerate(inputs):
         if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] % micro_size:
             what = f"of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
-            raise ValueError(
-                problem(
-                    f"input {number} of a PipelineCell is {what}, for {micro_size} micro-batches",
-                    fix=f"tensors whose dim 0 is a multiple of {micro_size}, or another micro_size",
-                )
-            )
+            what = f"input {number} of a PipelineCell is {what}, for {micro_size} micro-batches"
+            fix = f"tensors whose dim 0 is a multiple of {micro_size}, or another micro_size"
+            raise ValueError(problem(what, fix=fix))
     return zip(*(x.chunk(micro_size) for x in inputs), strict=True)
 
 
@@ -79,11 +76,8 @@ def mark(network: nn.Module, options: Options) -> int:
               if (number := _stage(module)) is not None}  # fmt: skip
     beyond = [f"{path or 'the network'} in stage {number}" for path, (_, number) in stages.items() if number >= places]
     if beyond:
-        raise ValueError(
-            problem(
-                f"pipeline_stages is {places}, and there are {listed(beyond)}", fix=f"number from 0 to {places - 1}"
-            )
-        )
+        what = f"pipeline_stages is {places}, and there are {listed(beyond)}"
+        raise ValueError(problem(what, fix=f"number from 0 to {places - 1}"))
     if not stages and options.auto_pipeline:
         return places * _segments(options)
     bare = _without_stage(network, set(stages))
@@ -120,18 +114,11 @@ def settings(model: nn.Module, args: tuple[Any, ...], micro_size: int, options: 
     """What ``sw.plan`` is told of stages and micro-batches."""
     places, scheduler = options.pipeline_stages, options.pipeline_config["pipeline_scheduler"]
     if options.devices % places:
-        raise ValueError(
-            problem(
-                f"pipeline_stages is {places}, and {options.devices} devices do not divide by it",
-                fix="as many devices for every stage",
-            )
-        )
+        what = f"pipeline_stages is {places}, and {options.devices} devices do not divide by it"
+        raise ValueError(problem(what, fix="as many devices for every stage"))
     if micro_size < places:
-        raise ValueError(
-            problem(
-                f"micro_size is {micro_size}, and pipeline_stages {places}", fix="at least one micro-batch per stage"
-            )
-        )
+        what = f"micro_size is {micro_size}, and pipeline_stages {places}"
+        raise ValueError(problem(what, fix="at least one micro-batch per stage"))
     batch = args[1].shape[0]
     return {
         "stages": mark(model, options),
@@ -150,12 +137,8 @@ def fed(inputs: tuple[torch.Tensor, ...], micro_size: int, options: Options) -> 
     if options.full_batch or options.dataset_strategy == FULL_BATCH or ranks == 1:
         return inputs
     if not isinstance(options.dataset_strategy, str):
-        raise ValueError(
-            problem(
-                f"dataset_strategy {options.dataset_strategy} with pipeline_stages {options.pipeline_stages}",
-                fix='"data_parallel" or "full_batch"',
-            )
-        )
+        what = f"dataset_strategy {options.dataset_strategy} with pipeline_stages {options.pipeline_stages}"
+        raise ValueError(problem(what, fix='"data_parallel" or "full_batch"'))
     first = dist.get_rank() // ranks * ranks
     list(parts_of(inputs, micro_size))
     batches = []

@@ -26,35 +26,25 @@ def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Str
     if strategy is None:
         return None
     if isinstance(strategy, (set, frozenset, dict)):
-        raise TypeError(
-            problem(
-                f"{name}: {role} is a {type(strategy).__name__}, which has no order",
-                fix=f"a tuple or a list with one entry per input: {name}().shard(((4, 1), (1, 1)))",
-            )
-        )
+        fix = f"a tuple or a list with one entry per input: {name}().shard(((4, 1), (1, 1)))"
+        raise TypeError(problem(f"{name}: {role} is a {type(strategy).__name__}, which has no order", fix=fix))
     if not isinstance(strategy, (tuple, list)):
-        raise TypeError(
-            problem(f"{name}: {role} is {strategy!r}", fix="a tuple with one tuple per input: ((4, 1), (1, 1))")
-        )
+        what = f"{name}: {role} is {strategy!r}"
+        raise TypeError(problem(what, fix="a tuple with one tuple per input: ((4, 1), (1, 1))"))
     if strategy and all(isinstance(item, int) for item in strategy):
         arguments = [tuple(strategy), *([tuple(out_strategy)] if isinstance(out_strategy, (tuple, list)) else [])]
-        raise ValueError(
-            problem(
-                f"{name}: {role} {tuple(strategy)} is one tuple of numbers, and must hold one tuple per input"
-                + ("; the second argument is the strategy of the outputs" if len(arguments) > 1 else ""),
-                fix=f"{name}().shard({tuple(arguments)!r}): one tuple around all of them",
-            )
+        what = f"{name}: {role} {tuple(strategy)} is one tuple of numbers, and must hold one tuple per input" + (
+            "; the second argument is the strategy of the outputs" if len(arguments) > 1 else ""
         )
+        raise ValueError(problem(what, fix=f"{name}().shard({tuple(arguments)!r}): one tuple around all of them"))
     for position, counts in enumerate(strategy):
         if not isinstance(counts, (tuple, list)):
-            raise TypeError(
-                problem(f"{name}: {role} has {counts!r} for tensor {position}", fix="a tuple with one number per dim")
-            )
+            what = f"{name}: {role} has {counts!r} for tensor {position}"
+            raise TypeError(problem(what, fix="a tuple with one number per dim"))
         for count in counts:
             if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(
-                    problem(f"{name}: {role} has {count!r} for tensor {position}", fix="whole numbers from 1")
-                )
+                what = f"{name}: {role} has {count!r} for tensor {position}"
+                raise TypeError(problem(what, fix="whole numbers from 1"))
     return tuple(tuple(counts) for counts in strategy)
 
 
@@ -62,20 +52,14 @@ def check_form(primitive: Primitive, strategy: Strategy, shapes: Shapes) -> None
     """One tuple per input, each with one number per dim or none at all. Raises StrategyError for anything else."""
     name = primitive.title
     if len(strategy) != len(shapes):
-        raise failure(
-            name,
-            f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(shapes)}",
-            f"one tuple for each of the inputs {list(map(list, shapes))}",
-        )
+        what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(shapes)}"
+        raise failure(name, what, f"one tuple for each of the inputs {list(map(list, shapes))}")
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
         if counts:
             _check_length(name, index, counts, shape)
     if any(shapes) and not any(strategy):
-        raise failure(
-            name,
-            f"the strategy {strategy} leaves all inputs {list(map(list, shapes))} to the others",
-            "numbers for one of them; without a strategy the operator splits its batch",
-        )
+        what = f"the strategy {strategy} leaves all inputs {list(map(list, shapes))} to the others"
+        raise failure(name, what, "numbers for one of them; without a strategy the operator splits its batch")
 
 
 def check(
@@ -88,11 +72,9 @@ def check(
     """
     name = primitive.title
     if even and not primitive.splittable:
-        raise failure(
-            name,
-            f"the strategy is {strategy}, but {primitive.name} takes none: its layout is that of its neighbours",
-            "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)",
-        )
+        what = f"the strategy is {strategy}, but {primitive.name} takes none: its layout is that of its neighbours"
+        fix = "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)"
+        raise failure(name, what, fix)
     if even:
         for counts, shape in zip(strategy, shapes, strict=True):
             _check_counts(name, counts, shape)
@@ -131,11 +113,9 @@ def check_tensors(
 ) -> None:
     """The checks of a strategy that is given to the inputs or outputs of a function. ``even``: strict mode's too."""
     if len(strategy) != len(shapes):
-        raise failure(
-            name,
-            f"the strategy {strategy} size: {len(strategy)} is not equal to {role} size: {len(shapes)}",
-            f"one tuple for each of the {role} {list(map(list, shapes))}, or None for one that follows",
-        )
+        what = f"the strategy {strategy} size: {len(strategy)} is not equal to {role} size: {len(shapes)}"
+        fix = f"one tuple for each of the {role} {list(map(list, shapes))}, or None for one that follows"
+        raise failure(name, what, fix)
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
         if counts and even:
             _check_length(name, index, counts, shape)
@@ -145,21 +125,17 @@ def check_tensors(
 
 def _check_devices(name: str, strategy: Strategy, required: int, devices: int) -> None:
     if required > devices or devices % required:
-        raise failure(
-            name,
+        what = (
             f"The strategy is {strategy}, it requires {required} devices, but the device number of this stage is "
-            f"{devices}, it can not be divisible by {required}",
-            f"numbers whose product divides {devices}",
+            f"{devices}, it can not be divisible by {required}"
         )
+        raise failure(name, what, f"numbers whose product divides {devices}")
 
 
 def _check_length(name: str, index: int, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if len(counts) != len(shape):
-        raise failure(
-            name,
-            f"strategy len: {len(counts)} is not equal to inputs len: {len(shape)}, index: {index}",
-            f"one number for each dim of {list(shape)}",
-        )
+        what = f"strategy len: {len(counts)} is not equal to inputs len: {len(shape)}, index: {index}"
+        raise failure(name, what, f"one number for each dim of {list(shape)}")
 
 
 def _check_counts(name: str, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -167,17 +143,11 @@ def _check_counts(name: str, counts: tuple[int, ...], shape: tuple[int, ...]) ->
         if count <= 0:
             raise failure(name, f"the value of strategy must be larger than 0, but get {count}", "1: not split")
         if count & (count - 1):
-            raise failure(
-                name,
-                f"the value of strategy must be the power of 2, but get {count}",
-                "a power of two, or set_auto_parallel_context(strict=False)",
-            )
+            what = f"the value of strategy must be the power of 2, but get {count}"
+            raise failure(name, what, "a power of two, or set_auto_parallel_context(strict=False)")
         if size % count:
-            raise failure(
-                name,
-                f"shape {size} cannot be divisible by strategy value {count}: {size} % {count} = {size % count}",
-                "a divisor, or set_auto_parallel_context(strict=False), which splits unevenly",
-            )
+            what = f"shape {size} cannot be divisible by strategy value {count}: {size} % {count} = {size % count}"
+            raise failure(name, what, "a divisor, or set_auto_parallel_context(strict=False), which splits unevenly")
 
 
 LENIENT = ", or set_auto_parallel_context(strict=False), which can split it"
@@ -188,11 +158,8 @@ def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str, els
     be done instead of leaving it whole."""
     for dim in dims:
         if counts[dim] != 1:
-            raise failure(
-                name,
-                f"the strategy {counts} splits dim {dim}, {why}: its value must be 1, but get {counts[dim]}",
-                f"1 for that dim{else_}",
-            )
+            what = f"the strategy {counts} splits dim {dim}, {why}: its value must be 1, but get {counts[dim]}"
+            raise failure(name, what, f"1 for that dim{else_}")
 
 
 def equal(name: str, strategy: Strategy, what: str = "the strategies of all inputs must be equal") -> None:
@@ -205,9 +172,8 @@ def equal(name: str, strategy: Strategy, what: str = "the strategies of all inpu
 def dim_of(name: str, dim: int, rank: int) -> int:
     """A dim counted from 0. Raises StrategyError where there is none."""
     if not -rank <= dim < rank:
-        raise failure(
-            name, f"axis {dim} is out of range for an input of {rank} dims", f"an axis from {-rank} to {rank - 1}"
-        )
+        what = f"axis {dim} is out of range for an input of {rank} dims"
+        raise failure(name, what, f"an axis from {-rank} to {rank - 1}")
     return dim % rank
 
 

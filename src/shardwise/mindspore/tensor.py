@@ -37,12 +37,8 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     ) -> Tensor:
         if isinstance(dtype, int) and not isinstance(dtype, bool):
             sizes = f"{input_data}, {dtype}"
-            raise TypeError(
-                problem(
-                    f"Tensor({sizes}, ...) is no shape: its arguments are data and a dtype",
-                    fix=f"Tensor(np.zeros(({sizes}), np.float32)), or initializer('normal', [{sizes}]) for a Parameter",
-                )
-            )
+            fix = f"Tensor(np.zeros(({sizes}), np.float32)), or initializer('normal', [{sizes}]) for a Parameter"
+            raise TypeError(problem(f"Tensor({sizes}, ...) is no shape: its arguments are data and a dtype", fix=fix))
         dtype = None if dtype is None else dtype_of(dtype)
         if input_data is None:
             data = torch.zeros(tuple(shape or ()), dtype=dtype or torch.float32)
@@ -197,12 +193,8 @@ class Parameter(nn.Parameter):
         """Give the parameter other values. ``slice_shape``: they may have another shape."""
         new = as_torch(data, self.dtype)
         if new.shape != self.shape and not slice_shape:
-            raise ValueError(
-                problem(
-                    f"the parameter {self.name} has shape {list(self.shape)}, the data {list(new.shape)}",
-                    fix="give data of that shape; slice_shape=True takes another one",
-                )
-            )
+            what = f"the parameter {self.name} has shape {list(self.shape)}, the data {list(new.shape)}"
+            raise ValueError(problem(what, fix="give data of that shape; slice_shape=True takes another one"))
         if holding_of(self) and new.shape == self.shape:  # a program may have the same memory
             self.data.copy_(new)
         else:
@@ -266,3 +258,6 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 def tensor(input_data: Any = None, dtype: Any = None, shape: Any = None, init: Any = None) -> Tensor:
     """``Tensor`` as a function."""
     return Tensor(input_data, dtype, shape, init)
+
+
+__all__ = ["Parameter", "ParameterTuple", "Tensor", "from_numpy", "tensor"]

@@ -55,8 +55,11 @@ def number(x: Any) -> Any:
     return x.item() if isinstance(x, (torch.Tensor, np.ndarray)) else x
 
 
-def _dims(x: torch.Tensor, axis: Axes) -> tuple[int, ...]:
-    return tuple(range(x.dim())) if axis is None or axis == () else (axis,) if isinstance(axis, int) else tuple(axis)
+def dims_of(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
+    """One dim, several, or all: for None and for none."""
+    if isinstance(axis, int):
+        return (axis,)
+    return tuple(axis) if axis is not None and len(axis) else tuple(range(x.dim()))
 
 
 def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
@@ -68,22 +71,22 @@ def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
 
 
 def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``x.name(axis=None, keep_dims=False)`` by ``function(x, dims, keep)``."""
+    """``x.name(axis=None, keep_dims=False)`` by ``function(x, dims, keepdim=)``."""
 
     def reduce(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
         if WORDS & set(others):
             dims = () if axis is None else (axis,)
             return TORCHS[name](x, *dims, **({"keepdim": True} if keep_dims else {}), **others)
-        return function(x, _dims(x, axis), _kept(keep_dims, others))
+        return function(x, dims_of(x, axis), keepdim=_kept(keep_dims, others))
 
     reduce.__name__ = name
     return reduce
 
 
-def product(x: torch.Tensor, dims: Sequence[int], keep: bool) -> torch.Tensor:
+def product(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
     """Over several dims, of which torch takes one."""
     for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
-        x = torch.prod(x, dim, keepdim=keep)
+        x = torch.prod(x, dim, keepdim=keepdim)
     return x
 
 
@@ -91,7 +94,7 @@ def _spread(name: str) -> Callable[..., Any]:
     def spread(x: torch.Tensor, axis: Axes = None, ddof: int = 0, keepdims: bool = False, **others: Any) -> Any:
         if WORDS & set(others):
             return TORCHS[name](x, *(() if axis is None else (axis,)), **others)
-        return getattr(torch, name)(x, _dims(x, axis), correction=ddof, keepdim=_kept(keepdims, others))
+        return getattr(torch, name)(x, dims_of(x, axis), correction=ddof, keepdim=_kept(keepdims, others))
 
     spread.__name__ = name
     return spread
@@ -163,7 +166,7 @@ def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 
 
 def _extreme(name: str) -> Callable[..., Any]:
     """``x.max()``, by default a value; ``return_indices``: and where it is."""
-    reduce = _reduction(name, lambda x, dims, keep: getattr(torch, f"a{name}")(x, dims, keepdim=keep))
+    reduce = _reduction(name, getattr(torch, f"a{name}"))
 
     def extreme(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
         if not others.pop("return_indices", False):
@@ -284,26 +287,18 @@ METHODS: dict[str, Any] = {
     "item": single,
     "argmax_with_value": _with_value("max"),
     "argmin_with_value": _with_value("min"),
-    "ptp": lambda x, axis=None, keepdims=False: x.amax(_dims(x, axis), keepdims) - x.amin(_dims(x, axis), keepdims),
+    "ptp": lambda x, axis=None, keepdims=False: x.amax(dims_of(x, axis), keepdims) - x.amin(dims_of(x, axis), keepdims),
     "top_k": lambda x, k, sorted=True: tuple(torch.topk(x, k, sorted=sorted)),
     "invert": lambda x: torch.bitwise_not(x),
     "strides": property(lambda x: tuple(x.element_size() * step for step in x.stride())),
     "has_init": property(lambda x: False),
     "to_tensor": lambda x: x,
     "tobytes": lambda x: asnumpy(x).tobytes(),
-    "scatter_sub": _as_function("tensor_scatter_sub"),
-    "scatter_mul": _as_function("tensor_scatter_mul"),
-    "scatter_div": _as_function("tensor_scatter_div"),
-    "scatter_max": _as_function("tensor_scatter_max"),
-    "scatter_min": _as_function("tensor_scatter_min"),
+    **{f"scatter_{kind}": _as_function(f"tensor_scatter_{kind}") for kind in ("sub", "mul", "div", "max", "min")},
     **{name: _as_function(name) for name in _FUNCTIONS},
-    "mean": _reduction("mean", lambda x, dims, keep: torch.mean(x, dims, keepdim=keep)),
-    "sum": _reduction("sum", lambda x, dims, keep: torch.sum(x, dims, keepdim=keep)),
+    **{name: _reduction(name, getattr(torch, name)) for name in ("mean", "sum", "all", "any")},
     "prod": _reduction("prod", product),
-    "all": _reduction("all", lambda x, dims, keep: torch.all(x, dims, keepdim=keep)),
-    "any": _reduction("any", lambda x, dims, keep: torch.any(x, dims, keepdim=keep)),
-    "std": _spread("std"),
-    "var": _spread("var"),
+    **{name: _spread(name) for name in ("std", "var")},
     "flatten": _flattened,
     "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
     "resize": _resized,

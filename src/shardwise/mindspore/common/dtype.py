@@ -4,40 +4,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import (
-    bfloat16,
-    complex64,
-    complex128,
-    float16,
-    float32,
-    float64,
-    int8,
-    int16,
-    int32,
-    int64,
-    uint8,
-    uint16,
-    uint32,
-    uint64,
-)
-from torch import (
-    bool as bool_,
-)
-from torch import (
-    float16 as half,
-)
-from torch import (
-    float32 as float_,
-)
-from torch import (
-    float64 as double,
-)
-from torch import (
-    int64 as int_,
-)
 
 from shardwise.mindspore.tensor_methods import dtype_of
 
+bool_, int_, float_, half, double = torch.bool, torch.int64, torch.float32, torch.float16, torch.float64
+int8, int16, int32, int64 = torch.int8, torch.int16, torch.int32, torch.int64
+uint8, uint16, uint32, uint64 = torch.uint8, torch.uint16, torch.uint32, torch.uint64
+float16, float32, float64, bfloat16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
+complex64, complex128 = torch.complex64, torch.complex128
 tensor_type = tensor = torch.Tensor
 number = torch.dtype
 

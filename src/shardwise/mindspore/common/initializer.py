@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest, one_of
 from shardwise.mindspore.common.seed import generator
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.tensor import Tensor as DialectTensor
 
 Tensor = torch.Tensor
@@ -37,11 +38,12 @@ class Initializer:
         raise NotImplementedError(problem(f"{type(self).__name__} has no fill", fix="write one, or _initialize"))
 
 
-class Constant(Initializer):
-    """The same value everywhere."""
+class _Known(WithSettings, Initializer):
+    """One of this module: its settings are those of its class statement."""
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+
+class Constant(_Known, value=...):
+    """The same value everywhere."""
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return tensor.fill_(self.value)
@@ -61,42 +63,30 @@ class One(Constant):
         super().__init__(1)
 
 
-class Normal(Initializer):
+class Normal(_Known, sigma=0.01, mean=0.0):
     """N(mean, sigma**2)."""
-
-    def __init__(self, sigma: float = 0.01, mean: float = 0.0) -> None:
-        self.sigma, self.mean = sigma, mean
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return tensor.normal_(self.mean, self.sigma, generator=random)
 
 
-class TruncatedNormal(Initializer):
+class TruncatedNormal(_Known, sigma=0.01, mean=0.0, a=-2.0, b=2.0):
     """N(mean, sigma**2) within ``a`` to ``b`` standard deviations of the mean."""
-
-    def __init__(self, sigma: float = 0.01, mean: float = 0.0, a: float = -2.0, b: float = 2.0) -> None:
-        self.sigma, self.mean, self.a, self.b = sigma, mean, a, b
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         low, high = (self.mean + self.sigma * bound for bound in (self.a, self.b))
         return torch.nn.init.trunc_normal_(tensor, self.mean, self.sigma, low, high, generator=random)
 
 
-class Uniform(Initializer):
+class Uniform(_Known, scale=0.07):
     """U(-scale, scale)."""
-
-    def __init__(self, scale: float = 0.07) -> None:
-        self.scale = scale
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return tensor.uniform_(-self.scale, self.scale, generator=random)
 
 
-class XavierUniform(Initializer):
+class XavierUniform(_Known, gain=1):
     """Uniform with the variance ``gain**2 * 2 / (fan_in + fan_out)`` (Glorot and Bengio, AISTATS 2010)."""
-
-    def __init__(self, gain: float = 1) -> None:
-        self.gain = gain
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         bound = self.gain * math.sqrt(6 / sum(_fans(tensor)))
@@ -110,18 +100,17 @@ class XavierNormal(XavierUniform):
         return tensor.normal_(0, self.gain * math.sqrt(2 / sum(_fans(tensor))), generator=random)
 
 
-class HeUniform(Initializer):
+class HeUniform(_Known, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu"):
     """Uniform with the variance ``gain**2 / fan`` (He et al., ICCV 2015).
 
     ``gain`` is that of ``nonlinearity`` ("relu", "leaky_relu" with ``negative_slope``, "tanh", "sigmoid"); ``mode``
     chooses "fan_in" or "fan_out".
     """
 
-    def __init__(self, negative_slope: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> None:
-        if mode not in ("fan_in", "fan_out"):
-            raise ValueError(problem(f'there is no mode "{mode}"', fix='choose "fan_in" or "fan_out"'))
-        self.gain = torch.nn.init.calculate_gain(cast(Any, nonlinearity), negative_slope)
-        self.mode = mode
+    def _settle(self) -> None:
+        if self.mode not in ("fan_in", "fan_out"):
+            raise ValueError(problem(f'there is no mode "{self.mode}"', fix='choose "fan_in" or "fan_out"'))
+        self.gain = torch.nn.init.calculate_gain(self.nonlinearity, self.negative_slope)
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         bound = math.sqrt(3) * self._sigma(tensor)
@@ -139,11 +128,8 @@ class HeNormal(HeUniform):
         return tensor.normal_(0, self._sigma(tensor), generator=random)
 
 
-class Orthogonal(Initializer):
+class Orthogonal(_Known, gain=1.0):
     """Rows, or columns where there are fewer, of length ``gain`` at right angles (Saxe et al., ICLR 2014)."""
-
-    def __init__(self, gain: float = 1.0) -> None:
-        self.gain = gain
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return torch.nn.init.orthogonal_(tensor, self.gain, generator=random)
@@ -156,34 +142,27 @@ class Identity(Initializer):
         return torch.nn.init.eye_(tensor)
 
 
-class Dirac(Initializer):
+class Dirac(_Known, groups=1):
     """The kernel of a convolution that hands on its inputs."""
-
-    def __init__(self, groups: int = 1) -> None:
-        self.groups = groups
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return torch.nn.init.dirac_(tensor, self.groups)
 
 
-class Sparse(Initializer):
+class Sparse(_Known, sparsity=..., sigma=0.01):
     """A matrix of N(0, sigma**2) with the part ``sparsity`` of every column zero."""
-
-    def __init__(self, sparsity: float, sigma: float = 0.01) -> None:
-        self.sparsity, self.sigma = sparsity, sigma
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return torch.nn.init.sparse_(tensor, self.sparsity, self.sigma, generator=random)
 
 
-class VarianceScaling(Initializer):
+class VarianceScaling(_Known, scale=1.0, mode="fan_in", distribution="truncated_normal"):
     """The variance ``scale / fan``; ``mode``: of which fan, "fan_in", "fan_out" or "fan_avg"; ``distribution``:
     "truncated_normal" (within two deviations), "untruncated_normal" or "uniform"."""
 
-    def __init__(self, scale: float = 1.0, mode: str = "fan_in", distribution: str = "truncated_normal") -> None:
-        one_of("fan_in", "fan_out", "fan_avg")("mode", mode)
-        one_of("truncated_normal", "untruncated_normal", "uniform")("distribution", distribution)
-        self.scale, self.mode, self.distribution = scale, mode, distribution
+    def _settle(self) -> None:
+        one_of("fan_in", "fan_out", "fan_avg")("mode", self.mode)
+        one_of("truncated_normal", "untruncated_normal", "uniform")("distribution", self.distribution)
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         fan_in, fan_out = _fans(tensor)
@@ -197,23 +176,11 @@ class VarianceScaling(Initializer):
         return torch.nn.init.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
 
 
-_NAMED: dict[str, Callable[[], Initializer]] = {
-    "zeros": Zero,
-    "zero": Zero,
-    "ones": One,
-    "one": One,
-    "normal": Normal,
-    "truncatednormal": TruncatedNormal,
-    "uniform": Uniform,
-    "xavieruniform": XavierUniform,
-    "xaviernormal": XavierNormal,
-    "heuniform": HeUniform,
-    "henormal": HeNormal,
-    "orthogonal": Orthogonal,
-    "identity": Identity,
-    "dirac": Dirac,
-    "variancescaling": VarianceScaling,
-}
+_NAMED: dict[str, Callable[[], Initializer]] = {"zeros": Zero, "ones": One} | {
+    kind.__name__.lower(): kind for kind in (
+        Zero, One, Normal, TruncatedNormal, Uniform, XavierUniform, XavierNormal, HeUniform, HeNormal, Orthogonal,
+        Identity, Dirac, VarianceScaling)
+}  # fmt: skip
 
 
 def initializer(
@@ -274,21 +241,6 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
 
 
 __all__ = [
-    "Constant",
-    "Dirac",
-    "HeNormal",
-    "HeUniform",
-    "Identity",
-    "Initializer",
-    "Normal",
-    "One",
-    "Orthogonal",
-    "Sparse",
-    "TruncatedNormal",
-    "Uniform",
-    "VarianceScaling",
-    "XavierNormal",
-    "XavierUniform",
-    "Zero",
-    "initializer",
-]
+    "Constant", "Dirac", "HeNormal", "HeUniform", "Identity", "Initializer", "Normal", "One", "Orthogonal", "Sparse",
+    "TruncatedNormal", "Uniform", "VarianceScaling", "XavierNormal", "XavierUniform", "Zero", "initializer",
+]  # fmt: skip

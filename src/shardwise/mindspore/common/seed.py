@@ -27,9 +27,8 @@ _random = _Random()
 def set_seed(seed: int) -> None:
     """Start initial values anew, and numpy's and torch's random numbers too, as the reference does."""
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(
-            problem(f"the seed is {seed!r}, of type {type(seed).__name__}", fix="give an integer from 0 on")
-        )
+        what = f"the seed is {seed!r}, of type {type(seed).__name__}"
+        raise TypeError(problem(what, fix="give an integer from 0 on"))
     if not 0 <= seed < 2**32:
         raise ValueError(problem(f"the seed is {seed}", fix="give an integer from 0 to 2**32 - 1"))
     _random.seed = seed

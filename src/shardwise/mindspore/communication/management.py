@@ -222,3 +222,10 @@ def _only_world(group: str, function: str) -> None:
     if find_group(group) != everyone():
         fix = f"call {function}() without a group"
         raise ValueError(problem(f'{function} is asked about the group "{group}", a part of the ranks', fix=fix))
+
+
+__all__ = [
+    "HCCL_WORLD_COMM_GROUP", "NCCL_WORLD_COMM_GROUP", "GlobalComm", "create_group", "destroy_group",
+    "get_group_rank_from_world_rank", "get_group_size", "get_local_rank", "get_local_rank_size",
+    "get_process_group_ranks", "get_rank", "get_world_rank_from_group_rank", "init", "release",
+]  # fmt: skip

@@ -11,16 +11,13 @@ import numpy as np
 from shardwise.errors import problem
 from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.dataset.transforms import Array
-from shardwise.mindspore.named import Function, bound
+from shardwise.mindspore.named import Function, WithSettings, classes_of
 
 try:
     from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 except ImportError as error:
-    raise ImportError(
-        problem(
-            "the MindSpore dialect reads images with Pillow: it is missing", fix='pip install "shardwise[mindspore]"'
-        )
-    ) from error
+    what = "the MindSpore dialect reads images with Pillow: it is missing"
+    raise ImportError(problem(what, fix='pip install "shardwise[mindspore]"')) from error
 
 
 class ConvertMode(enum.Enum):
@@ -206,22 +203,15 @@ def _solarized(image: Any, threshold: Any) -> Any:
     return _table(image, lambda x: np.where((low <= x) & (x <= end), 255 - x, x))
 
 
-class Effect:
+class Effect(WithSettings):
     """``function(image, **settings)``."""
 
     function: Function
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.settings = bound(type(self).__name__, type(self).function, args, kwargs)
-
     def __call__(self, *images: Any) -> Any:
-        return type(self).function(*images, **self.settings)
+        return type(self).function(*images, **self._chosen())
 
 
-CLASSES = {
-    name: type(name, (Effect,), {"function": staticmethod(function), "__module__": __name__,
-                                 "__doc__": "As the reference has it."})
-    for name, function in EFFECTS.items()
-}  # fmt: skip
+CLASSES = classes_of(EFFECTS, Effect, __name__)
 
 __all__ = ["CLASSES", "ConvertMode", "Image", "ImageEnhance", "ImageOps"]

@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 
 from shardwise.mindspore.common.seed import data_seed
+from shardwise.mindspore.named import WithSettings
 
 
-class Sampler:
+class Sampler(WithSettings, num_samples=None):
     """Base: ``__iter__`` of indices; ``num_rows`` is how many rows the source has, ``number`` counts passes."""
 
     num_rows = 0
     number = 0
-
-    def __init__(self, num_samples: int | None = None) -> None:
-        self.num_samples = num_samples
 
     def order(self) -> Sequence[int]:
         return range(self.num_rows)
@@ -31,23 +29,15 @@ class Sampler:
         return np.random.default_rng([data_seed(), self.number])
 
 
-class SequentialSampler(Sampler):
+class SequentialSampler(Sampler, start_index=None, num_samples=None):
     """In order, from ``start_index`` on."""
 
-    def __init__(self, start_index: int | None = None, num_samples: int | None = None) -> None:
-        super().__init__(num_samples)
-        self.start = start_index or 0
-
     def order(self) -> Sequence[int]:
-        return range(self.start, self.num_rows)
+        return range(self.start_index or 0, self.num_rows)
 
 
-class RandomSampler(Sampler):
+class RandomSampler(Sampler, replacement=False, num_samples=None):
     """In a random order; with ``replacement`` rows may come again."""
-
-    def __init__(self, replacement: bool = False, num_samples: int | None = None) -> None:
-        super().__init__(num_samples)
-        self.replacement = replacement
 
     def order(self) -> Any:
         count = self.num_samples or self.num_rows
@@ -56,14 +46,15 @@ class RandomSampler(Sampler):
         )  # fmt: skip
 
 
-class SubsetSampler(Sampler):
+class SubsetSampler(Sampler, indices=..., num_samples=None):
     """These rows."""
 
-    def __init__(self, indices: Sequence[int], num_samples: int | None = None) -> None:
-        super().__init__(num_samples)
-        self.indices = list(indices) if not isinstance(indices, int) else [indices]
+    indices: Any
 
-    def order(self) -> Sequence[int]:
+    def _settle(self) -> None:
+        self.indices = list(self.indices) if not isinstance(self.indices, int) else [self.indices]
+
+    def order(self) -> Any:
         return self.indices
 
 
@@ -74,31 +65,26 @@ class SubsetRandomSampler(SubsetSampler):
         return self.chance.permutation(self.indices)
 
 
-class WeightedRandomSampler(Sampler):
+class WeightedRandomSampler(Sampler, weights=..., num_samples=None, replacement=True):
     """Drawn with these weights."""
 
-    def __init__(self, weights: Sequence[float], num_samples: int | None = None, replacement: bool = True) -> None:
-        super().__init__(num_samples)
-        self.weights, self.replacement = np.asarray(weights, float), replacement
+    weights: Any
+
+    def _settle(self) -> None:
+        self.weights = np.asarray(self.weights, float)
 
     def order(self) -> Any:
         count = self.num_samples or len(self.weights)
         return self.chance.choice(len(self.weights), count, self.replacement, self.weights / self.weights.sum())
 
 
-class DistributedSampler(Sampler):
+class DistributedSampler(Sampler, num_shards=..., shard_id=..., shuffle=True, num_samples=None, offset=-1):
     """Every ``num_shards``-th row, from ``shard_id`` on; shards are equally long, the first rows again at the end."""
-
-    def __init__(
-        self, num_shards: int, shard_id: int, shuffle: bool = True, num_samples: int | None = None, offset: int = -1
-    ) -> None:
-        super().__init__(num_samples)
-        self.shards, self.shard, self.shuffle = num_shards, shard_id, shuffle
 
     def order(self) -> Any:
         rows = self.chance.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
-        length = -(-self.num_rows // self.shards)
-        return [rows[(self.shard + i * self.shards) % self.num_rows] for i in range(length)]
+        length = -(-self.num_rows // self.num_shards)
+        return [rows[(self.shard_id + i * self.num_shards) % self.num_rows] for i in range(length)]
 
 
 __all__ = [

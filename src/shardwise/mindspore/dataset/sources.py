@@ -13,10 +13,15 @@ from shardwise.errors import problem
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset.pipeline import Dataset
 from shardwise.mindspore.dataset.samplers import Sampler
-from shardwise.mindspore.dataset.values import Columns, Row, as_array, count_of, names_of
+from shardwise.mindspore.dataset.values import Row, as_array, count_of, names_of
+from shardwise.mindspore.named import WithSettings
 
 
-class GeneratorDataset(Dataset):
+class GeneratorDataset(
+    WithSettings, Dataset, source=..., column_names=("data",), column_types=None, num_samples=None,
+    num_parallel_workers=1, shuffle=None, sampler=None, num_shards=None, shard_id=None, python_multiprocessing=True,
+    max_rowsize=6, schema=None,
+):  # fmt: skip
     """Rows from Python.
 
     ``source``: a function that returns an iterable (a generator function), an iterable, or an object with
@@ -28,31 +33,17 @@ class GeneratorDataset(Dataset):
     the number is not divisible. ``num_samples``: at most so many rows.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        column_names: str | Sequence[str] = ("data",),
-        column_types: Sequence[Any] | None = None,
-        num_samples: int | None = None,
-        num_parallel_workers: int = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[int] | None = None,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-        python_multiprocessing: bool = True,
-        max_rowsize: int | None = 6,
-        schema: Any = None,
-    ) -> None:
-        super().__init__(names_of(column_names))
-        self._source = source
-        self._types = None if column_types is None else tuple(_numpy_dtype(column_type) for column_type in column_types)
-        self._samples = None if num_samples is None else count_of("num_samples", num_samples)
-        self._by_index = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-        self._sampler = sampler
-        self._shuffle = self._by_index and sampler is None if shuffle is None else shuffle
-        self._shards = _shards(num_shards, shard_id)
+    def _take(self, values: dict[str, Any]) -> None:
+        Dataset.__init__(self, names_of(values["column_names"]))
+        types, samples, asked = values["column_types"], values["num_samples"], values["shuffle"]
+        self._source, self._sampler = values["source"], values["sampler"]
+        self._types = None if types is None else tuple(_numpy_dtype(column_type) for column_type in types)
+        self._samples = None if samples is None else count_of("num_samples", samples)
+        self._by_index = hasattr(self._source, "__getitem__") and hasattr(self._source, "__len__")
+        self._shuffle = self._by_index and self._sampler is None if asked is None else asked
+        self._shards = _shards(values["num_shards"], values["shard_id"])
         self._counted: int | None = None
-        self._check(shuffle, num_shards)
+        self._check(asked, values["num_shards"])
 
     def _check(self, shuffle: bool | None, num_shards: int | None) -> None:
         if not (self._by_index or callable(self._source) or isinstance(self._source, Iterable)):
@@ -61,17 +52,12 @@ class GeneratorDataset(Dataset):
         if self._types is not None and len(self._types) != len(self._columns):
             what = f"there are {len(self._columns)} columns and {len(self._types)} column_types"
             raise ValueError(problem(what, fix="give one type for every column"))
-        asked = [
-            ("shuffle", bool(shuffle)),
-            ("sampler", self._sampler is not None),
-            ("num_shards", num_shards is not None),
-        ]
-        wrong = [name for name, is_asked in asked if is_asked]
+        asked = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
+        wrong = [name for name, is_asked in asked.items() if is_asked]
         if wrong and not self._by_index:
             what = f"{wrong[0]} needs rows by their index, which the source (a {type(self._source).__name__}) has not"
-            raise ValueError(
-                problem(what, fix="give an object with __getitem__ and __len__, or call .shuffle(buffer_size)")
-            )
+            fix = "give an object with __getitem__ and __len__, or call .shuffle(buffer_size)"
+            raise ValueError(problem(what, fix=fix))
         if self._sampler is not None and (shuffle or num_shards is not None):
             raise ValueError(problem("a sampler decides the order by itself", fix="leave shuffle and num_shards out"))
 
@@ -134,21 +120,15 @@ class GeneratorDataset(Dataset):
         return sum(1 for _ in self._items(0))
 
 
-class NumpySlicesDataset(GeneratorDataset):
+class NumpySlicesDataset(
+    GeneratorDataset, data=..., column_names=None, num_samples=None, num_parallel_workers=1, shuffle=None, sampler=None,
+    num_shards=None, shard_id=None,
+):  # fmt: skip
     """The slices of arrays along their dim 0: ``data`` is an array, a tuple of arrays, or a dictionary of them by
     column. Columns are named column_0, column_1, ... by default."""
 
-    def __init__(
-        self,
-        data: Any,
-        column_names: Columns = None,
-        num_samples: int | None = None,
-        num_parallel_workers: int = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[int] | None = None,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-    ) -> None:
+    def _take(self, values: dict[str, Any]) -> None:
+        data, names = values.pop("data"), values["column_names"]
         parts = list(data.values()) if isinstance(data, Mapping) else list(data) if isinstance(data, tuple) else [data]
         arrays = [as_array(part) for part in parts]
         lengths = {len(array) if array.ndim else 0 for array in arrays}
@@ -156,16 +136,8 @@ class NumpySlicesDataset(GeneratorDataset):
             what = f"the arrays have the shapes {', '.join(str(list(array.shape)) for array in arrays)}"
             raise ValueError(problem(what, fix="give arrays of the same first size, at least 1"))
         default = list(data) if isinstance(data, Mapping) else [f"column_{i}" for i in range(len(arrays))]
-        names = default if column_names is None else column_names
-        super().__init__(
-            list(zip(*arrays, strict=True)),
-            names,
-            num_samples=num_samples,
-            shuffle=shuffle,
-            sampler=sampler,
-            num_shards=num_shards,
-            shard_id=shard_id,
-        )
+        rows, names = list(zip(*arrays, strict=True)), default if names is None else names
+        super()._take({**values, "source": rows, "column_names": names, "column_types": None})
 
 
 def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:

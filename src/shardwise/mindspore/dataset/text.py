@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.dataset.transforms import numpys
 from shardwise.mindspore.dataset.values import Array, Columns, names_of
-from shardwise.mindspore.named import absent
+from shardwise.mindspore.named import WithSettings, absent
 
 if TYPE_CHECKING:
     from shardwise.mindspore.dataset.pipeline import Dataset
@@ -111,15 +111,15 @@ class Vocab:
         return [self._words.get(int(number), "") for number in np.asarray(ids).reshape(-1)]
 
 
-class Lookup:
+class Lookup(WithSettings, vocab=..., unknown_token=None, data_type=np.int32):
     """The numbers of words. ``unknown_token``: the word that stands for those that the vocabulary lacks."""
 
-    def __init__(self, vocab: Vocab, unknown_token: str | None = None, data_type: Any = np.int32) -> None:
-        self._numbers, self._dtype = vocab.vocab(), numpys(data_type)
-        if unknown_token is not None and unknown_token not in self._numbers:
-            what = f"the vocabulary has no unknown_token {unknown_token!r}"
-            raise ValueError(problem(what, fix=closest(unknown_token, self._numbers)))
-        self._unknown = None if unknown_token is None else self._numbers[unknown_token]
+    def _settle(self) -> None:
+        self._numbers, self._dtype, unknown = self.vocab.vocab(), numpys(self.data_type), self.unknown_token
+        if unknown is not None and unknown not in self._numbers:
+            what = f"the vocabulary has no unknown_token {unknown!r}"
+            raise ValueError(problem(what, fix=closest(unknown, self._numbers)))
+        self._unknown = None if unknown is None else self._numbers[unknown]
 
     def __call__(self, words: Any) -> Array:
         numbers = [self._numbers.get(word, self._unknown) for word in _texts(words)]
@@ -129,24 +129,23 @@ class Lookup:
         return np.array(numbers, self._dtype).reshape(np.shape(words))
 
 
-class PythonTokenizer:
+class PythonTokenizer(WithSettings, tokenizer=...):
     """The words that a function finds in a string."""
-
-    def __init__(self, tokenizer: Callable[[str], Sequence[str]]) -> None:
-        self.tokenizer = tokenizer
 
     def __call__(self, text: Any) -> Array:
         words = [word for string in _texts(text) for word in self.tokenizer(string)]
         return np.array(words or [""])
 
 
-class WhitespaceTokenizer(PythonTokenizer):
+class WhitespaceTokenizer(PythonTokenizer, with_offsets=False):
     """What lies between spaces. ``with_offsets`` is refused."""
 
-    def __init__(self, with_offsets: bool = False) -> None:
-        if with_offsets:
+    with_offsets = False
+
+    def _settle(self) -> None:
+        if self.with_offsets:
             raise NotImplementedError(problem(f"{type(self).__name__}(with_offsets=True)", fix="PythonTokenizer"))
-        super().__init__(self.words)
+        self.tokenizer = self.words
 
     def words(self, text: str) -> list[str]:
         return text.split()
@@ -170,12 +169,12 @@ class BasicTokenizer(WhitespaceTokenizer):
         return re.findall(self.pattern, text.lower() if self.lower_case else text)
 
 
-class RegexTokenizer(WhitespaceTokenizer):
+class RegexTokenizer(WhitespaceTokenizer, delim_pattern=..., keep_delim_pattern="", with_offsets=False):
     """What lies between the matches of ``delim_pattern``; those that match ``keep_delim_pattern`` are kept."""
 
-    def __init__(self, delim_pattern: str, keep_delim_pattern: str = "", with_offsets: bool = False) -> None:
-        super().__init__(with_offsets)
-        self.pattern, self.kept = re.compile(delim_pattern), re.compile(keep_delim_pattern)
+    def _settle(self) -> None:
+        super()._settle()
+        self.pattern, self.kept = re.compile(self.delim_pattern), re.compile(self.keep_delim_pattern)
 
     def words(self, text: str) -> list[str]:
         pieces, place = [], 0
@@ -204,102 +203,78 @@ class CaseFold(_OfStrings):
         return text.casefold()
 
 
-class RegexReplace(_OfStrings):
+class RegexReplace(WithSettings, _OfStrings, pattern=..., replace=..., replace_all=True):
     """Matches of ``pattern``, all or the first, replaced."""
 
-    def __init__(self, pattern: str, replace: str, replace_all: bool = True) -> None:
-        self.pattern, self.replace, self.count = re.compile(pattern), replace, 0 if replace_all else 1
+    def _settle(self, pattern: str) -> None:
+        self.pattern = re.compile(pattern)
 
     def changed(self, text: str) -> str:
-        return self.pattern.sub(self.replace, text, self.count)
+        return self.pattern.sub(self.replace, text, 0 if self.replace_all else 1)
 
 
-class ToNumber:
+class ToNumber(WithSettings, data_type=...):
     """Strings as numbers."""
 
-    def __init__(self, data_type: Any) -> None:
-        self.dtype = numpys(data_type)
+    def _settle(self) -> None:
+        self.dtype = numpys(self.data_type)
 
     def __call__(self, text: Any) -> Array:
         return np.array([float(string) for string in _texts(text)]).astype(self.dtype).reshape(np.shape(text))
 
 
-class Truncate:
+class Truncate(WithSettings, max_seq_len=...):
     """The first ``max_seq_len`` words."""
 
-    def __init__(self, max_seq_len: int) -> None:
-        self.length = max_seq_len
-
     def __call__(self, words: Any) -> Array:
-        return np.asarray(words)[: self.length]
+        return np.asarray(words)[: self.max_seq_len]
 
 
-class TruncateSequencePair:
+class TruncateSequencePair(WithSettings, max_length=...):
     """Two rows of words, whose ends are cut off, that of the longer first, until both together have ``max_length``."""
-
-    def __init__(self, max_length: int) -> None:
-        self.length = max_length
 
     def __call__(self, first: Any, second: Any) -> tuple[Array, Array]:
         sizes = [len(first), len(second)]
-        while sum(sizes) > self.length:
+        while sum(sizes) > self.max_length:
             sizes[sizes[1] > sizes[0]] -= 1
         return np.asarray(first)[: sizes[0]], np.asarray(second)[: sizes[1]]
 
 
-class AddToken:
+class AddToken(WithSettings, token=..., begin=True):
     """A word before the first, or with ``begin=False`` behind the last."""
-
-    def __init__(self, token: str, begin: bool = True) -> None:
-        self.token, self.begin = token, begin
 
     def __call__(self, words: Any) -> Array:
         strings = _texts(words)
         return np.array([self.token, *strings] if self.begin else [*strings, self.token])
 
 
-class SlidingWindow:
+class SlidingWindow(WithSettings, width=..., axis=0):
     """All runs of ``width`` words: (runs, width)."""
-
-    def __init__(self, width: int, axis: int = 0) -> None:
-        self.width, self.axis = width, axis
 
     def __call__(self, words: Any) -> Array:
         return np.lib.stride_tricks.sliding_window_view(np.asarray(words), self.width, self.axis).copy()
 
 
-class Ngram:
+class Ngram(WithSettings, n=..., left_pad=("", 0), right_pad=("", 0), separator=" "):
     """Runs of n words as one string, for every n; ``left_pad`` and ``right_pad``: (word, how many) at the ends."""
 
-    def __init__(
-        self, n: int | Sequence[int], left_pad: Any = ("", 0), right_pad: Any = ("", 0), separator: str = " "
-    ) -> None:
-        self.sizes, self.separator = [n] if isinstance(n, int) else list(n), separator
-        self.left, self.right = ([word] * count for word, count in (left_pad, right_pad))
-
     def __call__(self, words: Any) -> Array:
-        listed = [*self.left, *_texts(words), *self.right]
-        runs = [
-            self.separator.join(listed[at : at + n]) for n in self.sizes for at in range(max(0, len(listed) - n + 1))
-        ]
+        left, right = ([word] * count for word, count in (self.left_pad, self.right_pad))
+        listed, sizes = [*left, *_texts(words), *right], [self.n] if isinstance(self.n, int) else self.n
+        runs = [self.separator.join(listed[at : at + n]) for n in sizes for at in range(max(0, len(listed) - n + 1))]
         return np.array(runs or [""])
 
 
-class WordpieceTokenizer(WhitespaceTokenizer):
+class WordpieceTokenizer(
+    WhitespaceTokenizer, vocab=..., suffix_indicator="##", max_bytes_per_token=100, unknown_token="[UNK]",
+    with_offsets=False,
+):  # fmt: skip
     """Words in the longest pieces that the vocabulary has, those behind the first with ``suffix_indicator``; a word of
     which no pieces are found is ``unknown_token`` (Wu et al. 2016, section 4.1)."""
 
-    def __init__(
-        self,
-        vocab: Vocab,
-        suffix_indicator: str = "##",
-        max_bytes_per_token: int = 100,
-        unknown_token: str = "[UNK]",
-        with_offsets: bool = False,
-    ) -> None:
-        super().__init__(with_offsets)
-        self._known, self._suffix, self._longest = vocab.vocab(), suffix_indicator, max_bytes_per_token
-        self._unknown = unknown_token
+    def _settle(self) -> None:
+        super()._settle()
+        self._known = self.vocab.vocab()
 
     def words(self, text: str) -> list[str]:
         return [piece for word in text.split() for piece in self._pieces(word)]
@@ -307,11 +282,11 @@ class WordpieceTokenizer(WhitespaceTokenizer):
     def _pieces(self, word: str) -> list[str]:
         pieces, start = [], 0
         while start < len(word):
-            lead = self._suffix if start else ""
+            lead = self.suffix_indicator if start else ""
             ends = (end for end in range(len(word), start, -1) if lead + word[start:end] in self._known)
             end = next(ends, None)
-            if end is None or len(word.encode()) > self._longest:
-                return [self._unknown or word]
+            if end is None or len(word.encode()) > self.max_bytes_per_token:
+                return [self.unknown_token or word]
             pieces.append(lead + word[start:end])
             start = end
         return pieces

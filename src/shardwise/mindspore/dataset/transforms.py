@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.named import absent
+from shardwise.mindspore.named import WithSettings, absent
 from shardwise.mindspore.tensor_methods import dtype_of
 
 Array = np.ndarray[Any, Any]
@@ -30,25 +30,23 @@ def numpys(dtype: Any) -> np.dtype[Any]:
     return torch.empty(0, dtype=dtype_of(dtype)).numpy().dtype
 
 
-class Compose:
+class Compose(WithSettings, transforms=...):
     """Functions one after the other."""
 
-    def __init__(self, transforms: Sequence[Function]) -> None:
-        if not isinstance(transforms, (list, tuple)) or not all(map(callable, transforms)):
-            raise TypeError(problem(f"Compose({transforms!r})", fix="a list of functions"))
-        self.transforms = list(transforms)
+    transforms: Any
+
+    def _settle(self) -> None:
+        if not isinstance(self.transforms, (list, tuple)) or not all(map(callable, self.transforms)):
+            raise TypeError(problem(f"Compose({self.transforms!r})", fix="a list of functions"))
+        self.transforms = list(self.transforms)
 
     def __call__(self, *operands: Any) -> Any:
         results = applied(self.transforms, operands)
         return results[0] if len(results) == 1 else results
 
 
-class RandomApply(Compose):
+class RandomApply(Compose, transforms=..., prob=0.5):
     """All of the functions, with probability ``prob``."""
-
-    def __init__(self, transforms: Sequence[Function], prob: float = 0.5) -> None:
-        super().__init__(transforms)
-        self.prob = prob
 
     def __call__(self, *operands: Any) -> Any:
         if np.random.random() < self.prob:
@@ -71,64 +69,52 @@ class RandomOrder(Compose):
         return Compose(order)(*operands)
 
 
-class TypeCast:
+class TypeCast(WithSettings, output_type=...):
     """Another dtype."""
 
-    def __init__(self, output_type: Any) -> None:
-        self.dtype = numpys(output_type)
+    def _settle(self) -> None:
+        self.dtype = numpys(self.output_type)
 
     def __call__(self, x: Any) -> Array:
         return np.asarray(x).astype(self.dtype)
 
 
-class OneHot:
+class OneHot(WithSettings, num_classes=..., smoothing_rate=0.0):
     """Class numbers as one-hot vectors. ``smoothing_rate``: shared by all classes."""
 
-    def __init__(self, num_classes: int, smoothing_rate: float = 0.0) -> None:
-        self.num_classes, self.rate = num_classes, smoothing_rate
-
     def __call__(self, x: Any) -> Array:
-        numbers = np.asarray(x)
+        numbers, rate = np.asarray(x), self.smoothing_rate
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.num_classes:
             what = f"OneHot({self.num_classes}) of the class {int(numbers.max())}"
             raise RuntimeError(problem(what, fix=f"numbers from 0 to {self.num_classes - 1}"))
-        hot = np.eye(self.num_classes, dtype=np.float32 if self.rate else numbers.dtype)[numbers]
-        return np.asarray(hot * (1 - self.rate) + self.rate / self.num_classes if self.rate else hot)
+        hot = np.eye(self.num_classes, dtype=np.float32 if rate else numbers.dtype)[numbers]
+        return np.asarray(hot * (1 - rate) + rate / self.num_classes if rate else hot)
 
 
-class Fill:
+class Fill(WithSettings, fill_value=...):
     """The same value everywhere."""
 
-    def __init__(self, fill_value: Any) -> None:
-        self.value = fill_value
-
     def __call__(self, x: Any) -> Array:
-        return np.full_like(np.asarray(x), self.value)
+        return np.full_like(np.asarray(x), self.fill_value)
 
 
-class PadEnd:
+class PadEnd(WithSettings, pad_shape=..., pad_value=None):
     """As long as ``pad_shape``, cut or filled at the ends; None keeps a dim."""
-
-    def __init__(self, pad_shape: Sequence[int | None], pad_value: Any = None) -> None:
-        self.shape, self.value = tuple(pad_shape), pad_value
 
     def __call__(self, x: Any) -> Array:
         array = np.asarray(x)
-        shape = [length if size is None else size for length, size in zip(array.shape, self.shape, strict=True)]
-        padded = np.full(shape, self.value or 0, array.dtype)
+        shape = [length if size is None else size for length, size in zip(array.shape, self.pad_shape, strict=True)]
+        padded = np.full(shape, self.pad_value or 0, array.dtype)
         common = tuple(slice(min(a, b)) for a, b in zip(array.shape, shape, strict=True))
         padded[common] = array[common]
         return padded
 
 
-class Concatenate:
+class Concatenate(WithSettings, axis=0, prepend=None, append=None):
     """The columns one behind the other along ``axis``, between ``prepend`` and ``append``."""
 
-    def __init__(self, axis: int = 0, prepend: Any = None, append: Any = None) -> None:
-        self.axis, self.ends = axis, (prepend, append)
-
     def __call__(self, *operands: Any) -> Array:
-        first, last = ([] if end is None else [np.asarray(end)] for end in self.ends)
+        first, last = ([] if end is None else [np.asarray(end)] for end in (self.prepend, self.append))
         return np.concatenate([*first, *map(np.asarray, operands), *last], self.axis)
 
 
@@ -145,11 +131,13 @@ class Relational(enum.Enum):
     EQ, NE, GT, GE, LT, LE = "equal", "not_equal", "greater", "greater_equal", "less", "less_equal"
 
 
-class Mask:
+class Mask(WithSettings, operator=..., constant=..., dtype=np.bool_):
     """Where elements compare so with a constant."""
 
-    def __init__(self, operator: Relational, constant: Any, dtype: Any = np.bool_) -> None:
-        self.compare, self.constant, self.dtype = getattr(np, operator.value), constant, numpys(dtype)
+    dtype: Any
+
+    def _settle(self) -> None:
+        self.compare, self.dtype = getattr(np, self.operator.value), numpys(self.dtype)
 
     def __call__(self, x: Any) -> Array:
         return np.asarray(self.compare(np.asarray(x), self.constant)).astype(self.dtype)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode, Image, ImageEnhance, ImageOps
+from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode, Effect, Image, ImageEnhance, ImageOps
 from shardwise.mindspore.dataset.transforms import Array, TypeCast
-from shardwise.mindspore.named import absent
+from shardwise.mindspore.named import WithSettings, absent, classes_of
 
 Sizes = int | Sequence[int]
 
@@ -87,11 +87,8 @@ def _cropped(image: Any, top: int, left: int, height: int, width: int) -> Any:
     return _like(_array(image)[top : top + height, left : left + width], image)
 
 
-class Decode:
+class Decode(WithSettings, to_pil=False):
     """The pixels of a file's bytes, in RGB. ``to_pil``: as an image of Pillow's."""
-
-    def __init__(self, to_pil: bool = False) -> None:
-        self.to_pil = to_pil
 
     def __call__(self, data: Any) -> Any:
         with Image.open(io.BytesIO(_array(data).tobytes() if not isinstance(data, bytes) else data)) as file:
@@ -99,11 +96,11 @@ class Decode:
         return image if self.to_pil else np.asarray(image)
 
 
-class Resize:
+class Resize(WithSettings, size=..., interpolation=Inter.LINEAR):
     """Another size: (height, width), or that of the shorter side."""
 
-    def __init__(self, size: Sizes, interpolation: Inter = Inter.LINEAR) -> None:
-        self.size, self.filter = size, _PILLOWS[interpolation]
+    def _settle(self) -> None:
+        self.filter = _PILLOWS[self.interpolation]
 
     def __call__(self, image: Any) -> Any:
         height, width = _array(image).shape[:2]
@@ -115,11 +112,13 @@ class Resize:
         return _by_pillow(image, lambda picture: picture.resize((width, height), self.filter))
 
 
-class CenterCrop:
+class CenterCrop(WithSettings, size=...):
     """The middle."""
 
-    def __init__(self, size: Sizes) -> None:
-        self.size = _pair(size)
+    size: Any
+
+    def _settle(self) -> None:
+        self.size = _pair(self.size)
 
     def __call__(self, image: Any) -> Any:
         (height, width), (h, w) = self.size, _array(image).shape[:2]
@@ -129,49 +128,46 @@ class CenterCrop:
         return _cropped(image, (h - height) // 2, (w - width) // 2, height, width)
 
 
-class Crop:
+class Crop(WithSettings, coordinates=..., size=...):
     """The part of ``size`` at ``coordinates`` (top, left)."""
 
-    def __init__(self, coordinates: Sequence[int], size: Sizes) -> None:
-        (self.top, self.left), self.size = _pair(coordinates), _pair(size)
+    coordinates: Any
+    size: Any
+
+    def _settle(self) -> None:
+        self.coordinates, self.size = _pair(self.coordinates), _pair(self.size)
 
     def __call__(self, image: Any) -> Any:
-        return _cropped(image, self.top, self.left, *self.size)
+        return _cropped(image, *self.coordinates, *self.size)
 
 
-class Pad:
+class Pad(WithSettings, padding=..., fill_value=0, padding_mode=Border.CONSTANT):
     """More on the sides: one number, (left and right, top and bottom), or (left, top, right, bottom)."""
 
-    def __init__(self, padding: Sizes, fill_value: Any = 0, padding_mode: Border = Border.CONSTANT) -> None:
-        sides = (padding,) * 4 if isinstance(padding, int) else tuple(padding)
+    def _settle(self) -> None:
+        sides = (self.padding,) * 4 if isinstance(self.padding, int) else tuple(self.padding)
         self.left, self.top, self.right, self.bottom = sides * 2 if len(sides) == 2 else sides
-        self.fill, self.mode = fill_value, padding_mode
 
     def __call__(self, image: Any) -> Any:
         array = _array(image)
         sides = ((self.top, self.bottom), (self.left, self.right), *((0, 0),) * (array.ndim - 2))
-        if self.mode is not Border.CONSTANT:
-            return _like(np.pad(array, sides, mode=self.mode.value), image)
+        if self.padding_mode is not Border.CONSTANT:
+            return _like(np.pad(array, sides, mode=self.padding_mode.value), image)
         padded = np.empty([n + a + b for n, (a, b) in zip(array.shape, sides, strict=True)], array.dtype)
-        padded[...] = self.fill
+        padded[...] = self.fill_value
         height, width = array.shape[:2]
         padded[self.top : self.top + height, self.left : self.left + width] = array
         return _like(padded, image)
 
 
-class RandomCrop:
+class RandomCrop(WithSettings, size=..., padding=None, pad_if_needed=False, fill_value=0, padding_mode=Border.CONSTANT):
     """A part of ``size`` anywhere, after ``padding``."""
 
-    def __init__(
-        self,
-        size: Sizes,
-        padding: Sizes | None = None,
-        pad_if_needed: bool = False,
-        fill_value: Any = 0,
-        padding_mode: Border = Border.CONSTANT,
-    ) -> None:
-        self.size, self.pad_if_needed = _pair(size), pad_if_needed
-        self.pad = None if padding is None else Pad(padding, fill_value, padding_mode)
+    size: Any
+
+    def _settle(self) -> None:
+        self.size = _pair(self.size)
+        self.pad = None if self.padding is None else Pad(self.padding, self.fill_value, self.padding_mode)
 
     def __call__(self, image: Any) -> Any:
         image = image if self.pad is None else self.pad(image)
@@ -186,23 +182,17 @@ class RandomCrop:
         return _cropped(image, top, left, height, width)
 
 
-class RandomResizedCrop:
+class RandomResizedCrop(
+    WithSettings, size=..., scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation=Inter.LINEAR, max_attempts=10
+):
     """A part of random size and ratio, resized."""
 
-    def __init__(
-        self,
-        size: Sizes,
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: Inter = Inter.LINEAR,
-        max_attempts: int = 10,
-    ) -> None:
-        self.resize = Resize(_pair(size), interpolation)
-        self.scale, self.ratio, self.attempts = scale, ratio, max_attempts
+    def _settle(self) -> None:
+        self.resize = Resize(_pair(self.size), self.interpolation)
 
     def __call__(self, image: Any) -> Any:
         h, w = _array(image).shape[:2]
-        for _ in range(self.attempts):
+        for _ in range(self.max_attempts):
             area = h * w * np.random.uniform(self.scale[0], self.scale[1])
             ratio = np.exp(np.random.uniform(np.log(self.ratio[0]), np.log(self.ratio[1])))
             height, width = round((area / ratio) ** 0.5), round((area * ratio) ** 0.5)
@@ -219,46 +209,11 @@ class RandomCropDecodeResize(RandomResizedCrop):
         return super().__call__(Decode()(image))
 
 
-class HorizontalFlip:
-    """Left and right swapped."""
-
-    def __call__(self, image: Any) -> Any:
-        return _like(np.ascontiguousarray(_array(image)[:, ::-1]), image)
-
-
-class VerticalFlip:
-    """Top and bottom swapped."""
-
-    def __call__(self, image: Any) -> Any:
-        return _like(np.ascontiguousarray(_array(image)[::-1]), image)
-
-
-class RandomHorizontalFlip(HorizontalFlip):
-    """Left and right swapped, with probability ``prob``."""
-
-    def __init__(self, prob: float = 0.5) -> None:
-        self.prob = prob
-
-    def __call__(self, image: Any) -> Any:
-        return super().__call__(image) if _chance(self.prob) else image
-
-
-class RandomVerticalFlip(VerticalFlip):
-    """Top and bottom swapped, with probability ``prob``."""
-
-    def __init__(self, prob: float = 0.5) -> None:
-        self.prob = prob
-
-    def __call__(self, image: Any) -> Any:
-        return super().__call__(image) if _chance(self.prob) else image
-
-
-class Rotate:
+class Rotate(WithSettings, degrees=..., resample=Inter.NEAREST, expand=False):
     """Turned by degrees, counter-clockwise."""
 
-    def __init__(self, degrees: float, resample: Inter = Inter.NEAREST, expand: bool = False) -> None:
-        self.degrees: Any = degrees
-        self.filter, self.expand = _PILLOWS[resample], expand
+    def _settle(self) -> None:
+        self.filter = _PILLOWS[self.resample]
 
     def __call__(self, image: Any) -> Any:
         return self.turned(image, self.degrees)
@@ -275,17 +230,18 @@ class RandomRotation(Rotate):
         return self.turned(image, float(np.random.uniform(low, high)))
 
 
-class RandomColorAdjust:
+class RandomColorAdjust(WithSettings, brightness=(1, 1), contrast=(1, 1), saturation=(1, 1), hue=0):
     """Factors of brightness, contrast and saturation, drawn from ranges or from 1 - x to 1 + x; and a part of the
     colour circle by which ``hue`` turns, drawn from a range or from -x to x."""
 
-    def __init__(
-        self, brightness: Any = (1, 1), contrast: Any = (1, 1), saturation: Any = (1, 1), hue: Any = 0
-    ) -> None:
+    hue: Any
+
+    def _settle(self) -> None:
         self.ranges = [
             (max(0, 1 - strength), 1 + strength) if isinstance(strength, (int, float)) else tuple(strength)
-            for strength in (brightness, contrast, saturation)
+            for strength in (self.brightness, self.contrast, self.saturation)
         ]
+        hue = self.hue
         self.hue = (-hue, hue) if isinstance(hue, (int, float)) else tuple(hue)
         if not -0.5 <= self.hue[0] <= self.hue[1] <= 0.5:
             raise ValueError(problem(f"RandomColorAdjust(hue={hue!r})", fix="a range within -0.5 to 0.5"))
@@ -306,90 +262,65 @@ def _turned(image: Image.Image, part: float) -> Image.Image:
     return Image.merge("HSV", (turned, *others)).convert(image.mode)
 
 
-class Grayscale:
-    """One channel, or the same in three."""
-
-    def __init__(self, num_output_channels: int = 1) -> None:
-        self.channels = num_output_channels
-
-    def __call__(self, image: Any) -> Any:
-        gray = ImageOps.grayscale(image if isinstance(image, Image.Image) else Image.fromarray(_array(image)))
-        return _like(np.repeat(np.asarray(gray)[..., None], self.channels, 2).squeeze(), image)
-
-
-class Invert:
-    """255 - x"""
-
-    def __call__(self, image: Any) -> Any:
-        return _like(255 - _array(image), image)
-
-
-class Rescale:
-    """x * rescale + shift, in float32."""
-
-    def __init__(self, rescale: float, shift: float) -> None:
-        self.rescale, self.shift = rescale, shift
-
-    def __call__(self, image: Any) -> Array:
-        return (_array(image).astype(np.float32) * self.rescale + self.shift).astype(np.float32)
-
-
-class Normalize:
+class Normalize(WithSettings, mean=..., std=..., is_hwc=True):
     """(x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], is_hwc: bool = True) -> None:
-        self.mean, self.std = (np.asarray(values, np.float32) for values in (mean, std))
-        self.is_hwc = is_hwc
+    mean: Any
+    std: Any
+
+    def _settle(self) -> None:
+        self.mean, self.std = (np.asarray(values, np.float32) for values in (self.mean, self.std))
 
     def __call__(self, image: Any) -> Array:
         array = _array(image).astype(np.float32)
         shape: tuple[int, ...] = () if array.ndim == 2 else (-1,) if self.is_hwc else (-1, 1, 1)
-        return (array - self.mean.reshape(shape)) / self.std.reshape(shape)
+        return np.asarray((array - self.mean.reshape(shape)) / self.std.reshape(shape))
 
 
-class HWC2CHW:
-    """Channels first."""
-
-    def __call__(self, image: Any) -> Array:
-        return np.ascontiguousarray(np.moveaxis(_array(image), -1, 0))
-
-
-class ToTensor:
+class ToTensor(TypeCast, output_type=np.float32):
     """Channels first, from 0 to 1 in float32 (or ``output_type``)."""
-
-    def __init__(self, output_type: Any = np.float32) -> None:
-        self.cast = TypeCast(output_type)
 
     def __call__(self, image: Any) -> Array:
         array = _array(image)
         array = array[..., None] if array.ndim == 2 else array
-        return self.cast(np.moveaxis(array, -1, 0).astype(np.float32) / 255)
-
-
-class ToPIL:
-    """An image of Pillow's."""
-
-    def __call__(self, image: Any) -> Any:
-        array = _array(image)
-        return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
-
-
-class ToNumpy:
-    """An array."""
-
-    def __call__(self, image: Any) -> Array:
-        return np.array(image)
+        return super().__call__(np.moveaxis(array, -1, 0).astype(np.float32) / 255)
 
 
 class ToType(TypeCast):
     """Another dtype."""
 
 
+def _mirrored(image: Any, dim: int) -> Any:
+    return _like(np.ascontiguousarray(np.flip(_array(image), dim)), image)
+
+
+def _gray(image: Any, channels: int) -> Any:
+    gray = ImageOps.grayscale(image if isinstance(image, Image.Image) else Image.fromarray(_array(image)))
+    return _like(np.repeat(np.asarray(gray)[..., None], channels, 2).squeeze(), image)
+
+
+def _as_pillows(image: Any) -> Any:
+    array = _array(image)
+    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+
+
+CLASSES |= classes_of({
+    "Grayscale": lambda image, *, num_output_channels=1: _gray(image, num_output_channels),
+    "HorizontalFlip": lambda image: _mirrored(image, 1),
+    "HWC2CHW": lambda image: np.ascontiguousarray(np.moveaxis(_array(image), -1, 0)),
+    "Invert": lambda image: _like(255 - _array(image), image),
+    "RandomHorizontalFlip": lambda image, *, prob=0.5: _mirrored(image, 1) if _chance(prob) else image,
+    "RandomVerticalFlip": lambda image, *, prob=0.5: _mirrored(image, 0) if _chance(prob) else image,
+    "Rescale": lambda image, *, rescale, shift: (_array(image).astype(np.float32) * rescale + shift).astype(np.float32),
+    "ToNumpy": lambda image: np.array(image),
+    "ToPIL": _as_pillows,
+    "VerticalFlip": lambda image: _mirrored(image, 0),
+}, Effect, __name__)  # fmt: skip
+
 __all__ = [
-    "HWC2CHW", "Border", "CenterCrop", "ConvertMode", "Crop", "Decode", "Grayscale", "HorizontalFlip",
-    "ImageBatchFormat", "Inter", "Invert", "Normalize", "Pad", "RandomColorAdjust", "RandomCrop",
-    "RandomCropDecodeResize", "RandomHorizontalFlip", "RandomResizedCrop", "RandomRotation", "RandomVerticalFlip",
-    "Rescale", "Resize", "Rotate", "ToNumpy", "ToPIL", "ToTensor", "ToType", "VerticalFlip",
+    "Border", "CenterCrop", "ConvertMode", "Crop", "Decode", "ImageBatchFormat", "Inter", "Normalize", "Pad",
+    "RandomColorAdjust", "RandomCrop", "RandomCropDecodeResize", "RandomResizedCrop", "RandomRotation", "Resize",
+    "Rotate", "ToTensor", "ToType",
 ]  # fmt: skip
 globals().update(CLASSES)
 __all__ += CLASSES

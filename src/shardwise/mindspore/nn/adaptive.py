@@ -16,18 +16,26 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore.holding import copies, holding_of, is_elsewhere
-from shardwise.mindspore.nn.optimizer import Optimizer, WithSettings
+from shardwise.mindspore.nn.optimizer import OfSettings, Optimizer
 
 Tensor = torch.Tensor
 
 
-class _Formula(WithSettings):
-    """An optimizer by its formula: ``update(state, p, g, group)`` is what p decreases by, learning rate included."""
+class _Formula(OfSettings):
+    """An optimizer by its formula: ``update(state, p, g, group)`` is what p decreases by, learning rate included.
+    ``decays``: ``weight_decay`` times p is added to the gradient before."""
+
+    decays = True
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return _ByFormula(groups, self.update)
+        return _ByFormula(groups, self.step)
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+    def step(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
+        return self.update(
+            state, p, g + group["weight_decay"] * p if self.decays and group["weight_decay"] else g, group
+        )
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def kept(self, state: dict[str, Any], p: Tensor, **starts: float) -> list[Tensor]:
@@ -36,16 +44,11 @@ class _Formula(WithSettings):
             state.setdefault(name, torch.full_like(p, start))
         return [state[name] for name in starts]
 
-    @staticmethod
-    def decayed(p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        """The gradient with ``weight_decay`` times p added."""
-        return g + group["weight_decay"] * p if group["weight_decay"] else g
-
 
 class _Moments(_Formula):
     """One with the moments m and v."""
 
-    def check(self) -> None:
+    def _settle(self) -> None:
         for name in ("beta1", "beta2"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(problem(f"{name} is {getattr(self, name)}", fix="a number between 0 and 1"))
@@ -85,39 +88,39 @@ class Adam(
     gradient. ``use_nesterov``: beta1 m + (1 - beta1) g stands for m; ``use_amsgrad``: the largest v so far for v. Other
     switches of the reference (``use_lazy``, ``use_offload``) change no result. (Kingma and Ba, 2015, section 2.)"""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = self.decayed(p, g, group)
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, v = self.moments(state, p, g)
         if self.use_nesterov:
             m = self.beta1 * m + (1 - self.beta1) * g
         if self.use_amsgrad:
             state["vhat"] = v = torch.maximum(state.get("vhat", v), v)
         rate = group["lr"] * (1 - self.beta2 ** state["step"]) ** 0.5 / (1 - self.beta1 ** state["step"])
-        step: Tensor = rate * m / (v.sqrt() + self.eps)
-        return step
+        return rate * m / (v.sqrt() + self.eps)
 
 
 class AdamWeightDecay(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
     """p -= lr (m / (sqrt(v) + eps) + weight_decay p), without correction of the bias."""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+    decays = False
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, v = self.moments(state, p, g)
-        step: Tensor = group["lr"] * (m / (v.sqrt() + self.eps) + group["weight_decay"] * p)
-        return step
+        return group["lr"] * (m / (v.sqrt() + self.eps) + group["weight_decay"] * p)
 
 
 class Lamb(_Moments, learning_rate=..., beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
     """p -= lr |p| / |u| u, where u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p, and norms
     that are 0 give the factor 1. (You et al., ICLR 2020, algorithm 2.)"""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+    decays = False
+
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, v = self.moments(state, p, g)
         first, second = 1 - self.beta1 ** state["step"], 1 - self.beta2 ** state["step"]
         direction = m / first / ((v / second).sqrt() + self.eps) + group["weight_decay"] * p
         size, length = _whole_norms(p, direction)
         ratio = torch.where((size > 0) & (length > 0), size / length, 1.0)
-        step: Tensor = group["lr"] * ratio * direction
-        return step
+        return group["lr"] * ratio * direction
 
 
 def _whole_norms(parameter: Tensor, direction: Tensor) -> Tensor:
@@ -142,26 +145,22 @@ class AdamOffload(Adam):
 class AdaMax(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, loss_scale=1.0):
     """p -= lr / (1 - beta1^t) m / (u + eps), where u = max(beta2 u, |g|). (Kingma and Ba, 2015, section 7.)"""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = self.decayed(p, g, group)
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, u = self.kept(state, p, moment1=0.0, moment2=0.0)
         state["step"] = state.get("step", 0) + 1
         m.mul_(self.beta1).add_(g, alpha=1 - self.beta1)
         torch.maximum(u.mul_(self.beta2), g.abs(), out=u)
-        step: Tensor = group["lr"] / (1 - self.beta1 ** state["step"]) * m / (u + self.eps)
-        return step
+        return group["lr"] / (1 - self.beta1 ** state["step"]) * m / (u + self.eps)
 
 
 class Adagrad(_Formula, accum=0.1, learning_rate=1e-3, update_slots=True, loss_scale=1.0, weight_decay=0.0):
     """a += g^2 (with ``update_slots``); p -= lr g / sqrt(a). (Duchi et al. 2011.)"""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = self.decayed(p, g, group)
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         (a,) = self.kept(state, p, accum=self.accum)
         if self.update_slots:
             a.addcmul_(g, g)
-        step: Tensor = group["lr"] * g / a.sqrt()
-        return step
+        return group["lr"] * g / a.sqrt()
 
 
 class ProximalAdagrad(
@@ -169,28 +168,24 @@ class ProximalAdagrad(
 ):
     """Adagrad, whose result is shrunk by lr ``l1`` and divided by 1 + lr ``l2``, where lr is divided by sqrt(a)."""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = self.decayed(p, g, group)
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         (a,) = self.kept(state, p, accum=self.accum)
         rate = group["lr"] / a.addcmul_(g, g).sqrt()
         moved = p - rate * g
         target = moved.sign() * (moved.abs() - rate * self.l1).clamp(min=0) / (1 + rate * self.l2)
-        step: Tensor = p - target
-        return step
+        return p - target
 
 
 class Adadelta(_Formula, learning_rate=1.0, rho=0.9, epsilon=1e-6, loss_scale=1.0, weight_decay=0.0):
     """a = rho a + (1 - rho) g^2; u = sqrt(d + eps) / sqrt(a + eps) g; d = rho d + (1 - rho) u^2; p -= lr u. (Zeiler
     2012.)"""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = self.decayed(p, g, group)
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         a, d = self.kept(state, p, accum=0.0, accum_update=0.0)
         a.mul_(self.rho).addcmul_(g, g, value=1 - self.rho)
         u = (d + self.epsilon).sqrt() / (a + self.epsilon).sqrt() * g
         d.mul_(self.rho).addcmul_(u, u, value=1 - self.rho)
-        step: Tensor = group["lr"] * u
-        return step
+        return group["lr"] * u
 
 
 class RMSProp(
@@ -200,8 +195,7 @@ class RMSProp(
     """s = decay s + (1 - decay) g^2, from ones; v = momentum v + lr g / sqrt(s + eps); p -= v. ``centered``: s less the
     square of the mean gradient, kept as s is; then s starts at 0."""
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = self.decayed(p, g, group)
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         s, v = self.kept(state, p, mean_square=0.0 if self.centered else 1.0, moment=0.0)
         s.mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
         spread = s
@@ -209,8 +203,7 @@ class RMSProp(
             (mean,) = self.kept(state, p, mean_grad=0.0)
             mean.mul_(self.decay).add_(g, alpha=1 - self.decay)
             spread = s - mean.square()
-        step: Tensor = v.mul_(self.momentum).add_(group["lr"] * g / (spread + self.epsilon).sqrt())
-        return step
+        return v.mul_(self.momentum).add_(group["lr"] * g / (spread + self.epsilon).sqrt())
 
 
 class FTRL(
@@ -219,12 +212,11 @@ class FTRL(
 ):  # fmt: skip
     """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares."""
 
-    def check(self) -> None:
+    def _settle(self) -> None:
         if self.lr_power > 0:
             raise ValueError(problem(f"lr_power is {self.lr_power}", fix="a number up to 0"))
 
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        g = self.decayed(p, g, group)
+    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         a, z = self.kept(state, p, moments=self.initial_accum, linear=0.0)
         before = a**-self.lr_power
         after = a.addcmul_(g, g) ** -self.lr_power

@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.graph.segments import Messages
 from shardwise.mindspore import calls, engine, planning
+from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.primitive import Primitive
@@ -92,11 +93,8 @@ class Cell(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "bprop":
-            raise TypeError(
-                problem(
-                    f"bprop is assigned to a {type(self).__name__}", fix="define it in the class: def bprop(self, ...)"
-                )
-            )
+            what = f"bprop is assigned to a {type(self).__name__}"
+            raise TypeError(problem(what, fix="define it in the class: def bprop(self, ...)"))
         if isinstance(value, Primitive) and not value.instance_name:
             value.instance_name = name
         if isinstance(value, nn.Module) and not isinstance(value, Cell):
@@ -308,7 +306,7 @@ class Cell(nn.Module):
 
     @pipeline_stage.setter
     def pipeline_stage(self, stage: int) -> None:
-        self._stage = _number("pipeline_stage", stage)
+        self._stage = from_on("pipeline_stage", stage, 0)
 
     @property
     def pipeline_segment(self) -> int | None:
@@ -318,13 +316,7 @@ class Cell(nn.Module):
 
     @pipeline_segment.setter
     def pipeline_segment(self, segment: int) -> None:
-        self._segment = _number("pipeline_segment", segment)
-
-
-def _number(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
-    return value
+        self._segment = from_on("pipeline_segment", segment, 0)
 
 
 def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context
+from shardwise.mindspore.checks import channels_first, from_on
 from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair
@@ -19,7 +21,7 @@ from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
 from shardwise.mindspore.ops.resizing import pool, same_padding
-from shardwise.mindspore.ops.shape import ExpandDims, Reshape
+from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
 HE = math.sqrt(5)  # with it, He's bound is sqrt(1 / fan_in)
@@ -27,36 +29,34 @@ HE = math.sqrt(5)  # with it, He's bound is sqrt(1 / fan_in)
 
 def positive(layer: str, **sizes: Any) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(problem(f"{layer}: {name} is {size!r}", fix="a whole number from 1"))
+        from_on(f"{layer}: {name}", size, 1)
+
+
+def _weight(init: Any, shape: list[int], dtype: torch.dtype) -> Parameter:
+    return Parameter(initializer(HeUniform(HE) if init is None else init, shape, dtype), "weight")
 
 
 def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:
     return Parameter(initializer(Uniform(1 / math.sqrt(fan_in)) if init is None else init, [size], dtype), "bias")
 
 
-class Dense(Cell):
+class Layer(WithSettings, Cell):
+    """A cell whose arguments are those of its class statement."""
+
+
+class Dense(
+    Layer, in_channels=..., out_channels=..., weight_init=None, bias_init=None, has_bias=True, activation=None,
+    dtype=torch.float32,
+):  # fmt: skip
     """activation(x W^T + b), with a weight of (out, in)."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        weight_init: Any = None,
-        bias_init: Any = None,
-        has_bias: bool = True,
-        activation: Any = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        positive("Dense", in_channels=in_channels, out_channels=out_channels)
-        self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
-        init = HeUniform(HE) if weight_init is None else weight_init
-        self.weight = Parameter(initializer(init, [out_channels, in_channels], dtype), "weight")
-        if has_bias:
-            self.bias = _bias(bias_init, out_channels, in_channels, dtype)
+    def _settle(self, weight_init: Any, bias_init: Any, activation: Any, dtype: torch.dtype) -> None:
+        positive("Dense", in_channels=self.in_channels, out_channels=self.out_channels)
+        self.weight = _weight(weight_init, [self.out_channels, self.in_channels], dtype)
+        if self.has_bias:
+            self.bias = _bias(bias_init, self.out_channels, self.in_channels, dtype)
             self.bias_add = BiasAdd()
-        self.matmul, self.reshape = MatMul(transpose_b=True), Reshape()
+        self.matmul, self.reshape = MatMul(transpose_b=True), SHAPES["Reshape"]()
         self.activation = get_activation(activation) if isinstance(activation, str) else activation
 
     def construct(self, x: Any) -> Any:
@@ -69,28 +69,28 @@ class Dense(Cell):
         return x if len(shape) == 2 else self.reshape(x, (*shape[:-1], self.out_channels))
 
 
-class Embedding(Cell):
-    """Rows of ``embedding_table``, which are gathered by all indices in one dim: ``gather.shard(((1, 1), (8,)))``.
-    ``padding_idx``: that row starts as zeros."""
+class _Table(Layer):
+    """What embeddings share."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        embedding_size: int,
-        use_one_hot: bool = False,
-        embedding_table: Any = "normal",
-        dtype: torch.dtype = torch.float32,
-        padding_idx: int | None = None,
-    ) -> None:
-        super().__init__()
-        positive("Embedding", vocab_size=vocab_size, embedding_size=embedding_size)
-        self.vocab_size, self.embedding_size, self.use_one_hot = vocab_size, embedding_size, use_one_hot
-        table = initializer(embedding_table, [vocab_size, embedding_size], dtype)
+    def _set_table(self, init: Any, dtype: torch.dtype, padding_idx: int | None = None) -> None:
+        positive("Embedding", vocab_size=self.vocab_size, embedding_size=self.embedding_size)
+        table = initializer(init, [self.vocab_size, self.embedding_size], dtype)
         if padding_idx is not None:
             table[padding_idx] = 0
         self.embedding_table = Parameter(table, "embedding_table")
-        self.expand, self.reshape_flat, self.reshape = ExpandDims(), Reshape(), Reshape()
+        self.expand, self.reshape_flat, self.reshape = (SHAPES[n]() for n in ("ExpandDims", "Reshape", "Reshape"))
         self.gather, self.array_mul = Gather(), MatMul()
+
+
+class Embedding(
+    _Table, vocab_size=..., embedding_size=..., use_one_hot=False, embedding_table="normal", dtype=torch.float32,
+    padding_idx=None,
+):  # fmt: skip
+    """Rows of ``embedding_table``, which are gathered by all indices in one dim: ``gather.shard(((1, 1), (8,)))``.
+    ``padding_idx``: that row starts as zeros."""
+
+    def _settle(self, embedding_table: Any, dtype: torch.dtype, padding_idx: int | None) -> None:
+        self._set_table(embedding_table, dtype, padding_idx)
 
     def construct(self, ids: Any) -> Any:
         flat = self.reshape_flat(self.expand(ids, -1), (-1,))
@@ -103,7 +103,10 @@ class Embedding(Cell):
         return self.reshape(rows, (*ids.shape, self.embedding_size))
 
 
-class EmbeddingLookup(Embedding):
+class EmbeddingLookup(
+    _Table, vocab_size=..., embedding_size=..., param_init="normal", target="CPU", slice_mode="batch_slice",
+    manual_shapes=None, max_norm=None, sparse=True, vocab_cache_size=0, dtype=torch.float32,
+):  # fmt: skip
     """Rows of ``embedding_table``. ``slice_mode``: along which dim of the table the devices' parts are cut where cells
     are split: ``TABLE_ROW_SLICE``, ``TABLE_COLUMN_SLICE``, or neither (``BATCH_SLICE``); others are the plan's.
     ``max_norm``: rows are cut to this length. ``target``: "CPU" keeps the table on the host."""
@@ -111,24 +114,11 @@ class EmbeddingLookup(Embedding):
     BATCH_SLICE, FIELD_SLICE = "batch_slice", "field_slice"
     TABLE_ROW_SLICE, TABLE_COLUMN_SLICE = "table_row_slice", "table_column_slice"
 
-    def __init__(
-        self,
-        vocab_size: int,
-        embedding_size: int,
-        param_init: Any = "normal",
-        target: str = "CPU",
-        slice_mode: str = "batch_slice",
-        manual_shapes: Any = None,
-        max_norm: float | None = None,
-        sparse: bool = True,
-        vocab_cache_size: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(vocab_size, embedding_size, embedding_table=param_init, dtype=dtype)
+    def _settle(self, param_init: Any, target: str, slice_mode: str, manual_shapes: Any, dtype: torch.dtype) -> None:
+        self._set_table(param_init, dtype)
         if slice_mode == self.FIELD_SLICE or manual_shapes is not None:
             fix = "ops.Gather().add_prim_attr('manual_split', (...))"
             raise NotImplementedError(problem("EmbeddingLookup(manual_shapes=...)", fix=fix))
-        self.max_norm = max_norm
         self.embeddinglookup = self.gatherv2 = self.gather  # as versions of the reference call it
         if target == "CPU":
             self.gather.add_prim_attr("primitive_target", "CPU")
@@ -145,45 +135,46 @@ class EmbeddingLookup(Embedding):
         return rows * torch.clamp(self.max_norm / length.clamp(min=1e-12), max=1.0)
 
 
-class Conv2d(Cell):
+class _Convolution(Layer):
+    """What convolutions share."""
+
+    kernel_size: Any
+    stride: Any
+    dilation: Any
+
+    @property
+    def _channels(self) -> tuple[int, int]:
+        """The first two sizes of the weight."""
+        return self.out_channels, self.in_channels // self.group
+
+    def _set_weights(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
+        shape = [*self._channels, *self.kernel_size]
+        self.weight = _weight(weight_init, shape, dtype)
+        if self.has_bias:
+            self.bias = _bias(bias_init, self.out_channels, math.prod(shape[1:]), dtype)
+            self.bias_add = BiasAdd()
+
+    def _check_channels(self, title: str) -> None:
+        positive(title, in_channels=self.in_channels, out_channels=self.out_channels, group=self.group)
+
+
+class Conv2d(
+    _Convolution, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0, dilation=1,
+    group=1, has_bias=False, weight_init=None, bias_init=None, data_format="NCHW", dtype=torch.float32,
+):  # fmt: skip
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Sizes,
-        stride: Sizes = 1,
-        pad_mode: str = "same",
-        padding: Sizes = 0,
-        dilation: Sizes = 1,
-        group: int = 1,
-        has_bias: bool = False,
-        weight_init: Any = None,
-        bias_init: Any = None,
-        data_format: str = "NCHW",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        positive("Conv2d", in_channels=in_channels, out_channels=out_channels, group=group)
-        if in_channels % group or out_channels % group:
-            raise ValueError(
-                problem(
-                    f"Conv2d: group {group} does not divide {in_channels} and {out_channels} channels", fix="a divisor"
-                )
-            )
-        kernel = pair("kernel_size", kernel_size)
-        self.in_channels, self.out_channels, self.group, self.has_bias = in_channels, out_channels, group, has_bias
-        self.kernel_size, self.stride, self.dilation = kernel, pair("stride", stride), pair("dilation", dilation)
-        self.pad_mode, self.padding, fan_in = pad_mode, padding, in_channels // group * math.prod(kernel)
-        init = HeUniform(HE) if weight_init is None else weight_init
-        self.weight = Parameter(initializer(init, [out_channels, in_channels // group, *kernel], dtype), "weight")
-        if has_bias:
-            self.bias = _bias(bias_init, out_channels, fan_in, dtype)
-            self.bias_add = BiasAdd()
+    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, data_format: str = "NCHW") -> None:
+        self._check_channels("Conv2d")
+        if self.in_channels % self.group or self.out_channels % self.group:
+            what = f"Conv2d: group {self.group} does not divide {self.in_channels} and {self.out_channels} channels"
+            raise ValueError(problem(what, fix="a divisor"))
+        self.kernel_size, self.stride = pair("kernel_size", self.kernel_size), pair("stride", self.stride)
+        self.dilation = pair("dilation", self.dilation)
+        self._set_weights(weight_init, bias_init, dtype)
         self.conv2d = Conv2D(
-            out_channels, kernel, pad_mode=pad_mode, pad=padding, stride=stride, dilation=dilation, group=group,
-            data_format=data_format,
+            self.out_channels, self.kernel_size, pad_mode=self.pad_mode, pad=self.padding, stride=self.stride,
+            dilation=self.dilation, group=self.group, data_format=data_format,
         )  # fmt: skip
 
     def construct(self, x: Any) -> Any:
@@ -191,71 +182,39 @@ class Conv2d(Cell):
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
-class _OfRows(Cell):
+class _OfRows(Layer):
     """Before a convolution of images among the bases of a class: rows (N, C, W) are images of height 1."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int = 1,
-        pad_mode: str = "same",
-        padding: int = 0,
-        dilation: int = 1,
-        group: int = 1,
-        has_bias: bool = False,
-        weight_init: Any = None,
-        bias_init: Any = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        of_images: dict[str, Any] = {
-            "in_channels": in_channels, "out_channels": out_channels, "kernel_size": (1, kernel_size),
-            "stride": (1, stride), "pad_mode": pad_mode, "padding": (0, 0, padding, padding),
-            "dilation": (1, dilation), "group": group, "has_bias": has_bias, "weight_init": weight_init,
-            "bias_init": bias_init, "dtype": dtype,
-        }  # fmt: skip
-        super().__init__(**of_images)
+    def _take(self, values: dict[str, Any]) -> None:
+        pad = values["padding"]
+        rows = {name: (1, values[name]) for name in ("kernel_size", "stride", "dilation")}
+        super()._take({**values, **rows, "padding": (0, 0, pad, pad)})
 
     def construct(self, x: Any) -> Any:
         return super().construct(x.unsqueeze(2)).squeeze(2)
 
 
-class Conv1d(_OfRows, Conv2d):
+class Conv1d(
+    _OfRows, Conv2d, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
+    dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
+):  # fmt: skip
     """Convolution of rows (N, C, W), with a weight of (out, in / group, 1, width)."""
 
 
-class Conv3d(Cell):
+class Conv3d(
+    _Convolution, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0, dilation=1,
+    group=1, has_bias=False, weight_init=None, bias_init=None, data_format="NCDHW", dtype=torch.float32,
+):  # fmt: skip
     """Convolution of volumes (N, C, D, H, W), with a weight of (out, in / group, depth, height, width)."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Sizes,
-        stride: Sizes = 1,
-        pad_mode: str = "same",
-        padding: Sizes = 0,
-        dilation: Sizes = 1,
-        group: int = 1,
-        has_bias: bool = False,
-        weight_init: Any = None,
-        bias_init: Any = None,
-        data_format: str = "NCDHW",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        positive("Conv3d", in_channels=in_channels, out_channels=out_channels, group=group)
-        three = [(size,) * 3 if isinstance(size, int) else tuple(size) for size in (kernel_size, stride, dilation)]
-        self.kernel_size, self.stride, self.dilation = three
-        self.in_channels, self.out_channels = in_channels, out_channels
+    def _settle(self, padding: Any, weight_init: Any, bias_init: Any, data_format: str, dtype: torch.dtype) -> None:
+        self._check_channels("Conv3d")
+        self.kernel_size, self.stride, self.dilation = (
+            (size,) * 3 if isinstance(size, int) else tuple(size)
+            for size in (self.kernel_size, self.stride, self.dilation)
+        )
         self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
-        self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
-        shape = [out_channels, in_channels // group, *self.kernel_size]
-        self.weight = Parameter(initializer(HeUniform(HE) if weight_init is None else weight_init, shape, dtype),
-                                "weight")  # fmt: skip
-        if has_bias:
-            self.bias = _bias(bias_init, out_channels, math.prod(shape[1:]), dtype)
+        self._set_weights(weight_init, bias_init, dtype)
 
     def construct(self, x: Any) -> Any:
         sides = self.sides if self.pad_mode == "pad" else (0,) * 6
@@ -267,42 +226,26 @@ class Conv3d(Cell):
         return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
 
 
-class Conv2dTranspose(Cell):
+class Conv2dTranspose(
+    _Convolution, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
+    output_padding=0, dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
+):  # fmt: skip
     """The transposed convolution, with a weight of (in, out / group, height, width). In mode "same" images grow by the
     stride."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Sizes,
-        stride: Sizes = 1,
-        pad_mode: str = "same",
-        padding: Sizes = 0,
-        output_padding: Sizes = 0,
-        dilation: Sizes = 1,
-        group: int = 1,
-        has_bias: bool = False,
-        weight_init: Any = None,
-        bias_init: Any = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        positive("Conv2dTranspose", in_channels=in_channels, out_channels=out_channels, group=group)
-        self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
-        self.kernel_size, self.stride = pair("kernel_size", kernel_size), pair("stride", stride)
-        self.dilation, self.output_padding = pair("dilation", dilation), pair("output_padding", output_padding, 0)
-        init = HeUniform(HE) if weight_init is None else weight_init
-        self.weight = Parameter(
-            initializer(init, [in_channels, out_channels // group, *self.kernel_size], dtype), "weight"
-        )
-        if has_bias:
-            fan_in = out_channels // group * math.prod(self.kernel_size)
-            self.bias = _bias(bias_init, out_channels, fan_in, dtype)
-            self.bias_add = BiasAdd()
+    @property
+    def _channels(self) -> tuple[int, int]:
+        return self.in_channels, self.out_channels // self.group
+
+    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, output_padding: Sizes = 0) -> None:
+        self._check_channels("Conv2dTranspose")
+        self.kernel_size, self.stride = pair("kernel_size", self.kernel_size), pair("stride", self.stride)
+        self.dilation, self.output_padding = pair("dilation", self.dilation), pair("output_padding", output_padding, 0)
+        self._set_weights(weight_init, bias_init, dtype)
         self.conv2d_transpose = Conv2DTranspose(
-            in_channels, kernel_size, pad_mode, padding, stride=stride, dilation=dilation, group=group
-        )
+            self.in_channels, self.kernel_size, self.pad_mode, self.padding, stride=self.stride,
+            dilation=self.dilation, group=self.group,
+        )  # fmt: skip
 
     def construct(self, x: Any) -> Any:
         operator = self.conv2d_transpose
@@ -321,18 +264,18 @@ class Conv2dTranspose(Cell):
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
-class Conv1dTranspose(_OfRows, Conv2dTranspose):
+class Conv1dTranspose(
+    _OfRows, Conv2dTranspose, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
+    dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
+):  # fmt: skip
     """The transposed convolution of rows (N, C, W), with a weight of (in, out / group, 1, width)."""
 
 
-class Dropout(Cell):
+class Dropout(Layer, keep_prob=None, p=None, dtype=torch.float32):
     """In training each element is 0 with probability ``p`` (``keep_prob``: 1 - p), and the others are divided by
     1 - p."""
 
-    def __init__(
-        self, keep_prob: float | None = None, p: float | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__()
+    def _settle(self, keep_prob: float | None, p: float | None) -> None:
         if keep_prob is not None and p is not None:
             raise ValueError(problem(f"Dropout(keep_prob={keep_prob}, p={p})", fix="one of the two; p = 1 - keep_prob"))
         self.p = p if p is not None else 0.5 if keep_prob is None else 1 - keep_prob
@@ -363,8 +306,7 @@ class _Pool2d(Cell):
         **settings: Any,
     ) -> None:
         super().__init__()
-        if data_format != "NCHW":
-            raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
+        channels_first(type(self).__name__, data_format)
         self.is_plain = pad_mode.lower() != "pad" and not padding and not settings
         setattr(self, self.attribute, self.operator(kernel_size, stride, pad_mode) if self.is_plain else Inner())
         self.kernel_size, self.stride, self.pad_mode = kernel_size, stride, pad_mode
@@ -390,12 +332,8 @@ class AvgPool2d(_Pool2d):
     operator, attribute, function = AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
 
 
-class Flatten(Cell):
+class Flatten(Layer, start_dim=1, end_dim=-1):
     """The dims from ``start_dim`` to ``end_dim`` in one."""
-
-    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
-        super().__init__()
-        self.start_dim, self.end_dim = start_dim, end_dim
 
     def construct(self, x: Any) -> Any:
         return x.flatten(self.start_dim, self.end_dim)

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import from_on
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.tensor import Tensor
 
 
 def _steps(total_step: int, step_per_epoch: int, epochs: int) -> list[int]:
     """The epoch of every step."""
     for name, value in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("epochs", epochs)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 1"))
+        from_on(name, value, 1)
     return [step // step_per_epoch for step in range(total_step)]
 
 
 def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
     """``learning_rates[i]`` up to step ``milestone[i]``."""
     if len(milestone) != len(learning_rates):
-        raise ValueError(
-            problem(f"{len(milestone)} milestones for {len(learning_rates)} learning rates", fix="one for each")
-        )
+        what = f"{len(milestone)} milestones for {len(learning_rates)} learning rates"
+        raise ValueError(problem(what, fix="one for each"))
     per_step: list[float] = []
     for end, rate in zip(milestone, learning_rates, strict=True):
         if end < len(per_step) or end < 1:
@@ -47,77 +47,59 @@ class LearningRateSchedule:
         return self.construct(Tensor(int(global_step), torch.int32))
 
 
-class ExponentialDecayLR(LearningRateSchedule):
+class ExponentialDecayLR(
+    WithSettings, LearningRateSchedule, learning_rate=..., decay_rate=..., decay_steps=..., is_stair=False
+):
     """learning_rate * decay_rate^(step / decay_steps), rounded down if ``is_stair``."""
 
-    def __init__(self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False) -> None:
-        self.learning_rate, self.decay_rate = learning_rate, decay_rate
-        self.decay_steps, self.is_stair = decay_steps, is_stair
+    def share(self, step: int) -> float:
+        return float(step // self.decay_steps if self.is_stair else step / self.decay_steps)
 
     def construct(self, global_step: int) -> float:
-        return float(self.learning_rate * self.decay_rate ** _share(global_step, self.decay_steps, self.is_stair))
+        return float(self.learning_rate * self.decay_rate ** self.share(global_step))
 
 
 class NaturalExpDecayLR(ExponentialDecayLR):
     """learning_rate * exp(-decay_rate * step / decay_steps), the quotient rounded down if ``is_stair``."""
 
     def construct(self, global_step: int) -> float:
-        share = _share(global_step, self.decay_steps, self.is_stair)
-        return float(self.learning_rate * math.exp(-self.decay_rate * share))
+        return float(self.learning_rate * math.exp(-self.decay_rate * self.share(global_step)))
 
 
 class InverseDecayLR(ExponentialDecayLR):
     """learning_rate / (1 + decay_rate * step / decay_steps), the quotient rounded down if ``is_stair``."""
 
     def construct(self, global_step: int) -> float:
-        share = _share(global_step, self.decay_steps, self.is_stair)
-        return float(self.learning_rate / (1 + self.decay_rate * share))
+        return float(self.learning_rate / (1 + self.decay_rate * self.share(global_step)))
 
 
-class CosineDecayLR(LearningRateSchedule):
+class CosineDecayLR(WithSettings, LearningRateSchedule, min_lr=..., max_lr=..., decay_steps=...):
     """From ``max_lr`` to ``min_lr`` along half a cosine, over ``decay_steps`` steps."""
 
-    def __init__(self, min_lr: float, max_lr: float, decay_steps: int) -> None:
-        _check_range(min_lr, max_lr)
-        self.min_lr, self.max_lr, self.decay_steps = min_lr, max_lr, decay_steps
+    def _settle(self) -> None:
+        if not 0 <= self.min_lr < self.max_lr:
+            raise ValueError(problem(f"min_lr is {self.min_lr}, max_lr {self.max_lr}", fix="0 <= min_lr < max_lr"))
 
     def construct(self, global_step: int) -> float:
-        return _cosine(self.min_lr, self.max_lr, min(global_step, self.decay_steps) / self.decay_steps)
+        share = min(global_step, self.decay_steps) / self.decay_steps
+        return float(self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1 + math.cos(math.pi * share)))
 
 
-class PolynomialDecayLR(LearningRateSchedule):
+class PolynomialDecayLR(
+    WithSettings, LearningRateSchedule, learning_rate=..., end_learning_rate=..., decay_steps=..., power=...
+):
     """From ``learning_rate`` to ``end_learning_rate`` as (1 - step / decay_steps)^power."""
-
-    def __init__(self, learning_rate: float, end_learning_rate: float, decay_steps: int, power: float) -> None:
-        self.learning_rate, self.end_learning_rate = learning_rate, end_learning_rate
-        self.decay_steps, self.power = decay_steps, power
 
     def construct(self, global_step: int) -> float:
         left = 1 - min(global_step, self.decay_steps) / self.decay_steps
         return float((self.learning_rate - self.end_learning_rate) * left**self.power + self.end_learning_rate)
 
 
-class WarmUpLR(LearningRateSchedule):
+class WarmUpLR(WithSettings, LearningRateSchedule, learning_rate=..., warmup_steps=...):
     """From 0 to ``learning_rate`` over ``warmup_steps`` steps."""
 
-    def __init__(self, learning_rate: float, warmup_steps: int) -> None:
-        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
-
     def construct(self, global_step: int) -> float:
-        return self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps
-
-
-def _share(step: int, of: int, is_stair: bool) -> float:
-    return step // of if is_stair else step / of
-
-
-def _cosine(low: float, high: float, share: float) -> float:
-    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * share))
-
-
-def _check_range(low: float, high: float) -> None:
-    if not 0 <= low < high:
-        raise ValueError(problem(f"min_lr is {low}, max_lr {high}", fix="0 <= min_lr < max_lr"))
+        return float(self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps)
 
 
 def _of_epochs(schedule: Any, total_step: int, step_per_epoch: int, decay_epoch: int) -> list[float]:

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.errors import problem
+from shardwise.mindspore.named import Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.arithmetic import PRIMITIVES, Cast
 from shardwise.mindspore.ops.indexing import OneHot
@@ -16,6 +17,7 @@ from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
+WEIGHTS = ("weight", "pos_weight")  # settings of losses
 
 
 class LossBase(Cell):
@@ -61,17 +63,31 @@ class MAELoss(L1Loss):
     """|logits - labels|"""
 
 
-class SmoothL1Loss(LossBase):
+class LossOfFunction(WithSettings, LossBase):
+    """``function(*inputs, **settings)``. Weights are buffers."""
+
+    function: Function
+
+    def _take(self, values: dict[str, Any]) -> None:
+        LossBase.__init__(self, values.get("reduction", "mean"))
+        for name, value in values.items():
+            if name in WEIGHTS or isinstance(value, torch.Tensor):
+                self.register_buffer(name, None if value is None else as_torch(value))
+            elif name != "reduction":
+                setattr(self, name, value)
+
+    def construct(self, *inputs: Any, **named: Any) -> Any:
+        return type(self).function(*inputs, **named, **self._chosen())
+
+
+class SmoothL1Loss(LossOfFunction, beta=1.0, reduction="none"):
     """0.5 d^2 / beta where d = |logits - labels| is below beta, else d - 0.5 beta. By default one loss per element."""
 
-    def __init__(self, beta: float = 1.0, reduction: str = "none") -> None:
-        super().__init__(reduction)
-        if beta <= 0:
-            raise ValueError(problem(f"beta is {beta}", fix="a number above 0"))
-        self.beta = beta
+    function = staticmethod(lambda logits, labels, **settings: F.smooth_l1_loss(logits, labels, **settings))
 
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return F.smooth_l1_loss(logits, labels, reduction=self.reduction, beta=self.beta)
+    def _settle(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(problem(f"beta is {self.beta}", fix="a number above 0"))
 
 
 class SoftmaxCrossEntropyWithLogits(LossBase):
@@ -91,74 +107,18 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return self.get_loss(self.softmax_cross_entropy(logits, labels.to(logits.dtype))[0])
 
 
-class CrossEntropyLoss(LossBase):
-    """Cross entropy of the softmax over dim 1; labels are class numbers, or probabilities of the logits' shape."""
+# Labels are class numbers over dim 1, of cross entropy also probabilities; of binary cross entropy probabilities.
+CLASSES = classes_of({
+    "BCELoss": lambda logits, labels, *, weight=None, reduction="none": F.binary_cross_entropy(
+        logits, labels, weight, reduction=reduction),
+    "BCEWithLogitsLoss": lambda logits, labels, *, reduction="mean", weight=None, pos_weight=None:
+    F.binary_cross_entropy_with_logits(logits, labels, weight, reduction=reduction, pos_weight=pos_weight),
+    "CrossEntropyLoss": lambda logits, labels, *, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
+    F.cross_entropy(logits, labels if labels.is_floating_point() else labels.long(), weight, ignore_index=ignore_index,
+                    reduction=reduction, label_smoothing=label_smoothing),
+    "NLLLoss": lambda logits, labels, *, weight=None, ignore_index=-100, reduction="mean": F.nll_loss(
+        logits, labels.long(), weight, ignore_index=ignore_index, reduction=reduction),
+}, LossOfFunction, __name__)  # fmt: skip
+globals().update(CLASSES)
 
-    weight: torch.Tensor | None
-
-    def __init__(
-        self, weight: Any = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
-    ) -> None:
-        super().__init__(reduction)
-        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-        self.register_buffer("weight", None if weight is None else as_torch(weight))
-
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return F.cross_entropy(
-            logits,
-            labels if labels.is_floating_point() else labels.long(),
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
-
-
-class NLLLoss(LossBase):
-    """Minus the logits (logarithms of probabilities over dim 1) of the labels, which are class numbers."""
-
-    weight: torch.Tensor | None
-
-    def __init__(self, weight: Any = None, ignore_index: int = -100, reduction: str = "mean") -> None:
-        super().__init__(reduction)
-        self.ignore_index = ignore_index
-        self.register_buffer("weight", None if weight is None else as_torch(weight))
-
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return F.nll_loss(logits, labels.long(), self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
-
-
-class BCELoss(LossBase):
-    """Binary cross entropy of probabilities. By default one loss per element."""
-
-    weight: torch.Tensor | None
-
-    def __init__(self, weight: Any = None, reduction: str = "none") -> None:
-        super().__init__(reduction)
-        self.register_buffer("weight", None if weight is None else as_torch(weight))
-
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return F.binary_cross_entropy(logits, labels, self.weight, reduction=self.reduction)
-
-
-class BCEWithLogitsLoss(LossBase):
-    """Binary cross entropy of the sigmoid of logits. ``pos_weight``: of the labels that are 1."""
-
-    weight: torch.Tensor | None
-    pos_weight: torch.Tensor | None
-
-    def __init__(self, reduction: str = "mean", weight: Any = None, pos_weight: Any = None) -> None:
-        super().__init__(reduction)
-        self.register_buffer("weight", None if weight is None else as_torch(weight))
-        self.register_buffer("pos_weight", None if pos_weight is None else as_torch(pos_weight))
-
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return F.binary_cross_entropy_with_logits(
-            logits, labels, self.weight, reduction=self.reduction, pos_weight=self.pos_weight
-        )
-
-
-__all__ = [
-    "BCELoss", "BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MAELoss", "MSELoss", "NLLLoss",
-    "SmoothL1Loss", "SoftmaxCrossEntropyWithLogits",
-]  # fmt: skip
+__all__ = ["L1Loss", "LossBase", "MAELoss", "MSELoss", "SmoothL1Loss", "SoftmaxCrossEntropyWithLogits", *CLASSES]

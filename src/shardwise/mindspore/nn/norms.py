@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,58 +9,54 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls
+from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.nn.layers import positive
+from shardwise.mindspore.nn.layers import Layer, positive
 from shardwise.mindspore.ops.communication import AllReduce
 from shardwise.mindspore.ops.normalization import LayerNorm as LayerNormOperator
 from shardwise.mindspore.ops.primitive import Inner
 from shardwise.mindspore.tensor import Parameter
 
 
-class _BatchNorm(Cell):
+class _Scaled(Layer):
+    """What is normalised, times gamma plus beta."""
+
+    def _set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
+        self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
+        self.beta = Parameter(initializer(beta, shape, dtype), "beta", requires_grad=learned)
+
+
+class _BatchNorm(
+    _Scaled, num_features=..., eps=1e-5, momentum=0.9, affine=True, gamma_init="ones", beta_init="zeros",
+    moving_mean_init="zeros", moving_var_init="ones", use_batch_statistics=None, data_format="NCHW",
+    dtype=torch.float32,
+):  # fmt: skip
     """Normalised per channel (dim 1): in training by the batch's statistics, which are mixed into the moving ones with
     weight ``1 - momentum``; otherwise by these. ``use_batch_statistics``: always, or never, by the batch's."""
 
-    dims: tuple[int, ...] = (4,)
+    dims: tuple[int, ...]
     casts_parameters = False  # moving statistics and their sums keep their precision
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.9,
-        affine: bool = True,
-        gamma_init: Any = "ones",
-        beta_init: Any = "zeros",
-        moving_mean_init: Any = "zeros",
-        moving_var_init: Any = "ones",
-        use_batch_statistics: bool | None = None,
-        data_format: str = "NCHW",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        positive(type(self).__name__, num_features=num_features)
-        if not 0 <= momentum <= 1:
-            raise ValueError(problem(f"momentum is {momentum}", fix="a number from 0 to 1"))
-        if data_format != "NCHW":
-            raise NotImplementedError(f"{type(self).__name__}(data_format={data_format!r}): channels are dim 1 here")
-        self.num_features, self.eps, self.momentum = num_features, eps, momentum
-        self.use_batch_statistics = use_batch_statistics
-        self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_features], dtype), "beta", requires_grad=affine)
+    def _settle(
+        self, affine: bool, gamma_init: Any, beta_init: Any, moving_mean_init: Any, moving_var_init: Any,
+        data_format: str, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        positive(type(self).__name__, num_features=self.num_features)
+        if not 0 <= self.momentum <= 1:
+            raise ValueError(problem(f"momentum is {self.momentum}", fix="a number from 0 to 1"))
+        channels_first(type(self).__name__, data_format)
+        self._set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
         self.moving_mean: torch.Tensor
         self.moving_variance: torch.Tensor
-        self.register_buffer("moving_mean", initializer(moving_mean_init, [num_features], dtype))
-        self.register_buffer("moving_variance", initializer(moving_var_init, [num_features], dtype))
+        self.register_buffer("moving_mean", initializer(moving_mean_init, [self.num_features], dtype))
+        self.register_buffer("moving_variance", initializer(moving_var_init, [self.num_features], dtype))
         self.bn_train = self.bn_infer = Inner("n c b..., c, c, c, c")
 
     def construct(self, x: Any) -> Any:
         if x.dim() not in self.dims:
-            raise ValueError(
-                problem(f"{type(self).__name__} got an input of shape {list(x.shape)}", fix=f"one of {self.dims} dims")
-            )
+            what = f"{type(self).__name__} got an input of shape {list(x.shape)}"
+            raise ValueError(problem(what, fix=f"one of {self.dims} dims"))
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
         mean, variance = self.moving_mean, self.moving_variance
         weight = 0.0 if calls.is_again() else 1 - self.momentum
@@ -73,18 +68,10 @@ class _BatchNorm(Cell):
         return self.bn_train(normalised, wide, self.gamma, self.beta, mean, variance).to(x.dtype)
 
 
-class BatchNorm1d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-    dims = (2, 3)
-
-
-class BatchNorm2d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-
-
-class BatchNorm3d(_BatchNorm):
-    __doc__ = _BatchNorm.__doc__
-    dims = (5,)
+BatchNorm1d, BatchNorm2d, BatchNorm3d = (
+    type(f"BatchNorm{n}d", (_BatchNorm,), {"dims": dims, "__module__": __name__, "__doc__": _BatchNorm.__doc__})
+    for n, dims in ((1, (2, 3)), (2, (4,)), (3, (5,)))
+)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -115,24 +102,15 @@ class SyncBatchNorm(_BatchNorm):
         return x * scale.reshape(shape) + (self.beta - mean * scale).reshape(shape)
 
 
-class _InstanceNorm(Cell):
+class _InstanceNorm(
+    _Scaled, num_features=..., eps=1e-5, momentum=0.1, affine=True, gamma_init="ones", beta_init="zeros",
+    dtype=torch.float32,
+):  # fmt: skip
     """Normalised per sample and channel, times gamma plus beta."""
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.1,
-        affine: bool = True,
-        gamma_init: Any = "ones",
-        beta_init: Any = "zeros",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        positive(type(self).__name__, num_features=num_features)
-        self.eps = eps
-        self.gamma = Parameter(initializer(gamma_init, [num_features], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_features], dtype), "beta", requires_grad=affine)
+    def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
+        positive(type(self).__name__, num_features=self.num_features)
+        self._set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
 
     def construct(self, x: Any) -> Any:
         return F.instance_norm(x, weight=self.gamma, bias=self.beta, eps=self.eps)
@@ -144,56 +122,37 @@ InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = (
 )
 
 
-class LayerNorm(Cell):
+class LayerNorm(
+    _Scaled, normalized_shape=..., begin_norm_axis=-1, begin_params_axis=-1, gamma_init="ones", beta_init="zeros",
+    epsilon=1e-7, dtype=torch.float32,
+):  # fmt: skip
     """Normalised over the last dims, times gamma plus beta."""
 
-    def __init__(
-        self,
-        normalized_shape: Sequence[int],
-        begin_norm_axis: int = -1,
-        begin_params_axis: int = -1,
-        gamma_init: Any = "ones",
-        beta_init: Any = "zeros",
-        epsilon: float = 1e-7,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        if not isinstance(normalized_shape, (tuple, list)):
-            raise TypeError(
-                problem(f"LayerNorm: normalized_shape is {normalized_shape!r}", fix=f"a tuple: ({normalized_shape},)")
-            )
-        shape = list(normalized_shape)
-        self.gamma = Parameter(initializer(gamma_init, shape, dtype), "gamma")
-        self.beta = Parameter(initializer(beta_init, shape, dtype), "beta")
-        self.layer_norm = LayerNormOperator(begin_norm_axis, begin_params_axis, epsilon)
+    def _settle(self, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
+        shape = self.normalized_shape
+        if not isinstance(shape, (tuple, list)):
+            raise TypeError(problem(f"LayerNorm: normalized_shape is {shape!r}", fix=f"a tuple: ({shape},)"))
+        self._set_scales(list(shape), gamma_init, beta_init, dtype)
+        self.layer_norm = LayerNormOperator(self.begin_norm_axis, self.begin_params_axis, self.epsilon)
 
     def construct(self, x: Any) -> Any:
         y, _, _ = self.layer_norm(x, self.gamma, self.beta)
         return y
 
 
-class GroupNorm(Cell):
+class GroupNorm(
+    _Scaled, num_groups=..., num_channels=..., eps=1e-5, affine=True, gamma_init="ones", beta_init="zeros",
+    dtype=torch.float32,
+):  # fmt: skip
     """Normalised over groups of channels."""
 
-    def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        gamma_init: Any = "ones",
-        beta_init: Any = "zeros",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        positive("GroupNorm", num_groups=num_groups, num_channels=num_channels)
-        if num_channels % num_groups:
-            raise ValueError(
-                problem(f"GroupNorm: {num_groups} groups of {num_channels} channels: not whole", fix="a divisor")
-            )
-        self.num_groups, self.eps = num_groups, eps
-        self.gamma = Parameter(initializer(gamma_init, [num_channels], dtype), "gamma", requires_grad=affine)
-        self.beta = Parameter(initializer(beta_init, [num_channels], dtype), "beta", requires_grad=affine)
+    def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
+        groups, channels = self.num_groups, self.num_channels
+        positive("GroupNorm", num_groups=groups, num_channels=channels)
+        if channels % groups:
+            what = f"GroupNorm: {groups} groups of {channels} channels: not whole"
+            raise ValueError(problem(what, fix="a divisor"))
+        self._set_scales([channels], gamma_init, beta_init, dtype, affine)
 
     def construct(self, x: Any) -> Any:
         return F.group_norm(x, self.num_groups, self.gamma, self.beta, self.eps)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from inspect import Signature
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from shardwise.launch.ranks import rank
 from shardwise.mindspore import calls, context
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
-from shardwise.mindspore.named import bound_to, signature_of
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
@@ -65,13 +64,11 @@ class Optimizer:
         grouped = [parameter for group in groups for parameter in group["params"]]
         for parameter in grouped:
             if not isinstance(parameter, nn.Parameter):
-                raise TypeError(
-                    problem(f"the optimizer got {parameter!r}", fix="pass parameters: net.trainable_params()")
-                )
+                what = f"the optimizer got {parameter!r}"
+                raise TypeError(problem(what, fix="pass parameters: net.trainable_params()"))
         if order and {*map(id, order)} != {*map(id, grouped)}:
-            raise ValueError(
-                problem(f"order_params has {len(order)} parameters, the groups {len(grouped)}", fix="the same ones")
-            )
+            what = f"order_params has {len(order)} parameters, the groups {len(grouped)}"
+            raise ValueError(problem(what, fix="the same ones"))
         self.parameters: Any = ParameterTuple(order or grouped)
         self.param_length = len(self.parameters)
         self.groups: list[dict[str, Any]] = [
@@ -193,9 +190,8 @@ class Optimizer:
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> bool:
         if len(gradients) != len(self.parameters):
-            raise ValueError(
-                problem(f"{len(gradients)} gradients for {len(self.parameters)} parameters", fix="one each, in order")
-            )
+            what = f"{len(gradients)} gradients for {len(self.parameters)} parameters"
+            raise ValueError(problem(what, fix="one each, in order"))
         if type(self).construct is not Optimizer.construct:
             with calls.inside(), torch.no_grad():
                 self.construct(gradients)
@@ -284,12 +280,9 @@ class Optimizer:
             now = holding_of(parameter)
             if of is not None and of.is_split and of != now:
                 here = "whole" if now is None else f"split as {now.layout}"
-                raise RuntimeError(
-                    problem(
-                        f"{name} was loaded as a part, split as {of.layout}, and its parameter is {here}",
-                        fix="load_distributed_checkpoint(net, files), and give what it returns to the optimizer",
-                    )
-                )
+                what = f"{name} was loaded as a part, split as {of.layout}, and its parameter is {here}"
+                fix = "load_distributed_checkpoint(net, files), and give what it returns to the optimizer"
+                raise RuntimeError(problem(what, fix=fix))
             state = self._built().state[parameter]
             state[key] = own_shard(state[key], parameter)
         self._loaded = []
@@ -335,38 +328,23 @@ def _rate(rate: Rate) -> Callable[[int], float]:
     return lambda step: float(listed[min(step, len(listed) - 1)])
 
 
-class WithSettings(Optimizer):
-    """One whose arguments behind ``params`` are those of its class statement, in order, with their defaults (``...``:
-    it must be given). Each is an attribute, but for the base's: ``learning_rate``, ``weight_decay``, ``loss_scale``."""
-
-    settings: ClassVar[dict[str, Any]] = {"params": ...}
-    __signature__: ClassVar[Signature | None] = None  # what inspect and help say; None: that of __init__
+class OfSettings(WithSettings, Optimizer):
+    """One whose arguments behind ``params`` are those of its class statement. Each is an attribute, but for the base's:
+    ``learning_rate``, ``weight_decay``, ``loss_scale``."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        super().__init_subclass__()
-        cls.settings = {"params": ..., **settings} if settings else cls.settings
-        is_own = cls.__init__ is WithSettings.__init__
-        cls.__signature__ = signature_of(cls.settings) if is_own else None
+        super().__init_subclass__(**{"params": ..., **settings} if settings else {})
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        values = bound_to(type(self).__name__, self.settings, args, kwargs)
+    def _take(self, values: dict[str, Any]) -> None:
         of_base = {name: values.pop(name) for name in ("learning_rate", "weight_decay", "loss_scale") if name in values}
-        super().__init__(parameters=values.pop("params"), **of_base)
+        Optimizer.__init__(self, parameters=values.pop("params"), **of_base)
         vars(self).update(values)
-        self.check()
-
-    def check(self) -> None:
-        """Raises ValueError for settings that can not be."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
 
 
-class Momentum(WithSettings, learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False):
+class Momentum(OfSettings, learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False):
     """v = momentum * v + gradient; parameter -= learning_rate * v (with ``use_nesterov``: Nesterov's)."""
 
-    def check(self) -> None:
+    def _settle(self) -> None:
         if self.momentum < 0:
             raise ValueError(problem(f"momentum is {self.momentum}", fix="a number from 0"))
 
@@ -374,13 +352,11 @@ class Momentum(WithSettings, learning_rate=..., momentum=..., weight_decay=0.0, 
         return torch.optim.SGD(groups, momentum=float(self.momentum), nesterov=self.use_nesterov)
 
 
-class SGD(
-    WithSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0
-):
+class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0):
     """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, with
     ``nesterov`` * (gradient + momentum * v)."""
 
-    def check(self) -> None:
+    def _settle(self) -> None:
         for name in ("momentum", "dampening"):
             if getattr(self, name) < 0:
                 raise ValueError(problem(f"{name} is {getattr(self, name)}", fix="a number from 0"))
@@ -394,11 +370,11 @@ class SGD(
         )
 
 
-class Rprop(WithSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), weight_decay=0.0):
+class Rprop(OfSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), weight_decay=0.0):
     """Steps that grow by ``etas[1]`` while the sign of a gradient stays, and shrink by ``etas[0]`` where it changes,
     within ``step_sizes``; torch's (Riedmiller and Braun 1993)."""
 
-    def check(self) -> None:
+    def _settle(self) -> None:
         if self.weight_decay:
             raise ValueError(problem(f"Rprop(weight_decay={self.weight_decay})", fix="0: only signs count"))
 
@@ -408,7 +384,7 @@ class Rprop(WithSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 
         return torch.optim.Rprop(groups, etas=self.etas, step_sizes=self.step_sizes)
 
 
-class ASGD(WithSettings, learning_rate=0.1, lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0):
+class ASGD(OfSettings, learning_rate=0.1, lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0):
     """Averaged stochastic gradient descent; torch's (Polyak and Juditsky 1992)."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

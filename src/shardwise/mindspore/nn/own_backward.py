@@ -56,25 +56,15 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
     name = type(cell).__name__
     trained = [path for path, parameter in cell.named_parameters() if parameter.requires_grad]
     if trained:
-        raise TypeError(
-            problem(
-                f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop can not return",
-                op=name,
-                fix="keep parameters in another cell and hand them in as inputs",
-            )
-        )
+        what = f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop can not return"
+        raise TypeError(problem(what, op=name, fix="keep parameters in another cell and hand them in as inputs"))
     if kwargs:
         bound = inspect.signature(cell.construct).bind(*args, **kwargs)
         args = bound.args
     split = [primitive.title for primitive in planning.primitives(cell) if primitive.in_strategy is not None]
     if split and context.options().distributed:
-        raise CaptureError(
-            problem(
-                f"{name} has a bprop, with which it is one operator, and {split[0]} in it a strategy",
-                op=name,
-                fix="leave the strategy out, or write the cell without bprop",
-            )
-        )
+        what = f"{name} has a bprop, with which it is one operator, and {split[0]} in it a strategy"
+        raise CaptureError(problem(what, op=name, fix="leave the strategy out, or write the cell without bprop"))
     return function.apply(_state(cell) if torch.compiler.is_exporting() else cell, *args)
 
 

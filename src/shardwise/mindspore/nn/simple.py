@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
-from shardwise.mindspore.named import Function, bound
+from shardwise.mindspore.named import Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.nn.loss import REDUCTIONS, LossBase
+from shardwise.mindspore.nn.loss import REDUCTIONS, LossOfFunction
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.resizing import bilinear, mirrored, pool
@@ -21,37 +21,13 @@ from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
 
 
-class Simple(Cell):
-    """``function(*inputs, **settings)``."""
+class Simple(WithSettings, Cell):
+    """``function(*inputs, **settings)``; a setting ``training`` is the cell's mode."""
 
     function: Function
-    is_random = False  # and needs to know whether it trains
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.settings = bound(type(self).__name__, type(self).function, args, kwargs)
 
     def construct(self, *inputs: Any, **named: Any) -> Any:
-        settings = {**self.settings, "training": self.training} if self.is_random else self.settings
-        return type(self).function(*inputs, **named, **settings)
-
-
-class SimpleLoss(LossBase):
-    """The same as a loss, with a ``reduction``."""
-
-    function: Function
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        settings = bound(type(self).__name__, type(self).function, args, kwargs)
-        super().__init__(settings.get("reduction", "mean"))
-        for name, value in settings.items():
-            if isinstance(value, torch.Tensor):
-                self.register_buffer(name, as_torch(value))
-        self.settings = settings
-
-    def construct(self, *inputs: Any) -> Any:
-        tensors = dict(self.named_buffers(recurse=False))
-        return type(self).function(*inputs, **{**self.settings, **tensors})
+        return type(self).function(*inputs, **named, **self._chosen())
 
 
 def _padded(x: Any, padding: Any, mode: str, value: float | None = None, dims: int = 0) -> Any:
@@ -177,13 +153,12 @@ CELLS: dict[str, Function] = {
     "OneHot": lambda indices, *, axis=-1, depth=1, on_value=1.0, off_value=0.0, dtype=torch.float32: FUNCTIONS[
         "one_hot"](indices, depth, on_value, off_value, axis).to(dtype_of(dtype)),
     "Tril": lambda x, k=0: torch.tril(x, k), "Triu": lambda x, k=0: torch.triu(x, k),
-}  # fmt: skip
-RANDOM: dict[str, Function] = {
+    # -- random
     "Dropout1d": lambda x, *, p=0.5, training=False: F.dropout1d(x, p, training),
     "Dropout2d": lambda x, *, p=0.5, training=False: F.dropout2d(x, p, training),
     "Dropout3d": lambda x, *, p=0.5, training=False: F.dropout3d(x, p, training),
     "RReLU": lambda x, *, lower=1 / 8, upper=1 / 3, training=False: F.rrelu(x, lower, upper, training),
-}
+}  # fmt: skip
 LOSSES: dict[str, Function] = {
     **{name: OfFunction(line) for name, line in _LOSSES_OF_FUNCTIONS.items()},
     "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
@@ -202,14 +177,9 @@ LOSSES: dict[str, Function] = {
 }  # fmt: skip
 
 
-def _classes(functions: dict[str, Function], base: type[Cell], **body: Any) -> dict[str, type[Cell]]:
-    common = {"__module__": __name__, "__doc__": "As the reference has it.", **body}
-    return {name: type(name, (base,), {"function": staticmethod(func), **common}) for name, func in functions.items()}
-
-
 CLASSES = {
-    **_classes(CELLS, Simple), **_classes(RANDOM, Simple, is_random=True), **_classes(LOSSES, SimpleLoss),
-    **_classes({"KLDivLoss": LOSSES["KLDivLoss"]}, SimpleLoss, reductions=(*REDUCTIONS, "batchmean")),
+    **classes_of(CELLS, Simple, __name__), **classes_of(LOSSES, LossOfFunction, __name__),
+    **classes_of({"KLDivLoss": LOSSES["KLDivLoss"]}, LossOfFunction, __name__, reductions=(*REDUCTIONS, "batchmean")),
 }  # fmt: skip
 globals().update(CLASSES)
 

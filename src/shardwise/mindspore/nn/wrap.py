@@ -15,7 +15,7 @@ from shardwise.mindspore.amp import (
     FixedLossScaleUpdateCell,
     all_finite,
 )
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, from_on
 from shardwise.mindspore.communication.management import GlobalComm
 from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.nn.cell import Cell
@@ -184,9 +184,7 @@ class MicroBatchInterleaved(Cell):
 
     def __init__(self, network: nn.Module, interleave_num: int = 2) -> None:
         super().__init__()
-        if isinstance(interleave_num, bool) or not isinstance(interleave_num, int) or interleave_num < 1:
-            raise ValueError(problem(f"interleave_num is {interleave_num!r}", fix="a whole number from 1"))
-        self.network, self.interleave_num = network, interleave_num
+        self.network, self.interleave_num = network, from_on("interleave_num", interleave_num, 1)
 
     def construct(self, *inputs: Any) -> Any:
         parts = [x.chunk(self.interleave_num, 0) for x in inputs]
@@ -225,9 +223,7 @@ class PipelineCell(Cell):
 
     def __init__(self, network: nn.Module, micro_size: int, stage_config: dict[str, int] | None = None) -> None:
         super().__init__()
-        if isinstance(micro_size, bool) or not isinstance(micro_size, int) or micro_size < 1:
-            raise ValueError(problem(f"micro_size is {micro_size!r}", fix="a whole number from 1"))
-        self.network, self.micro_size = network, micro_size
+        self.network, self.micro_size = network, from_on("micro_size", micro_size, 1)
         cells = dict(network.named_modules())
         for name, stage in (stage_config or {}).items():
             if not isinstance(cell := cells.get(name), Cell):

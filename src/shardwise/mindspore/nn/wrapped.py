@@ -75,15 +75,9 @@ class _Recurrent(Wrapped):
         **kwargs: Any,
     ) -> None:
         Cell.__init__(self)
-        self.batch_first = batch_first
         names = (*self.leading, "has_bias", "batch_first", "dropout", "bidirectional")
-        settings: dict[str, Any] = {
-            "has_bias": has_bias,
-            "batch_first": batch_first,
-            "dropout": dropout,
-            "bidirectional": bidirectional,
-        }
-        settings |= kwargs | dict(zip(names, args, strict=False))
+        by_name = dict(zip(names[-4:], (has_bias, batch_first, dropout, bidirectional), strict=True))
+        settings: dict[str, Any] = by_name | kwargs | dict(zip(names, args, strict=False))
         settings["bias"] = settings.pop("has_bias")
         self.batch_first = settings["batch_first"]
         self.module = seeded(type(self).kind, input_size, hidden_size, num_layers, dtype=dtype, **settings)
@@ -136,20 +130,15 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
     return rows.transpose(0, 1) if module.batch_first else rows, last if is_lstm else last[0]
 
 
-def _encoder_layer(
-    d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Any = "relu",
-    layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, dtype: Any = None,
-) -> nn.Module:  # fmt: skip
-    return nn.TransformerEncoderLayer(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
-                                      batch_first, norm_first, dtype=dtype)  # fmt: skip
+def _transformer_layer(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def make(
+        d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Any = "relu",
+        layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, dtype: Any = None,
+    ) -> nn.Module:  # fmt: skip
+        settings = (dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first)
+        return kind(d_model, nhead, *settings, dtype=dtype)
 
-
-def _decoder_layer(
-    d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Any = "relu",
-    layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, dtype: Any = None,
-) -> nn.Module:  # fmt: skip
-    return nn.TransformerDecoderLayer(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
-                                      batch_first, norm_first, dtype=dtype)  # fmt: skip
+    return make
 
 
 def _filled(module: nn.Module, **inits: Any) -> nn.Module:
@@ -178,8 +167,8 @@ WRAPPED: dict[str, Callable[..., nn.Module]] = {
     "MultiheadAttention": lambda embed_dim, num_heads, dropout=0.0, has_bias=True, add_bias_kv=False,
     add_zero_attn=False, kdim=None, vdim=None, batch_first=False, dtype=None: nn.MultiheadAttention(
         embed_dim, num_heads, dropout, has_bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, dtype=dtype),
-    "TransformerEncoderLayer": _encoder_layer,
-    "TransformerDecoderLayer": _decoder_layer,
+    "TransformerEncoderLayer": _transformer_layer(nn.TransformerEncoderLayer),
+    "TransformerDecoderLayer": _transformer_layer(nn.TransformerDecoderLayer),
     "TransformerEncoder": lambda encoder_layer, num_layers, norm=None: nn.TransformerEncoder(
         _inner(encoder_layer), num_layers, norm, enable_nested_tensor=False),
     "TransformerDecoder": lambda decoder_layer, num_layers, norm=None: nn.TransformerDecoder(

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from shardwise.mindspore.ops.primitive import Names, Primitive, Strategy, counted
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Plain, Strategy, counted
 
 
-class Elementwise(Primitive):
+class Elementwise(Plain):
     """``function`` of one operand or of several, broadcast."""
-
-    function: ClassVar[Callable[..., Any]]
-
-    def compute(self, *args: Any) -> Any:
-        return type(self).function(*args)
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
         """Where several operators do the work, the result is split by the counts of all operands, and they follow."""
@@ -83,23 +78,15 @@ class Cast(Elementwise):
         return (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)
 
 
-class Elu(Elementwise):
+class Elu(OfSettings, Elementwise, alpha=1.0):
     """x above 0, else alpha * (exp(x) - 1)."""
-
-    def __init__(self, alpha: float = 1.0) -> None:
-        super().__init__(alpha=alpha)
-        self.alpha = alpha
 
     def compute(self, x: Any) -> Any:
         return F.elu(x, self.alpha)
 
 
-class LeakyReLU(Elementwise):
+class LeakyReLU(OfSettings, Elementwise, alpha=0.2):
     """x above 0, else alpha * x."""
-
-    def __init__(self, alpha: float = 0.2) -> None:
-        super().__init__(alpha=alpha)
-        self.alpha = alpha
 
     def compute(self, x: Any) -> Any:
         return F.leaky_relu(x, self.alpha)
@@ -117,5 +104,4 @@ class AddN(Elementwise):
         return total
 
 
-__all__ = ["AddN", "Cast", "Elu", "LeakyReLU"]
-__all__ += list(PRIMITIVES)
+__all__ = ["AddN", "Cast", "Elu", "LeakyReLU", *PRIMITIVES]

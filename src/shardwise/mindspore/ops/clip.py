@@ -69,15 +69,13 @@ def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
     parameters = [parameter_of(tensor) for tensor in x]
     unknown = next((place for place, parameter in enumerate(parameters) if parameter is None), None)
     if unknown is not None:
-        raise ShardwiseError(
-            problem(
-                f"a tensor (number {unknown}, of shape {list(x[unknown].shape)}) is to be clipped by a norm, and is "
-                "not known as the gradient of a parameter, while parameters are split: of which whole it is a part, "
-                "its norm on this rank does not say",
-                fix="clip what value_and_grad, a HyperMap over it or unscale returned, or clip_by_global_norm with "
-                "use_norm",
-            )
+        what = (
+            f"a tensor (number {unknown}, of shape {list(x[unknown].shape)}) is to be clipped by a norm, and is "
+            "not known as the gradient of a parameter, while parameters are split: of which whole it is a part, "
+            "its norm on this rank does not say"
         )
+        fix = "clip what value_and_grad, a HyperMap over it or unscale returned, or clip_by_global_norm with use_norm"
+        raise ShardwiseError(problem(what, fix=fix))
     placed = [(tensor, held_by_id.get(id(parameter))) for tensor, parameter in zip(x, parameters, strict=True)]
     return total_norm(placed, order, device=device_of(x), across_ranks=True, error_if_nonfinite=False)
 
@@ -90,9 +88,8 @@ def clip_by_value(x: Any, clip_value_min: Bound = None, clip_value_max: Bound = 
     if isinstance(x, tuple | list):
         return type(x)(clip_by_value(tensor, clip_value_min, clip_value_max) for tensor in x)
     if not isinstance(x, Tensor):
-        raise TypeError(
-            problem(f"clip_by_value of {type(x).__name__}", fix="give a tensor, or a tuple or list of them")
-        )
+        what = f"clip_by_value of {type(x).__name__}"
+        raise TypeError(problem(what, fix="give a tensor, or a tuple or list of them"))
     low, high = (
         bound.to(x.device) if isinstance(bound, Tensor) else None if bound is None else torch.tensor(bound).to(x)
         for bound in (clip_value_min, clip_value_max)

@@ -17,6 +17,7 @@ from shardwise.launch import rank_groups
 from shardwise.launch.rank_groups import Exchange, RankGroup
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm, find_group
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.ops.primitive import Primitive
 
 Tensor = torch.Tensor
@@ -37,30 +38,28 @@ def counting() -> AbstractContextManager[list[Exchange]]:
     return rank_groups.recording()
 
 
-class _Communication(Primitive):
+class _Communication(WithSettings, Primitive):
     """What the operators share: the group, found when the operator is called. They take no strategy."""
 
-    def __init__(self, group: str | None) -> None:
-        super().__init__(group=group)
+    def _take(self, values: dict[str, Any]) -> None:
+        group = values.pop("group")
+        Primitive.__init__(self, group=group)
         if group is not None and not isinstance(group, str):
             what = f"{type(self).__name__}: the group is {group!r}, of type {type(group).__name__}"
             raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
         self._given = group
+        vars(self).update(values)
 
     @property
     def group(self) -> str:
         """The name of the group; by default that of all ranks."""
-        return GlobalComm.WORLD_COMM_GROUP if self._given is None else self._given
+        return GlobalComm.WORLD_COMM_GROUP if self._given is None else str(self._given)
 
     def _members(self) -> RankGroup:
         if torch.compiler.is_exporting():
-            raise CaptureError(
-                problem(
-                    f"{self.name} is called in a cell that is split by a plan, which inserts what ranks exchange",
-                    op=self.instance_name,
-                    fix="leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand",
-                )
-            )
+            what = f"{self.name} is called in a cell that is split by a plan, which inserts what ranks exchange"
+            fix = "leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand"
+            raise CaptureError(problem(what, op=self.instance_name, fix=fix))
         return find_group(self.group)
 
     def _divisible(self, tensor: Tensor, dim: int, parts: int) -> None:
@@ -75,7 +74,7 @@ class _Communication(Primitive):
             raise ValueError(problem(what, fix=f"pad it to {-(-tensor.shape[dim] // parts) * parts}"))
 
 
-class AllReduce(_Communication):
+class AllReduce(_Communication, op=ReduceOp.SUM, group=None):
     """The sum, maximum, minimum or product of the ranks' tensors.
 
     Gradients: of a sum, the sum of the cotangents; of an extremum the same, where the rank's own element is the result
@@ -83,31 +82,26 @@ class AllReduce(_Communication):
     extremum's gradient there, which is not a product's).
     """
 
-    def __init__(self, op: str = ReduceOp.SUM, group: str | None = None) -> None:
-        super().__init__(group)
-        self.op = _reduction("AllReduce", op)
+    def _settle(self) -> None:
+        _check_reduction("AllReduce", self.op)
 
     def __call__(self, input_x: Tensor) -> Tensor:
         return _applied(_AllReduce, input_x, self.op, self._members())
 
 
-class AllGather(_Communication):
+class AllGather(_Communication, group=None):
     """The ranks' tensors, one behind the other along dim 0. The gradient is the ReduceScatter of the cotangents."""
-
-    def __init__(self, group: str | None = None) -> None:
-        super().__init__(group)
 
     def __call__(self, input_x: Tensor) -> Tensor:
         return _applied(_AllGather, input_x if input_x.ndim else input_x.reshape(1), self._members())
 
 
-class ReduceScatter(_Communication):
+class ReduceScatter(_Communication, op=ReduceOp.SUM, group=None):
     """Rank i's i-th part, along dim 0, of the ranks' reduced tensors. The gradient of a sum is the AllGather of the
     cotangents; of other reductions there is none."""
 
-    def __init__(self, op: str = ReduceOp.SUM, group: str | None = None) -> None:
-        super().__init__(group)
-        self.op = _reduction("ReduceScatter", op)
+    def _settle(self) -> None:
+        _check_reduction("ReduceScatter", self.op)
 
     def __call__(self, input_x: Tensor) -> Tensor:
         group = self._members()
@@ -115,19 +109,17 @@ class ReduceScatter(_Communication):
         return _applied(_ReduceScatter, input_x, self.op, group)
 
 
-class Broadcast(_Communication):
+class Broadcast(_Communication, root_rank=..., group=None):
     """What ``root_rank`` (its number among all ranks) has; of a tuple, every tensor.
 
     The gradient is the identity, as in the reference: every rank keeps its own cotangent. So parameters that are equal
     on all ranks get every rank's own gradient, which a gradient reducer then adds.
     """
 
-    def __init__(self, root_rank: int, group: str | None = None) -> None:
-        super().__init__(group)
-        if isinstance(root_rank, bool) or not isinstance(root_rank, int):
-            what = f"Broadcast: root_rank is {root_rank!r}, of type {type(root_rank).__name__}"
+    def _settle(self) -> None:
+        if isinstance(self.root_rank, bool) or not isinstance(self.root_rank, int):
+            what = f"Broadcast: root_rank is {self.root_rank!r}, of type {type(self.root_rank).__name__}"
             raise TypeError(problem(what, fix="give the number of a rank"))
-        self.root_rank = root_rank
 
     def __call__(self, input_x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         group = self._members()
@@ -139,15 +131,11 @@ class Broadcast(_Communication):
         return tuple(_applied(_Broadcast, tensor, self.root_rank, group) for tensor in input_x)
 
 
-class AlltoAll(_Communication):
+class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., group=None):
     """Part i along ``split_dim`` goes to rank i; the parts that come are concatenated along ``concat_dim``.
 
     ``split_count`` is the size of the group. The gradient is the same exchange with the two dims swapped.
     """
-
-    def __init__(self, split_count: int, split_dim: int, concat_dim: int, group: str | None = None) -> None:
-        super().__init__(group)
-        self.split_count, self.split_dim, self.concat_dim = split_count, split_dim, concat_dim
 
     def __call__(self, input_x: Tensor) -> Tensor:
         group = self._members()
@@ -159,22 +147,17 @@ class AlltoAll(_Communication):
         return _applied(_AlltoAll, input_x, self.split_dim, self.concat_dim, group)
 
 
-class NeighborExchange(_Communication):
+class NeighborExchange(
+    _Communication, send_rank_ids=..., recv_rank_ids=..., recv_shapes=..., send_shapes=..., recv_type=..., group=None
+):
     """Tensor i goes to rank ``send_rank_ids[i]``; what comes from ``recv_rank_ids`` is returned as a tuple. The
     gradient goes back the same ways. ``recv_shapes``, ``send_shapes``: of each; ``recv_type``: their dtype."""
 
-    def __init__(
-        self,
-        send_rank_ids: list[int],
-        recv_rank_ids: list[int],
-        recv_shapes: Any,
-        send_shapes: Any,
-        recv_type: torch.dtype,
-        group: str | None = None,
-    ) -> None:
-        super().__init__(group)
-        self.ways = (tuple(send_rank_ids), tuple(recv_rank_ids))
-        self.recv_shapes, self.recv_type = tuple(map(tuple, recv_shapes)), recv_type
+    recv_shapes: Any
+
+    def _settle(self) -> None:
+        self.ways = (tuple(self.send_rank_ids), tuple(self.recv_rank_ids))
+        self.recv_shapes = tuple(map(tuple, self.recv_shapes))
         if len(self.ways[1]) != len(self.recv_shapes):
             told = f"NeighborExchange: {len(self.recv_shapes)} recv_shapes of {len(self.ways[1])} ranks"
             raise ValueError(problem(told, fix="one for each"))
@@ -186,45 +169,26 @@ class NeighborExchange(_Communication):
             told = f"NeighborExchange: {len(tensors)} tensors for the ranks {list(self.ways[0])}"
             raise ValueError(problem(told, fix="one for each"))
         empty = torch.zeros((), requires_grad=any(tensor.requires_grad for tensor in tensors))
-        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
-        return exchanged(*self.ways, self.recv_shapes, self.recv_type, empty, *tensors)
+        return _exchanged(*self.ways, self.recv_shapes, self.recv_type, empty, *tensors)
 
 
-class Send(_Communication):
+class Send(_Communication, sr_tag=..., dest_rank=..., group=None, group_back=None):
     """The tensor goes to ``dest_rank``, which calls Receive with the same tag. It has no gradient
     (``NeighborExchange`` has one)."""
 
-    def __init__(self, sr_tag: int, dest_rank: int, group: str | None = None, group_back: str | None = None) -> None:
-        super().__init__(group)
-        self.dest_rank = dest_rank
-
     def __call__(self, input_x: Tensor) -> Tensor:
         self._members()
-        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
-        exchanged((self.dest_rank,), (), (), input_x.dtype, torch.zeros(()), input_x.detach())
+        _exchanged((self.dest_rank,), (), (), input_x.dtype, torch.zeros(()), input_x.detach())
         return input_x
 
 
-class Receive(_Communication):
+class Receive(_Communication, sr_tag=..., src_rank=..., shape=..., dtype=..., group=None, group_back=None):
     """What ``src_rank`` sends, a tensor of ``shape`` and ``dtype``; without a gradient (``NeighborExchange`` has
     one)."""
 
-    def __init__(
-        self,
-        sr_tag: int,
-        src_rank: int,
-        shape: Any,
-        dtype: torch.dtype,
-        group: str | None = None,
-        group_back: str | None = None,
-    ) -> None:
-        super().__init__(group)
-        self.src_rank, self.shape, self.dtype = src_rank, tuple(shape), dtype
-
     def __call__(self, x: Any = None) -> Tensor:
         self._members()
-        exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
-        (received,) = exchanged((), (self.src_rank,), (self.shape,), self.dtype, torch.zeros(()))
+        (received,) = _exchanged((), (self.src_rank,), (tuple(self.shape),), self.dtype, torch.zeros(()))
         return received
 
 
@@ -246,12 +210,14 @@ class _Neighbors(torch.autograd.Function):
         return None, None, None, None, torch.zeros(()), *received
 
 
-def _reduction(operator: str, op: str) -> str:
+_exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
+
+
+def _check_reduction(operator: str, op: str) -> None:
     if not isinstance(op, str):
         raise TypeError(problem(f"{operator}: op is {op!r}, of type {type(op).__name__}", fix="give ReduceOp.SUM"))
     if op not in REDUCTIONS:
         raise ValueError(problem(f'{operator}: there is no reduction "{op}"', fix=closest(op, REDUCTIONS)))
-    return op
 
 
 # -------------------------------------------------------------------------------------------------------- gradients

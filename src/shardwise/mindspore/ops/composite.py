@@ -94,9 +94,8 @@ class MultitypeFuncGraph:
                 if all(isinstance(x, kind) for x, kind in zip(converted, types, strict=True)):
                     return body(*converted)
         types_of_args = ", ".join(type(arg).__name__ for arg in args)
-        raise TypeError(
-            problem(f"{self.name} has no body for ({types_of_args})", fix=f"@{self.name}.register(...) one")
-        )
+        what = f"{self.name} has no body for ({types_of_args})"
+        raise TypeError(problem(what, fix=f"@{self.name}.register(...) one"))
 
 
 class GradOperation:
@@ -108,9 +107,8 @@ class GradOperation:
 
     def __call__(self, network: Callable[..., Any], weights: Any = None) -> Callable[..., Any]:
         if self.get_by_list and weights is None:
-            raise ValueError(
-                problem("GradOperation(get_by_list=True) has no weights", fix="give net.trainable_params()")
-            )
+            what = "GradOperation(get_by_list=True) has no weights"
+            raise ValueError(problem(what, fix="give net.trainable_params()"))
 
         def gradient(*inputs: Any) -> Any:
             network_inputs, sens = (inputs[:-1], inputs[-1]) if self.sens_param else (inputs, 1.0)

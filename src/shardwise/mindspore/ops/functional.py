@@ -247,16 +247,18 @@ def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callabl
     return _of_tensors(torch.vmap(_plainly(fn), in_axes, out_axes))
 
 
-def _plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` as a part of a call: cells inside are not the outermost ones."""
+def _plainly(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    """``fn`` as a part of a call: cells inside are not the outermost ones. ``has_aux``: it returns its first output,
+    and a tuple of the others."""
 
     def call(*args: Any) -> Any:
         token = _TRANSFORMED.set(True)
         try:
             with calls.inside():
-                return fn(*args)
+                result = fn(*args)
         finally:
             _TRANSFORMED.reset(token)
+        return (result[0], tuple(result[1:])) if has_aux else result
 
     return call
 
@@ -284,7 +286,7 @@ def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
 def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """What ``fn`` returns, and the product of its Jacobian with ``v``; with ``has_aux`` all other outputs behind."""
     inputs, v = (x if isinstance(x, (tuple, list)) else (x,) for x in (inputs, v))
-    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    plain_fn = _plainly(fn, has_aux)
     result: tuple[Any, ...] = _of_tensors(lambda *both: torch.func.jvp(plain_fn, both[0], both[1], has_aux=has_aux))(
         tuple(inputs), tuple(v)
     )
@@ -296,7 +298,7 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
     input: itself); with ``has_aux`` all other outputs behind."""
     if weights is not None:
         raise NotImplementedError(problem("vjp(weights=...)", fix="ms.grad(fn, None, weights), with a weighted sum"))
-    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    plain_fn = _plainly(fn, has_aux)
     value, pulled, *aux = torch.func.vjp(plain_fn, *map(plain, inputs), has_aux=has_aux)
 
     def product(*v: Any) -> Any:
@@ -307,23 +309,15 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
     return (pytree.tree_map(as_ours, value), product, *pytree.tree_map(as_ours, aux))
 
 
-def _first_and_rest(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def split(*args: Any) -> Any:
-        first, *rest = fn(*args)
-        return first, tuple(rest)
-
-    return split
-
-
 def jacrev(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
     """The Jacobian of ``fn``; backward. With ``has_aux`` that of the first output, and the others."""
-    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    plain_fn = _plainly(fn, has_aux)
     return _of_tensors(torch.func.jacrev(plain_fn, grad_position, has_aux=has_aux))
 
 
 def jacfwd(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
     """``jacrev``, forward."""
-    plain_fn = _plainly(_first_and_rest(fn) if has_aux else fn)
+    plain_fn = _plainly(fn, has_aux)
     return _of_tensors(torch.func.jacfwd(plain_fn, grad_position, has_aux=has_aux))
 
 

@@ -29,16 +29,11 @@ from shardwise.mindspore.ops.indexing import (
 from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
 from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
-from shardwise.mindspore.ops.shape import Slice, StridedSlice, Tile
+from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
-from shardwise.mindspore.tensor_methods import TORCHS, dtype_of, number, product
+from shardwise.mindspore.tensor_methods import TORCHS, dims_of, dtype_of, number, product
 
 Tensor = torch.Tensor
-
-
-def _dims(x: Any, axis: Any) -> tuple[int, ...]:
-    whole = axis is None or (not isinstance(axis, int) and not len(axis))
-    return tuple(range(x.dim())) if whole else (axis,) if isinstance(axis, int) else tuple(axis)
 
 
 def _type(dtype: Any) -> torch.dtype | None:
@@ -54,7 +49,7 @@ def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[T
 
 
 def _squeezed(x: Tensor, axis: Any) -> Tensor:
-    return torch.squeeze(x) if axis is None else torch.squeeze(x, _dims(x, axis))
+    return torch.squeeze(x) if axis is None else torch.squeeze(x, dims_of(x, axis))
 
 
 def _parts(x: Tensor, sizes: Any, axis: int, output_num: int | None) -> tuple[Tensor, ...]:
@@ -137,153 +132,79 @@ FUNCTIONS: dict[str, Function] = {
     "accumulate_n": lambda x: torch.stack(tuple(x)).sum(0),
     "approximate_equal": lambda x, y, tolerance=1e-5: torch.abs(x - y) < tolerance,
     "cast": lambda input, dtype: as_torch(input).to(dtype_of(dtype)),
-    "clamp": lambda input, min=None, max=None: torch.clamp(input, min, max),
-    "div": lambda input, other, *, rounding_mode=None: torch.div(input, other, rounding_mode=rounding_mode),
-    "isclose": lambda input, other, rtol=1e-5, atol=1e-8, equal_nan=False: torch.isclose(input, other, rtol, atol,
-                                                                                        equal_nan),
-    "lerp": lambda input, end, weight: torch.lerp(input, end, weight),
-    "logit": lambda input, eps=None: torch.logit(input, eps),
     "masked_fill": lambda input, mask, value: torch.where(mask, torch.as_tensor(value).to(input), input),
-    "nan_to_num": lambda input, nan=0.0, posinf=None, neginf=None: torch.nan_to_num(input, nan, posinf, neginf),
-    "pow": lambda input, exponent: torch.pow(input, exponent),
-    "select": lambda condition, input, other: torch.where(condition, input, other),
-    "where": lambda condition, input, other: torch.where(condition, input, other),
     "xdivy": lambda x, y: torch.where(x == 0, 0, x / torch.where(x == 0, 1, y)),
     # -- activations
-    "celu": lambda x, alpha=1.0: F.celu(x, alpha),
-    "elu": lambda input_x, alpha=1.0: F.elu(input_x, alpha),
     "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": lambda input, approximate="none": F.gelu(input, approximate=approximate),
-    "glu": lambda x, axis=-1: F.glu(x, axis),
     "gumbel_softmax": lambda logits, tau=1.0, hard=False, dim=-1: F.gumbel_softmax(logits, tau, hard, dim=dim),
-    "hardshrink": lambda x, lambd=0.5: F.hardshrink(x, lambd),
-    "hardsigmoid": lambda input: F.hardsigmoid(input),
-    "hardswish": lambda x: F.hardswish(x),
-    "hardtanh": lambda input, min_val=-1.0, max_val=1.0: F.hardtanh(input, min_val, max_val),
-    "leaky_relu": lambda input, alpha=0.2: F.leaky_relu(input, alpha),
-    "log_softmax": lambda logits, axis=-1: torch.log_softmax(logits, axis),
-    "logsigmoid": lambda x: F.logsigmoid(x),
-    "mish": lambda x: F.mish(x),
-    "prelu": lambda x, weight: F.prelu(x, weight),
-    "relu6": lambda x: F.relu6(x),
     "rrelu": lambda input, lower=1 / 8, upper=1 / 3: F.rrelu(input, lower, upper),
-    "selu": lambda input_x: F.selu(input_x),
-    "silu": lambda x: F.silu(x),
     "softmax": lambda input, axis=-1, *, dtype=None: torch.softmax(input, axis, dtype=_type(dtype)),
     "softmin": lambda x, axis=-1, *, dtype=None: torch.softmax(-x, axis, dtype=_type(dtype)),
-    "softplus": lambda input, beta=1, threshold=20: F.softplus(input, beta, threshold),
-    "softshrink": lambda x, lambd=0.5: F.softshrink(x, lambd),
-    "softsign": lambda x: F.softsign(x),
     "swiglu": lambda input, dim=-1: F.silu(input.chunk(2, dim)[0]) * input.chunk(2, dim)[1],
-    "tanhshrink": lambda input: F.tanhshrink(input),
-    "threshold": lambda input, thr, value: F.threshold(input, thr, value),
     # -- products
-    "addbmm": lambda input, batch1, batch2, *, beta=1, alpha=1: torch.addbmm(input, batch1, batch2, beta=beta,
-                                                                             alpha=alpha),
-    "addmm": lambda input, mat1, mat2, *, beta=1, alpha=1: torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha),
-    "addmv": lambda input, mat, vec, *, beta=1, alpha=1: torch.addmv(input, mat, vec, beta=beta, alpha=alpha),
-    "addr": lambda x, vec1, vec2, *, beta=1, alpha=1: torch.addr(x, vec1, vec2, beta=beta, alpha=alpha),
-    "baddbmm": lambda input, batch1, batch2, *, beta=1, alpha=1: torch.baddbmm(input, batch1, batch2, beta=beta,
-                                                                               alpha=alpha),
     "batch_dot": lambda x1, x2, axes=None: torch.einsum("b...i,bi...->b...", x1, x2) if axes is None
     else torch.stack([torch.tensordot(a, b, ([axes[0] - 1], [axes[1] - 1])) for a, b in zip(x1, x2, strict=True)]),
     "bias_add": lambda input_x, bias: input_x + bias.reshape(-1, *(1,) * (input_x.dim() - 2)),
-    "bmm": lambda input_x, mat2: torch.matmul(input_x, mat2),
     "chain_matmul": lambda input: torch.linalg.multi_dot(list(input)),
     "cross": lambda input, other, dim=-1: torch.linalg.cross(input, other, dim=dim),
-    "dense": lambda input, weight, bias=None: F.linear(input, weight, bias),
     "einsum": lambda equation, *operands: torch.einsum(equation, *operands),
-    "mm": lambda input, mat2: torch.mm(input, mat2),
-    "mv": lambda mat, vec: torch.mv(mat, vec),
-    "scaled_dot_product_attention": lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False:
-    F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal),
-    "tensor_dot": lambda x1, x2, axes: torch.tensordot(x1, x2, axes),
     # -- reductions
-    "all": lambda input, axis=None, keep_dims=False: torch.all(input, _dims(input, axis), keepdim=keep_dims),
-    "amax": lambda input, axis=None, keepdims=False: torch.amax(input, _dims(input, axis), keepdim=keepdims),
-    "amin": lambda input, axis=None, keepdims=False: torch.amin(input, _dims(input, axis), keepdim=keepdims),
-    "any": lambda input, axis=None, keep_dims=False: torch.any(input, _dims(input, axis), keepdim=keep_dims),
-    "argmax": lambda input, dim=None, keepdim=False: torch.argmax(input, dim, keepdim),
-    "argmin": lambda input, axis=None, keepdims=False: torch.argmin(input, axis, keepdims),
-    "bincount": lambda input, weights=None, minlength=0: torch.bincount(input, weights, minlength),
+    "all": lambda input, axis=None, keep_dims=False: torch.all(input, dims_of(input, axis), keepdim=keep_dims),
+    "amax": lambda input, axis=None, keepdims=False: torch.amax(input, dims_of(input, axis), keepdim=keepdims),
+    "amin": lambda input, axis=None, keepdims=False: torch.amin(input, dims_of(input, axis), keepdim=keepdims),
+    "any": lambda input, axis=None, keep_dims=False: torch.any(input, dims_of(input, axis), keepdim=keep_dims),
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
-        (x != 0).to(_type(dtype)), _dims(x, axis), keepdim=keep_dims),
+        (x != 0).to(_type(dtype)), dims_of(x, axis), keepdim=keep_dims),
     "cummax": lambda input, axis: tuple(torch.cummax(input, axis)),
     "cummin": lambda input, axis: tuple(torch.cummin(input, axis)),
     "cumprod": lambda input, dim, dtype=None: torch.cumprod(input, dim, dtype=_type(dtype)),
     "cumsum": lambda x, axis, dtype=None: torch.cumsum(x, axis, dtype=_type(dtype)),
-    "dist": lambda input, other, p=2: torch.dist(input, other, p),
     "logsumexp": lambda input, axis, keep_dims=False: torch.logsumexp(input, axis, keepdim=keep_dims),
     "max": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.max),
-    "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, _dims(x, axis), keepdim=keep_dims),
+    "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, dims_of(x, axis), keepdim=keep_dims),
     "median": lambda input, axis=-1, keepdims=False: tuple(torch.median(input, axis, keepdim=keepdims)),
     "min": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.min),
     "nansum": lambda input, axis=None, keepdims=False, *, dtype=None: torch.nansum(
-        input, _dims(input, axis), keepdim=keepdims, dtype=_type(dtype)),
+        input, dims_of(input, axis), keepdim=keepdims, dtype=_type(dtype)),
     "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
         A, ord, dim, keepdim, dtype=_type(dtype)),
-    "prod": lambda input, axis=None, keep_dims=False: product(input, _dims(input, axis), keep_dims),
+    "prod": lambda input, axis=None, keep_dims=False: product(input, dims_of(input, axis), keep_dims),
     "std": lambda input, axis=None, ddof=0, keepdims=False: torch.std(
-        input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     "sum": lambda input, dim=None, keepdim=False, *, dtype=None: torch.sum(
-        input, _dims(input, dim), keepdim=keepdim, dtype=_type(dtype)),
+        input, dims_of(input, dim), keepdim=keepdim, dtype=_type(dtype)),
     "topk": lambda input, k, dim=-1, largest=True, sorted=True: tuple(torch.topk(
         input, k, -1 if dim is None else dim, largest, sorted)),
     "var": lambda input, axis=None, ddof=0, keepdims=False: torch.var(
-        input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     "var_mean": lambda input, axis=None, ddof=0, keepdims=False: torch.var_mean(
-        input, _dims(input, axis), correction=int(ddof), keepdim=keepdims),
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     # -- shapes
     "broadcast_to": lambda input, shape: torch.broadcast_to(input, sizes_of(shape)),
     "cat": lambda tensors, axis=0: torch.cat(tuple(tensors), axis),
-    "channel_shuffle": lambda x, groups: F.channel_shuffle(x, groups),
     "chunk": lambda input, chunks, axis=0: tuple(torch.chunk(input, chunks, axis)),
     "column_stack": lambda tensors: torch.column_stack(tuple(tensors)),
-    "diag": lambda input: torch.diag(input),
-    "diagonal": lambda input, offset=0, dim1=0, dim2=1: torch.diagonal(input, offset, dim1, dim2),
-    "diff": lambda x, n=1, axis=-1: torch.diff(x, n, axis),
-    "dsplit": lambda input, indices_or_sections: torch.dsplit(input, indices_or_sections),
     "dstack": lambda inputs: torch.dstack(tuple(inputs)),
     "expand": lambda input_x, size: input_x.expand(sizes_of(size)),
-    "expand_dims": lambda input_x, axis: torch.unsqueeze(input_x, axis),
     "flatten": lambda input, order="C", *, start_dim=1, end_dim=-1: torch.flatten(input, start_dim, end_dim),
-    "flip": lambda input, dims: torch.flip(input, _dims(input, dims)),
-    "hsplit": lambda input, indices_or_sections: torch.hsplit(input, indices_or_sections),
+    "flip": lambda input, dims: torch.flip(input, dims_of(input, dims)),
     "hstack": lambda tensors: torch.hstack(tuple(tensors)),
     "meshgrid": lambda *inputs, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
-    "moveaxis": lambda x, source, destination: torch.movedim(x, source, destination),
-    "narrow": lambda input, axis, start, length: torch.narrow(input, axis, start, length),
     "pad": lambda input_x, padding, mode="constant", value=None: F.pad(input_x, sizes_of(padding), mode, value),
     "permute": lambda input, axis: torch.permute(input, tuple(axis)),
-    "pixel_shuffle": lambda input, upscale_factor: F.pixel_shuffle(input, upscale_factor),
-    "pixel_unshuffle": lambda input, downscale_factor: F.pixel_unshuffle(input, downscale_factor),
-    "ravel": lambda input: torch.ravel(input),
-    "repeat_elements": lambda x, rep, axis=0: torch.repeat_interleave(x, rep, axis),
-    "repeat_interleave": lambda input, repeats, axis=None: torch.repeat_interleave(input, repeats, axis),
     "reshape": lambda input, shape: torch.reshape(input, sizes_of(shape)),
-    "reverse": lambda x, axis: torch.flip(x, _dims(x, axis)),
-    "roll": lambda input, shifts, dims=None: torch.roll(input, shifts, dims),
-    "rot90": lambda input, k, dims: torch.rot90(input, k, dims),
+    "reverse": lambda x, axis: torch.flip(x, dims_of(x, axis)),
     "slice": lambda input_x, begin, size: Slice()(input_x, begin, size),
     "split": lambda tensor, split_size_or_sections=None, axis=0, output_num=None: _parts(
         tensor, split_size_or_sections, axis, output_num),
     "squeeze": lambda input, axis=None: _squeezed(input, axis),
     "stack": lambda tensors, axis=0: torch.stack(tuple(tensors), axis),
     "strided_slice": lambda input_x, begin, end, strides, **masks: StridedSlice(**masks)(input_x, begin, end, strides),
-    "swapaxes": lambda input, axis0, axis1: torch.swapaxes(input, axis0, axis1),
-    "tensor_split": lambda input, indices_or_sections, axis=0: torch.tensor_split(input, indices_or_sections, axis),
-    "tile": lambda input, multiples: Tile()(input, multiples),
+    "tile": lambda input, multiples: input.repeat(tuple(multiples)),
     "transpose": lambda input, input_perm: torch.permute(input, tuple(input_perm)),
-    "tril": lambda input, diagonal=0: torch.tril(input, diagonal),
-    "triu": lambda input, diagonal=0: torch.triu(input, diagonal),
-    "unfold": lambda input, kernel_size, dilation=1, padding=0, stride=1: F.unfold(
-        input, kernel_size, dilation, padding, stride),
-    "unsqueeze": lambda input, dim: torch.unsqueeze(input, dim),
-    "unstack": lambda input_x, axis=0: torch.unbind(input_x, axis),
-    "vsplit": lambda input, indices_or_sections: torch.vsplit(input, indices_or_sections),
     "vstack": lambda inputs: torch.vstack(tuple(inputs)),
     # -- indices
-    "argsort": lambda input, axis=-1, descending=False: torch.argsort(input, axis, descending),
     "bucketize": lambda input, boundaries, *, right=False: torch.bucketize(
         input, torch.as_tensor(boundaries), right=right),
     "gather": lambda input_params, input_indices, axis, batch_dims=0: Gather(batch_dims)(
@@ -292,9 +213,7 @@ FUNCTIONS: dict[str, Function] = {
     "gather_nd": lambda input_x, indices: GatherNd()(input_x, indices),
     "index_add": lambda x, indices, y, axis: torch.index_add(x, axis, indices, y),
     "index_fill": lambda x, axis, index, value: torch.index_fill(x, axis, as_int(index), value),
-    "index_select": lambda input, axis, index: torch.index_select(input, axis, index),
     "intopk": lambda x1, x2, k: (torch.topk(x1, k).indices == x2.unsqueeze(-1)).any(-1),
-    "masked_select": lambda input, mask: torch.masked_select(input, mask),
     "one_hot": lambda indices, depth, on_value=1, off_value=0, axis=-1: OneHot(axis)(
         indices, depth, on_value, off_value),
     "scatter": lambda input, axis, index, src: torch.scatter(input, axis, as_int(index), src),
@@ -304,8 +223,6 @@ FUNCTIONS: dict[str, Function] = {
         torch.zeros(sizes_of(shape), dtype=updates.dtype), as_int(indices), updates),
     "scatter_update": lambda input_x, indices, updates: _assigned(
         input_x, lambda tensor: tensor.index_put((as_int(indices),), updates)),
-    "searchsorted": lambda sorted_sequence, values, *, right=False: torch.searchsorted(
-        sorted_sequence, values, right=right),
     "sequence_mask": lambda lengths, maxlen=None: torch.arange(
         int(lengths.max()) if maxlen is None else maxlen) < lengths.unsqueeze(-1),
     "sort": lambda input_x, axis=-1, descending=False: tuple(torch.sort(input_x, axis, descending)),
@@ -317,8 +234,6 @@ FUNCTIONS: dict[str, Function] = {
     "tensor_scatter_update": lambda input_x, indices, updates: TensorScatterUpdate()(
         input_x, as_int(indices), updates),
     "unique": lambda input: torch.unique(input, return_inverse=True),
-    "unique_consecutive": lambda input, return_idx=False, return_counts=False, axis=None: torch.unique_consecutive(
-        input, return_idx, return_counts, axis),
     "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: UnsortedSegmentSum()(
         input_x, segment_ids, num_segments),
     **FURTHER,
@@ -366,15 +281,14 @@ FUNCTIONS: dict[str, Function] = {
     "dtype": lambda input_x: input_x.dtype,
     "is_tensor": lambda obj: isinstance(obj, Tensor),
     "rank": lambda input_x: input_x.dim(),
-    "scalar_to_array": lambda input_x: torch.tensor(input_x),
     "scalar_to_tensor": lambda input_x, dtype=torch.float32: torch.tensor(input_x, dtype=_type(dtype)),
     "shape": lambda input_x: tuple(input_x.shape),
     "size": lambda input_x: input_x.numel(),
     "svd": lambda input, full_matrices=False, compute_uv=True: torch.linalg.svd(input, full_matrices)
     if compute_uv else torch.linalg.svdvals(input),
-    "tuple_to_array": lambda input_x: torch.tensor(input_x),
 }  # fmt: skip
-FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()} | OF_TORCH
+FUNCTIONS |= OF_TORCH
+FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()}
 FUNCTIONS |= {name: partial(_changed, change) for name, change in SCATTERS.items()}
 
 

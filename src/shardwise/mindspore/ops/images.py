@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+from shardwise.mindspore.checks import channels_first
+from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Strategy
 from shardwise.mindspore.ops.resizing import MODES, pool, same_padding
 
 Sizes = int | Sequence[int]
@@ -24,9 +25,8 @@ def pair(name: str, value: Sizes, low: int = 1) -> tuple[int, int]:
     if any(isinstance(size, bool) or not isinstance(size, int) or size < low for size in sizes):
         raise ValueError(problem(f"{name} is {value!r}", fix=f"whole numbers from {low}"))
     if len(sizes) == 4 and sizes[:2] != (1, 1):
-        raise ValueError(
-            problem(f"{name} is {value!r}, whose first two are not 1", fix=f"{name}=(1, 1, {sizes[2]}, {sizes[3]})")
-        )
+        what = f"{name} is {value!r}, whose first two are not 1"
+        raise ValueError(problem(what, fix=f"{name}=(1, 1, {sizes[2]}, {sizes[3]})"))
     if len(sizes) not in (2, 4):
         raise ValueError(problem(f"{name} is {value!r}", fix="a whole number, or two: (height, width)"))
     return sizes[-2], sizes[-1]
@@ -40,14 +40,14 @@ def _four(pad: Sizes) -> tuple[int, int, int, int]:
     return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
-class _Windowed(Primitive):
+class _Windowed(OfSettings):
     """An operator that slides a window over height and width."""
 
-    def __init__(self, kernel: Sizes, stride: Sizes, pad_mode: str, pad: Sizes, dilation: Sizes, **attrs: Any) -> None:
+    def _set_windows(self, kernel: Sizes, stride: Sizes, pad_mode: str, pad: Sizes, dilation: Sizes) -> None:
         mode = pad_mode.lower()
         if mode not in MODES:
             raise ValueError(problem(f"pad_mode is {pad_mode!r}", fix=f"one of {', '.join(MODES)}"))
-        super().__init__(pad_mode=mode, pad=pad, **attrs)
+        self.attrs = {"pad_mode": mode, "pad": pad, **self.attrs}
         self.kernel_size, self.stride = pair("kernel_size", kernel), pair("stride", stride)
         self.dilation = pair("dilation", dilation)
         self.pad_mode, self.pad = mode, _four(pad)
@@ -83,28 +83,20 @@ class _Windowed(Primitive):
                 )
 
 
-class Conv2D(_Windowed):
+class Conv2D(
+    _Windowed, out_channel=..., kernel_size=..., mode=1, pad_mode="valid", pad=0, stride=1, dilation=1, group=1,
+    data_format="NCHW",
+):  # fmt: skip
     """``Conv2D(out_channel, kernel_size, ...)(x, weight)``; ``weight`` is (out, in / group, height, width)."""
 
     dims = "n in h w, out in kh kw"
     sums = True
 
-    def __init__(
-        self,
-        out_channel: int,
-        kernel_size: Sizes,
-        mode: int = 1,
-        pad_mode: str = "valid",
-        pad: Sizes = 0,
-        stride: Sizes = 1,
-        dilation: Sizes = 1,
-        group: int = 1,
-        data_format: str = "NCHW",
+    def _settle(
+        self, kernel_size: Sizes, mode: int, pad_mode: str, pad: Sizes, stride: Sizes, dilation: Sizes, data_format: str
     ) -> None:
-        super().__init__(kernel_size, stride, pad_mode, pad, dilation, out_channel=out_channel, group=group)
-        if data_format != "NCHW":
-            raise NotImplementedError(f"Conv2D(data_format={data_format!r}): channels are dim 1 here; transpose first")
-        self.out_channel, self.group = out_channel, group
+        self._set_windows(kernel_size, stride, pad_mode, pad, dilation)
+        channels_first("Conv2D", data_format, "; transpose first")
 
     def compute(self, x: Any, weight: Any, padding: Any) -> Any:
         return F.conv2d(x, weight, None, self.stride, padding, self.dilation, self.group)
@@ -121,47 +113,35 @@ class Conv2D(_Windowed):
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         images, (co, ci, *kernel) = strategy
         if prod(kernel) != 1:
-            raise strict.failure(
-                self.title, f"the strategy {strategy[1]} splits the kernel's height or width", f"({co}, {ci}, 1, 1)"
-            )
+            raise self.refused(f"the strategy {strategy[1]} splits the kernel's height or width", f"({co}, {ci}, 1, 1)")
         if self.group != 1 and (co > 1 or images[1] > 1 or ci > 1):
-            raise strict.failure(
-                self.title,
+            what = (
                 f"the group is {self.group}, the cout can not be split or the cin can not be split, but get cin "
-                f"{images[1]}, {ci}, cout {co}",
-                "1 for the channels of a grouped convolution",
+                f"{images[1]}, {ci}, cout {co}"
             )
+            raise self.refused(what, "1 for the channels of a grouped convolution")
         if images[1] != ci:
-            raise strict.failure(
-                self.title,
-                f"the shard num of cin of x is {images[1]}, but the shard num of cin of the weight is {ci}",
-                "both are the channels that the convolution sums over: split them equally",
-            )
+            what = f"the shard num of cin of x is {images[1]}, but the shard num of cin of the weight is {ci}"
+            raise self.refused(what, "both are the channels that the convolution sums over: split them equally")
         self.check_windows(images)
 
 
-class Conv2DTranspose(Primitive):
+class Conv2DTranspose(
+    OfSettings, out_channel=..., kernel_size=..., pad_mode="valid", pad=0, pad_list=None, mode=1, stride=1, dilation=1,
+    group=1, data_format="NCHW",
+):  # fmt: skip
     """``Conv2DTranspose(out_channel, kernel_size, ...)(dout, weight, input_size)``: the gradient of Conv2D by its
     input, of shape ``input_size``; ``weight`` is (channels of dout, out / group, height, width)."""
 
     dims = "n in h w, in out kh kw"
     lead = 0
 
-    def __init__(
-        self,
-        out_channel: int,
-        kernel_size: Sizes,
-        pad_mode: str = "valid",
-        pad: Sizes = 0,
-        pad_list: Any = None,
-        mode: int = 1,
-        stride: Sizes = 1,
-        dilation: Sizes = 1,
-        group: int = 1,
-        data_format: str = "NCHW",
-    ) -> None:
-        super().__init__(out_channel=out_channel, group=group, pad_mode=pad_mode.lower(), pad=pad)
-        self.group, self.pad_mode, self.pad = group, pad_mode.lower(), _four(pad)
+    def _settle(
+        self, kernel_size: Sizes, pad_mode: str, pad: Sizes, pad_list: Any, mode: int, stride: Sizes, dilation: Sizes,
+        data_format: str,
+    ) -> None:  # fmt: skip
+        self.pad_mode, self.pad = pad_mode.lower(), _four(pad)
+        self.attrs |= {"pad_mode": self.pad_mode, "pad": pad}
         self.kernel_size, self.stride = pair("kernel_size", kernel_size), pair("stride", stride)
         self.dilation = pair("dilation", dilation)
 
@@ -183,19 +163,11 @@ class Conv2DTranspose(Primitive):
         return whole[:, :, begins[0] : begins[0] + height, begins[1] : begins[1] + width]
 
 
-class _Pool(_Windowed):
-    def __init__(
-        self,
-        kernel_size: Sizes = 1,
-        strides: Sizes = 1,
-        pad_mode: str = "valid",
-        data_format: str = "NCHW",
-    ) -> None:
-        super().__init__(kernel_size, strides, pad_mode, 0, 1, kernel_size=kernel_size, strides=strides)
-        if data_format != "NCHW":
-            raise NotImplementedError(
-                f"{self.name}(data_format={data_format!r}): channels are dim 1 here; transpose first"
-            )
+class _Pool(_Windowed, kernel_size=1, strides=1, pad_mode="valid", data_format="NCHW"):
+    def _settle(self, kernel_size: Sizes, strides: Sizes, pad_mode: str, data_format: str) -> None:
+        self.attrs = {"kernel_size": kernel_size, "strides": strides}
+        self._set_windows(kernel_size, strides, pad_mode, 0, 1)
+        channels_first(self.name, data_format, "; transpose first")
         self.lead = 0 if self.pad_mode == "same" else None
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.layout import AXIS
-from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, counted
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, Shapes, Strategy, counted
 from shardwise.search.wishes import axes_of_counts
 
 
@@ -20,7 +20,7 @@ def _numbered(letters: str, shapes: Shapes) -> Names:
     return tuple(tuple(f"{c}{dim}" for dim in range(len(shape))) for c, shape in zip(letters, shapes, strict=False))
 
 
-class Gather(Primitive):
+class Gather(OfSettings, batch_dims=0):
     """``Gather(batch_dims)(params, indices, axis)``: the slices of ``params`` along ``axis`` that ``indices`` names.
 
     ``add_prim_attr("manual_split", (10, 20, 30, 4))`` gives the devices along the first split so many rows each;
@@ -29,10 +29,8 @@ class Gather(Primitive):
 
     sums = True
 
-    def __init__(self, batch_dims: int = 0) -> None:
-        super().__init__(batch_dims=batch_dims)
-        self.batch_dims = batch_dims
-        self.lead = 0 if batch_dims else None
+    def _settle(self) -> None:
+        self.lead = 0 if self.batch_dims else None
 
     def compute(self, params: Any, indices: Any, axis: int = 0) -> Any:
         axis, batch = axis % params.dim(), self.batch_dims % max(indices.dim(), 1)
@@ -89,11 +87,8 @@ class Gather(Primitive):
         if lengths is None:
             return None
         if strategy is None:
-            raise strict.failure(
-                self.title,
-                f"manual_split is {lengths}, but the operator has no strategy",
-                f"Gather().shard((({len(lengths)}, 1), (1, {len(lengths)})))",
-            )
+            what = f"manual_split is {lengths}, but the operator has no strategy"
+            raise self.refused(what, f"Gather().shard((({len(lengths)}, 1), (1, {len(lengths)})))")
         options = context.options()
         rows, *columns = strategy[0]
         axis = self._axis(args, self.strategy_shapes(args))
@@ -131,11 +126,8 @@ class Gather(Primitive):
         elif self.batch_dims:
             strict.whole(self.title, params, (axis,), "along which the batched lookup goes")
             if params[: self.batch_dims] != indices[: self.batch_dims]:
-                raise strict.failure(
-                    self.title,
-                    f"the strategy {strategy} splits the {self.batch_dims} batch dims differently",
-                    "the same numbers for the batch dims of both inputs",
-                )
+                what = f"the strategy {strategy} splits the {self.batch_dims} batch dims differently"
+                raise self.refused(what, "the same numbers for the batch dims of both inputs")
         elif params[axis] > 1:
             self._check_split_axis(params, indices, shapes, axis)
 
@@ -143,30 +135,23 @@ class Gather(Primitive):
         devices = context.options().stage_devices
         both = axis == 0 and prod(indices) == indices[0] and prod(params) == params[0]
         if prod(indices) > 1 and not (both and indices[0] * params[0] == devices):
-            raise strict.failure(
-                self.title,
-                f"param is split at dim (axis){axis} ,index can't be split. param: {params}, index: {indices}",
-                f"({params}, {(1,) * len(indices)}); or both first dims, if their product is {devices}",
-            )
+            what = f"param is split at dim (axis){axis} ,index can't be split. param: {params}, index: {indices}"
+            fix = f"({params}, {(1,) * len(indices)}); or both first dims, if their product is {devices}"
+            raise self.refused(what, fix)
         if len(params) > 2:
-            raise strict.failure(
-                self.title,
-                f"param is split at dim (axis){axis} and has {len(params)} dims, more than 2: {params}",
-                "leave that dim whole, or set_auto_parallel_context(strict=False)",
-            )
+            what = f"param is split at dim (axis){axis} and has {len(params)} dims, more than 2: {params}"
+            raise self.refused(what, "leave that dim whole, or set_auto_parallel_context(strict=False)")
         if axis == 1 and shapes[0][0] % (params[0] * params[1]):
-            raise strict.failure(
-                self.title,
+            raise self.refused(
                 f"index_shape[0] {shapes[0][0]} can't be divided by {params[0]} * {params[1]}: the result is scattered",
                 f"numbers whose product divides {shapes[0][0]}",
             )
         if axis == 1 and prod(params) != devices:
-            raise strict.failure(
-                self.title,
+            what = (
                 f"param is split at dim (axis)1, repeated calculation is not supported: the strategy {params} uses "
-                f"{prod(params)} of {devices} devices",
-                f"numbers whose product is {devices}",
+                f"{prod(params)} of {devices} devices"
             )
+            raise self.refused(what, f"numbers whose product is {devices}")
 
     def _check_manual(
         self, params: tuple[int, ...], indices: tuple[int, ...], shapes: Shapes, axis: int, lengths: Any
@@ -180,24 +165,17 @@ class Gather(Primitive):
         if not isinstance(lengths, (tuple, list)) or not all(type(length) is int and length > 0 for length in lengths):
             raise fail("the numbers must be positive integers", "(10, 20, 30, 4)")
         if prod(indices[:-1]) != 1:
-            raise fail(
-                f"only the last dim of indices can be split, but get {indices}",
-                f"{(*[1] * (len(indices) - 1), params[0])}",
-            )
+            what = f"only the last dim of indices can be split, but get {indices}"
+            raise fail(what, f"{(*[1] * (len(indices) - 1), params[0])}")
         if indices[-1] != params[0]:
-            raise fail(
-                f"param_strategy[0] {params[0]} must be equal to indices_strategy[-1] {indices[-1]}",
-                f"({params}, {(*indices[:-1], params[0])})",
-            )
+            what = f"param_strategy[0] {params[0]} must be equal to indices_strategy[-1] {indices[-1]}"
+            raise fail(what, f"({params}, {(*indices[:-1], params[0])})")
         if len(lengths) != params[0]:
-            raise fail(
-                f"it has {len(lengths)} numbers, and param_strategy[0] is {params[0]}", "one number per part of dim 0"
-            )
+            what = f"it has {len(lengths)} numbers, and param_strategy[0] is {params[0]}"
+            raise fail(what, "one number per part of dim 0")
         if sum(lengths) != rows:
-            raise fail(
-                f"Sum of split shapes {sum(lengths)} must be equal to param_shape[0] {rows}",
-                f"numbers whose sum is {rows}",
-            )
+            what = f"Sum of split shapes {sum(lengths)} must be equal to param_shape[0] {rows}"
+            raise fail(what, f"numbers whose sum is {rows}")
         if prod(params) != devices:
             raise fail(
                 f"repeated calculation is not supported: the strategy {(params, indices)} uses {prod(params)} of "
@@ -258,16 +236,12 @@ class GatherNd(Primitive):
         strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which names a place")
 
 
-class OneHot(Primitive):
+class OneHot(OfSettings, axis=-1):
     """``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and () for each value:
     ``((4, 2), (), ())``; the dim of the classes may be split, and may be left out where it is not: ``((4,), (), ())``.
     """
 
     lead = 0
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__(axis=axis)
-        self.axis = axis
 
     def compute(self, indices: Any, depth: int, on_value: Any = 1.0, off_value: Any = 0.0) -> Any:
         axis = self.axis % (indices.dim() + 1)
@@ -295,11 +269,8 @@ class OneHot(Primitive):
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         if len(shapes[0]) != 2:
-            raise strict.failure(
-                self.title,
-                f"the indices have {len(shapes[0]) - 1} dims, and only one can be split",
-                "reshape them to one dim, or set_auto_parallel_context(strict=False)",
-            )
+            what = f"the indices have {len(shapes[0]) - 1} dims, and only one can be split"
+            raise self.refused(what, "reshape them to one dim, or set_auto_parallel_context(strict=False)")
 
 
 class UnsortedSegmentSum(Primitive):

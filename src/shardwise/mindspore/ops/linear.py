@@ -8,21 +8,17 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context, strict
+from shardwise.mindspore import context
 from shardwise.mindspore.layout import AXIS
-from shardwise.mindspore.ops.primitive import Names, Primitive, Shapes, Strategy, dim_names
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Shapes, Strategy, dim_names
 from shardwise.rules.binding import leading_names
 from shardwise.search.wishes import axes_of_counts
 
 
-class MatMul(Primitive):
+class MatMul(OfSettings, transpose_a=False, transpose_b=False):
     """The product of two matrices, whose batch dims (if any) are broadcast to each other."""
 
     sums = True
-
-    def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
-        super().__init__(transpose_a=transpose_a, transpose_b=transpose_b)
-        self.transpose_a, self.transpose_b = transpose_a, transpose_b
 
     def _is_linear(self, *shapes: Any) -> bool:
         """Whether torch has the product as one operator, which reads a weight of (out, in) as it is stored."""
@@ -34,13 +30,9 @@ class MatMul(Primitive):
         x = x.transpose(-1, -2) if self.transpose_a else x
         y = y.transpose(-1, -2) if self.transpose_b else y
         if min(x.dim(), y.dim()) > 1 and x.shape[-1] != y.shape[-2]:
-            raise ValueError(
-                problem(
-                    f"{self.title}: {list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, {y.shape[-2]} rows",
-                    op=self.title,
-                    fix="shapes that fit; where data is made by a function, compare the order of its arguments",
-                )
-            )
+            what = f"{self.title}: {list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, {y.shape[-2]} rows"
+            fix = "shapes that fit; where data is made by a function, compare the order of its arguments"
+            raise ValueError(problem(what, op=self.title, fix=fix))
         return torch.matmul(x, y)
 
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
@@ -81,22 +73,18 @@ class MatMul(Primitive):
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         if any(len(shape) < 2 for shape in shapes):
-            raise strict.failure(
-                self.title,
-                f"the strategy {strategy} is for inputs {list(map(list, shapes))}, of which one is a vector",
-                "two matrices, or set_auto_parallel_context(strict=False)",
-            )
+            what = f"the strategy {strategy} is for inputs {list(map(list, shapes))}, of which one is a vector"
+            raise self.refused(what, "two matrices, or set_auto_parallel_context(strict=False)")
         columns, rows = (
             dict(zip(names, counts, strict=True))["k"]
             for names, counts in zip(self.dim_names(shapes, args), strategy, strict=True)
         )
         if columns != rows:
-            raise strict.failure(
-                self.title,
+            what = (
                 f"the transpose_b is {str(self.transpose_b).lower()}, the shard num of first input's column is "
-                f"{columns}, but the shard num of second input's row is {rows}",
-                "both are the dim that the product sums over: split it equally in both inputs",
+                f"{columns}, but the shard num of second input's row is {rows}"
             )
+            raise self.refused(what, "both are the dim that the product sums over: split it equally in both inputs")
         if self.out_strategy is not None:
             self._check_out(strategy, shapes)
 
@@ -107,25 +95,21 @@ class MatMul(Primitive):
         legal = ((*batch, a, c), (*batch, a * b, c))
         if self.out_strategy is None or self.out_strategy in ((legal[0],), (legal[1],)):
             return
-        raise strict.failure(
-            self.title,
+        what = (
             f"the output strategy {self.out_strategy} of {strategy} is neither {(legal[0],)} (AllReduce) nor "
-            f"{(legal[1],)} (ReduceScatter)",
-            "one of the two",
+            f"{(legal[1],)} (ReduceScatter)"
         )
+        raise self.refused(what, "one of the two")
 
 
 class BatchMatMul(MatMul):
     """The products of two batches of matrices."""
 
 
-class BiasAdd(Primitive):
+class BiasAdd(OfSettings, data_format="NCHW"):
     """x + b, where b belongs to dim 1 of x."""
 
     dims = "n c b..., c"
-
-    def __init__(self, data_format: str = "NCHW") -> None:
-        super().__init__(data_format=data_format)
 
     def compute(self, x: Any, b: Any) -> Any:
         return x + b

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Shapes, Strategy
 
 
 class SoftmaxCrossEntropyWithLogits(Primitive):
@@ -28,17 +28,13 @@ class SoftmaxCrossEntropyWithLogits(Primitive):
         strict.whole(self.title, strategy[0], (len(shapes[0]) - 1,), "the classes")
 
 
-class SparseSoftmaxCrossEntropyWithLogits(Primitive):
+class SparseSoftmaxCrossEntropyWithLogits(OfSettings, is_grad=False):
     """``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, labels being class numbers: the mean cross
     entropy, or the gradient of the logits."""
 
     dims = "b... classes, b..."
     sums = True
     lead = 0
-
-    def __init__(self, is_grad: bool = False) -> None:
-        super().__init__(is_grad=is_grad)
-        self.is_grad = is_grad
 
     def compute(self, logits: Any, labels: Any) -> Any:
         if self.is_grad:
@@ -57,16 +53,14 @@ class SigmoidCrossEntropyWithLogits(Primitive):
         return F.binary_cross_entropy_with_logits(logits, label, reduction="none")
 
 
-class BinaryCrossEntropy(Primitive):
+class BinaryCrossEntropy(OfSettings, reduction="mean"):
     """``BinaryCrossEntropy(reduction)(logits, labels, weight)``, logits being probabilities."""
 
     sums = True
 
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(reduction=reduction)
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(problem(f"reduction is {reduction!r}", fix="one of mean, sum, none"))
-        self.reduction = reduction
+    def _settle(self) -> None:
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(problem(f"reduction is {self.reduction!r}", fix="one of mean, sum, none"))
 
     def compute(self, logits: Any, labels: Any, weight: torch.Tensor | None = None) -> Any:
         return F.binary_cross_entropy(logits, labels, weight, reduction=self.reduction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,17 +9,18 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+from shardwise.mindspore.checks import channels_first
+from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Strategy
 
 
-class Softmax(Primitive):
+class Softmax(OfSettings, axis=-1):
     """exp(x) over its sum along ``axis``, one dim or several."""
 
     why = "over which it is normalised"
+    axis: Any
 
-    def __init__(self, axis: int | Sequence[int] = -1) -> None:
-        super().__init__(axis=axis)
-        self.axis = (axis,) if isinstance(axis, int) else tuple(axis)
+    def _settle(self) -> None:
+        self.axis = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
         self.lead = 0 if len(self.axis) > 1 else None
 
     def compute(self, x: Any) -> Any:
@@ -36,35 +36,27 @@ class Softmax(Primitive):
 class LogSoftmax(Softmax):
     """The logarithm of Softmax along one dim."""
 
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__(axis)
-
     def compute(self, x: Any) -> Any:
         return torch.log_softmax(x, self.axis[0])
 
 
-class L2Normalize(Softmax):
+class L2Normalize(Softmax, axis=0, epsilon=1e-4):
     """x / sqrt(max(sum of x squared along ``axis``, epsilon))"""
 
-    def __init__(self, axis: int | Sequence[int] = 0, epsilon: float = 1e-4) -> None:
-        super().__init__(axis)
+    def _settle(self) -> None:
+        super()._settle()
         self.lead = 0
-        self.attrs["epsilon"] = self.epsilon = epsilon
 
     def compute(self, x: Any) -> Any:
         return x * x.square().sum(self.axis, keepdim=True).clamp(min=self.epsilon).rsqrt()
 
 
-class LayerNorm(Primitive):
+class LayerNorm(OfSettings, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7):
     """``LayerNorm(begin_norm_axis, begin_params_axis, epsilon)(x, gamma, beta)``: x normalised over the dims from
     ``begin_norm_axis`` on, times gamma plus beta, which have the dims from ``begin_params_axis`` on; and its mean and
     variance."""
 
     lead = 0
-
-    def __init__(self, begin_norm_axis: int = 1, begin_params_axis: int = 1, epsilon: float = 1e-7) -> None:
-        super().__init__(begin_norm_axis=begin_norm_axis, begin_params_axis=begin_params_axis, epsilon=epsilon)
-        self.begin_norm_axis, self.begin_params_axis, self.epsilon = begin_norm_axis, begin_params_axis, epsilon
 
     def compute(self, x: Any, gamma: Any, beta: Any) -> Any:
         begin = self.begin_norm_axis % x.dim()
@@ -81,7 +73,7 @@ class LayerNorm(Primitive):
         strict.whole(self.title, strategy[0], range(begin, rank), "over which it is normalised")
 
 
-class BatchNorm(Primitive):
+class BatchNorm(OfSettings, is_training=False, epsilon=1e-5, momentum=0.1, data_format="NCHW"):
     """``BatchNorm(is_training, epsilon, momentum)(x, scale, bias, mean, variance)``: normalised over all dims but the
     second, in training by the batch's own statistics, which are then mixed into ``mean`` and ``variance`` with weight
     ``momentum``. Five results, of which the last two repeat the statistics."""
@@ -89,32 +81,23 @@ class BatchNorm(Primitive):
     dims = "n c b..., c, c, c, c"
     lead = 0
 
-    def __init__(
-        self, is_training: bool = False, epsilon: float = 1e-5, momentum: float = 0.1, data_format: str = "NCHW"
-    ) -> None:
-        super().__init__(is_training=is_training, epsilon=epsilon, momentum=momentum, data_format=data_format)
-        self.is_training, self.epsilon, self.momentum = is_training, epsilon, momentum
-        if data_format != "NCHW":
-            raise NotImplementedError(
-                f"BatchNorm(data_format={data_format!r}): channels are dim 1 here; transpose first"
-            )
+    def _settle(self) -> None:
+        channels_first("BatchNorm", self.data_format, "; transpose first")
 
     def compute(self, x: Any, scale: Any, bias: Any, mean: Any, variance: Any) -> Any:
         y = F.batch_norm(x, mean, variance, scale, bias, self.is_training, self.momentum, self.epsilon)
         return y, mean, variance, mean, variance
 
 
-class Dropout(Primitive):
+class Dropout(OfSettings, keep_prob=0.5, Seed0=0, Seed1=0):
     """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and
     which were kept. Devices draw different numbers for different elements, and equal ones for the same element."""
 
     lead = 0
 
-    def __init__(self, keep_prob: float = 0.5, Seed0: int = 0, Seed1: int = 0) -> None:
-        super().__init__(keep_prob=keep_prob, Seed0=Seed0, Seed1=Seed1)
-        if not 0 < keep_prob <= 1:
-            raise ValueError(problem(f"keep_prob is {keep_prob}", fix="a number above 0, at most 1"))
-        self.keep_prob = keep_prob
+    def _settle(self) -> None:
+        if not 0 < self.keep_prob <= 1:
+            raise ValueError(problem(f"keep_prob is {self.keep_prob}", fix="a number above 0, at most 1"))
 
     def compute(self, x: Any) -> Any:
         scale = F.dropout(torch.ones_like(x), 1 - self.keep_prob, training=True)

@@ -1,13 +1,16 @@
-"""Functions that torch has under the same names, with ``axis`` for ``dim`` and ``keep_dims`` for ``keepdim``."""
+"""Functions that torch has: under the same names, with ``axis`` for ``dim`` and ``keep_dims`` for ``keepdim``, or with
+the reference's words for the same arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from shardwise.mindspore.named import Function
+from shardwise.mindspore.named import Function, parameters_of
 
 _HOMES: dict[Any, str] = {
     torch: """
@@ -38,6 +41,63 @@ def _with_words(function: Function) -> Function:
     return call
 
 
+# The reference's name ("=": where torch has another one), and its arguments, in torch's order.
+_ROWS: dict[Any, str] = {
+    torch: """
+        addbmm input batch1 batch2 * beta=1 alpha=1; addmm input mat1 mat2 * beta=1 alpha=1;
+        addmv input mat vec * beta=1 alpha=1; addr x vec1 vec2 * beta=1 alpha=1; argmax input dim=None keepdim=False;
+        argmin input axis=None keepdims=False; argsort input axis=-1 descending=False;
+        baddbmm input batch1 batch2 * beta=1 alpha=1; bincount input weights=None minlength=0;
+        bmm=matmul input_x mat2; clamp input min=None max=None; diag input; diagonal input offset=0 dim1=0 dim2=1;
+        diff x n=1 axis=-1; dist input other p=2; div input other * rounding_mode=None;
+        dsplit input indices_or_sections; expand_dims=unsqueeze input_x axis; hsplit input indices_or_sections;
+        index_select input axis index; isclose input other rtol=1e-5 atol=1e-8 equal_nan=False;
+        lerp input end weight; log_softmax logits axis=-1; logit input eps=None; masked_select input mask;
+        mm input mat2; moveaxis=movedim x source destination; mv mat vec;
+        nan_to_num input nan=0.0 posinf=None neginf=None; narrow input axis start length; pow input exponent;
+        ravel input; repeat_elements=repeat_interleave x rep axis=0; repeat_interleave input repeats axis=None;
+        roll input shifts dims=None; rot90 input k dims; scalar_to_array=tensor input_x;
+        searchsorted sorted_sequence values * right=False; select=where condition input other;
+        swapaxes input axis0 axis1; tensor_dot=tensordot x1 x2 axes; tensor_split input indices_or_sections axis=0;
+        tril input diagonal=0; triu input diagonal=0; tuple_to_array=tensor input_x;
+        unique_consecutive input return_idx=False return_counts=False axis=None; unsqueeze input dim;
+        unstack=unbind input_x axis=0; vsplit input indices_or_sections; where condition input other""",
+    F: """
+        celu x alpha=1.0; channel_shuffle x groups; dense=linear input weight bias=None; elu input_x alpha=1.0;
+        glu x axis=-1; hardshrink x lambd=0.5; hardsigmoid input; hardswish x;
+        hardtanh input min_val=-1.0 max_val=1.0; leaky_relu input alpha=0.2; logsigmoid x; mish x;
+        pixel_shuffle input upscale_factor; pixel_unshuffle input downscale_factor; prelu x weight; relu6 x;
+        scaled_dot_product_attention query key value attn_mask=None dropout_p=0.0 is_causal=False; selu input_x;
+        silu x; softplus input beta=1 threshold=20; softshrink x lambd=0.5; softsign x; tanhshrink input;
+        threshold input thr value; unfold input kernel_size dilation=1 padding=0 stride=1""",
+}
+
+
+class _Row:
+    """A function of torch, with the reference's words for its arguments."""
+
+    def __init__(self, function: Function, words: Sequence[str]) -> None:
+        self.function, self.__signature__ = function, Signature(parameters_of(words))
+        parameters = self.__signature__.parameters.values()
+        self.named = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        self.defaults = tuple(p.default for p in parameters if p.kind is not p.KEYWORD_ONLY)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rest = self.defaults[len(args) :]
+        if not kwargs and len(args) <= len(self.defaults) and Parameter.empty not in rest:  # without names it is short
+            return self.function(*args, *rest, **self.named)
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return self.function(*bound.args, **bound.kwargs)
+
+
+def _rows(home: Any, text: str) -> Iterator[tuple[str, Function]]:
+    for names, *words in (row.split() for row in text.split(";")):
+        name, _, torchs = names.partition("=")
+        yield name, _Row(getattr(home, torchs or name), words)
+
+
 OF_TORCH: dict[str, Function] = {
-    name: _with_words(getattr(home, name)) for home, names in _HOMES.items() for name in names.split()
+    **{name: _with_words(getattr(home, name)) for home, names in _HOMES.items() for name in names.split()},
+    **{name: row for home, text in _ROWS.items() for name, row in _rows(home, text)},
 }

@@ -31,16 +31,10 @@ from shardwise.mindspore.ops.simple import *
 
 if not TYPE_CHECKING:  # type checkers read no sums of lists: for them all that is imported here is public
     __all__ = ["Primitive"]
-    __all__ += communication.__all__
-    __all__ += arithmetic.__all__
-    __all__ += images.__all__
-    __all__ += indexing.__all__
-    __all__ += linear.__all__
-    __all__ += losses.__all__
-    __all__ += normalization.__all__
-    __all__ += reductions.__all__
-    __all__ += shape.__all__
-    __all__ += simple.__all__
+    for _family in (
+        arithmetic, communication, images, indexing, linear, losses, normalization, reductions, shape, simple
+    ):  # fmt: skip
+        __all__ += _family.__all__
     __getattr__ = absent(__name__, lambda: __all__)
 else:
 

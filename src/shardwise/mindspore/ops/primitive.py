@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, strict
 from shardwise.mindspore.layout import Layout, Layouts, as_counts
+from shardwise.mindspore.named import WithSettings
 
 Strategy = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -119,6 +120,10 @@ class Primitive:
         """What strict mode asks of this operator beyond what it asks of all (``strict.check``). ``args``: of the
         call."""
 
+    def refused(self, what: str, fix: str) -> strict.StrategyError:
+        """The error of a strategy that this operator can not have."""
+        return strict.failure(self.title, what, fix)
+
     def shard(self, in_strategy: Any = None, out_strategy: Any = None) -> Self:
         """Fixes how the operator is split: ``ops.MatMul().shard(((2, 4), (4, 1)))``. Returns itself."""
         _check_instance(self, "shard", (in_strategy, out_strategy))
@@ -127,12 +132,8 @@ class Primitive:
         self.in_strategy = strict.nested(self.name, "in_strategy", in_strategy, out_strategy)
         self.out_strategy = strict.nested(self.name, "out_strategy", out_strategy)
         if self.in_strategy is None and self.out_strategy is not None:
-            raise ValueError(
-                problem(
-                    f"{self.name}: out_strategy is {self.out_strategy}, and there is no in_strategy",
-                    fix=f"give both: {self.name}().shard(in_strategy, {self.out_strategy})",
-                )
-            )
+            what = f"{self.name}: out_strategy is {self.out_strategy}, and there is no in_strategy"
+            raise ValueError(problem(what, fix=f"give both: {self.name}().shard(in_strategy, {self.out_strategy})"))
         self._note_strategies()
         return self
 
@@ -246,9 +247,7 @@ class Primitive:
         """A name per dim of every shape: those of one name are split alike, but for dims of size 1."""
         per_shape = dim_names(self.dims, [len(shape) for shape in shapes])
         if any(len(names) != len(shape) for names, shape in zip(per_shape, shapes, strict=True)):
-            raise strict.failure(
-                self.title, f"inputs of shapes {list(map(list, shapes))} have too few dims", f"dims {self.dims}"
-            )
+            raise self.refused(f"inputs of shapes {list(map(list, shapes))} have too few dims", f"dims {self.dims}")
         return per_shape
 
     def counts_by_name(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> dict[str, int]:
@@ -287,6 +286,32 @@ class Primitive:
         return f"{self.name}<{self.in_strategy}>" if self.in_strategy else self.name
 
 
+class OfSettings(WithSettings, Primitive):
+    """A primitive whose constructor takes the settings of its class statement: ``class Sort(OfSettings, axis=-1)``."""
+
+    def _take(self, values: dict[str, Any]) -> None:
+        Primitive.__init__(self, **values)
+        vars(self).update(values)
+
+
+class Plain(Primitive):
+    """``function`` of the operands."""
+
+    function: ClassVar[Callable[..., Any]]
+
+    def compute(self, *args: Any) -> Any:
+        return type(self).function(*args)
+
+
+class Simple(OfSettings, Plain):
+    """``function(*operands, **settings)``. A strategy splits the first operand; what is inside follows."""
+
+    lead = 0
+
+    def compute(self, *args: Any) -> Any:
+        return type(self).function(*args, **self._chosen())
+
+
 class Inner(Primitive):
     """What a layer computes, as an operator that may have a strategy of its own: ``norm.bn_train.shard(...)``. It is
     called with a function and its operands. ``dims``: as of every operator."""
@@ -315,12 +340,8 @@ def _check_instance(primitive: Any, method: str, strategies: tuple[Any, ...]) ->
         return
     strategies = tuple(argument for argument in (primitive, *strategies) if argument is not None)
     meant = strategies[0] if len(strategies) == 1 else strategies
-    raise TypeError(
-        problem(
-            f"{method} was called on the operator's class, not on an operator",
-            fix=f"write ops.MatMul().{method}({meant!r}) instead of ops.MatMul.{method}(...): with () behind the name",
-        )
-    )
+    fix = f"write ops.MatMul().{method}({meant!r}) instead of ops.MatMul.{method}(...): with () behind the name"
+    raise TypeError(problem(f"{method} was called on the operator's class, not on an operator", fix=fix))
 
 
 def _named(call: Callable[..., Any], primitive: Primitive) -> Callable[..., Any]:

@@ -8,24 +8,20 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
-from shardwise.mindspore.tensor_methods import product
+from shardwise.mindspore.named import classes_of
+from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Simple, Strategy
+from shardwise.mindspore.tensor_methods import dims_of, product
 
 Axes = int | Sequence[int]
 
 
-class Reduce(Primitive):
+class Reduce(OfSettings, keep_dims=False):
     """``ReduceSum(keep_dims)(x, axis)``: any dims, without ``axis`` all. They may be split: results are reduced."""
 
     function: ClassVar[Callable[..., Any]]  # of x, dims and whether they are kept
 
-    def __init__(self, keep_dims: bool = False) -> None:
-        super().__init__(keep_dims=keep_dims)
-        self.keep_dims = keep_dims
-
     def compute(self, x: Any, axis: Axes = ()) -> Any:
-        dims = (axis,) if isinstance(axis, int) else tuple(axis)
-        return type(self).function(x, dims or tuple(range(x.dim())), self.keep_dims)
+        return type(self).function(x, dims_of(x, axis), self.keep_dims)
 
 
 REDUCTIONS = {
@@ -39,53 +35,25 @@ REDUCTIONS = {
 globals().update(REDUCTIONS)
 
 
-class ArgMaxWithValue(Primitive):
-    """Where the largest element of a dim is, and its value."""
-
-    def __init__(self, axis: int = 0, keep_dims: bool = False) -> None:
-        super().__init__(axis=axis, keep_dims=keep_dims)
-        self.axis, self.keep_dims = axis, keep_dims
-
-    def compute(self, x: Any) -> Any:
-        value, index = x.max(self.axis, keepdim=self.keep_dims)
-        return index, value
+def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: bool) -> tuple[Any, Any]:
+    value, index = extreme(x, axis, keepdim=keep_dims)
+    return index, value
 
 
-class ArgMinWithValue(ArgMaxWithValue):
-    """Where the smallest element of a dim is, and its value."""
-
-    def compute(self, x: Any) -> Any:
-        value, index = x.min(self.axis, keepdim=self.keep_dims)
-        return index, value
-
-
-class Argmax(Primitive):
-    """Where the largest element of a dim is."""
-
-    def __init__(self, axis: int = -1, output_type: torch.dtype = torch.int32) -> None:
-        super().__init__(axis=axis, output_type=output_type)
-        self.axis, self.output_type = axis, output_type
-
-    def compute(self, x: Any) -> Any:
-        return x.argmax(self.axis).to(self.output_type)
+PLACES = classes_of({  # where the largest or smallest element of a dim is
+    "ArgMaxWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.max, x, axis, keep_dims),
+    "ArgMinWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.min, x, axis, keep_dims),
+    "Argmax": lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type),
+    "Argmin": lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type),
+}, Simple, __name__, lead=None)  # fmt: skip
+globals().update(PLACES)
 
 
-class Argmin(Argmax):
-    """Where the smallest element of a dim is."""
-
-    def compute(self, x: Any) -> Any:
-        return x.argmin(self.axis).to(self.output_type)
-
-
-class CumSum(Primitive):
+class CumSum(OfSettings, exclusive=False, reverse=False):
     """``CumSum(exclusive, reverse)(x, axis)``: sums of the first elements, without the element itself if
     ``exclusive``, from the last one on if ``reverse``."""
 
     lead = 0
-
-    def __init__(self, exclusive: bool = False, reverse: bool = False) -> None:
-        super().__init__(exclusive=exclusive, reverse=reverse)
-        self.exclusive, self.reverse = exclusive, reverse
 
     def compute(self, x: Any, axis: int) -> Any:
         y = x.flip(axis) if self.reverse else x
@@ -109,12 +77,8 @@ class CumProd(CumSum):
         return y.flip(axis) if self.reverse else y
 
 
-class TopK(Primitive):
+class TopK(OfSettings, sorted=True):
     """``TopK(sorted)(x, k)``: the k largest elements of the last dim, and where they are."""
-
-    def __init__(self, sorted: bool = True) -> None:
-        super().__init__(sorted=sorted)
-        self.sorted = sorted
 
     def compute(self, x: Any, k: int) -> Any:
         return tuple(x.topk(k, -1, sorted=self.sorted))
@@ -123,12 +87,8 @@ class TopK(Primitive):
         strict.whole(self.title, strategy[0], (len(shapes[0]) - 1,), "of which it finds the largest elements")
 
 
-class Sort(Primitive):
+class Sort(OfSettings, axis=-1, descending=False):
     """The elements of a dim in order, and where they were."""
-
-    def __init__(self, axis: int = -1, descending: bool = False) -> None:
-        super().__init__(axis=axis, descending=descending)
-        self.axis, self.descending = axis, descending
 
     def compute(self, x: Any) -> Any:
         return tuple(x.sort(self.axis, descending=self.descending))
@@ -138,5 +98,4 @@ class Sort(Primitive):
         strict.whole(self.title, strategy[0], (axis,), "which it sorts")
 
 
-__all__ = ["ArgMaxWithValue", "ArgMinWithValue", "Argmax", "Argmin", "CumProd", "CumSum", "Sort", "TopK"]
-__all__ += list(REDUCTIONS)
+__all__ = ["CumProd", "CumSum", "Sort", "TopK", *PLACES, *REDUCTIONS]

@@ -9,84 +9,34 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+from shardwise.mindspore.named import classes_of
+from shardwise.mindspore.ops.primitive import OfSettings, Plain, Primitive, Shapes, Simple, Strategy
 
 
-class Reshape(Primitive):
-    """``Reshape()(x, (2, -1))``. It takes no strategy: its layout follows from its neighbours'."""
-
-    splittable = False
-
-    def compute(self, x: Any, shape: Sequence[int]) -> Any:
-        return x.reshape(tuple(shape))
-
-
-class Transpose(Primitive):
-    """``Transpose()(x, (1, 0))``: the dims in another order."""
-
-    def compute(self, x: Any, perm: Sequence[int]) -> Any:
-        return x.permute(tuple(perm))
+def _squeezed(x: Any, axis: Any) -> Any:
+    axes = ((axis,) if isinstance(axis, int) else tuple(axis)) or tuple(
+        d for d, size in enumerate(x.shape) if size == 1
+    )
+    for dim in axes:
+        if x.shape[dim] != 1:
+            raise ValueError(problem(f"Squeeze of dim {dim}, which has size {x.shape[dim]}", fix="a dim of size 1"))
+    return x.squeeze(axes)
 
 
-class ExpandDims(Primitive):
-    """``ExpandDims()(x, 0)``: a new dim of size 1."""
-
-    def compute(self, x: Any, axis: int) -> Any:
-        return x.unsqueeze(axis)
-
-
-class Squeeze(Primitive):
-    """Without some dims of size 1; without ``axis``, all of them."""
-
-    def __init__(self, axis: int | Sequence[int] = ()) -> None:
-        super().__init__(axis=axis)
-        self.axis = (axis,) if isinstance(axis, int) else tuple(axis)
-
-    def compute(self, x: Any) -> Any:
-        axes = self.axis or tuple(dim for dim, size in enumerate(x.shape) if size == 1)
-        for axis in axes:
-            if x.shape[axis] != 1:
-                raise ValueError(
-                    problem(f"Squeeze of dim {axis}, which has size {x.shape[axis]}", fix="a dim of size 1")
-                )
-        return x.squeeze(axes)
-
-
-class Flatten(Primitive):
-    """All dims but the first in one."""
-
-    splittable = False
-
-    def compute(self, x: Any) -> Any:
-        return x.reshape(x.shape[0], -1)
-
-
-class Tile(Primitive):
-    """``Tile()(x, (2, 1))``: x repeated along each dim."""
-
-    def compute(self, x: Any, multiples: Sequence[int]) -> Any:
-        return x.repeat(tuple(multiples))
-
-
-class BroadcastTo(Primitive):
+class BroadcastTo(OfSettings, shape=...):
     """``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim."""
 
-    def __init__(self, shape: Sequence[int]) -> None:
-        super().__init__(shape=tuple(shape))
-        self.shape = tuple(shape)
+    def _settle(self) -> None:
+        self.attrs["shape"] = tuple(self.shape)
 
     def compute(self, x: Any) -> Any:
-        return x.expand(self.shape)
+        return x.expand(self.attrs["shape"])
 
 
-class _Joined(Primitive):
+class _Joined(OfSettings, axis=0):
     """Of several tensors one: all are split alike, and not along ``axis``."""
 
     why = "along which the inputs are joined"
-
-    def __init__(self, axis: int = 0) -> None:
-        super().__init__(axis=axis)
-        self.axis = axis
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         axis = strict.dim_of(self.title, self.axis, len(shapes[0]))
@@ -115,38 +65,26 @@ class Pack(Stack):
     """The old name of Stack."""
 
 
-class Unstack(_Joined):
+class Unstack(_Joined, axis=0, num=None):
     """A tuple of the slices along ``axis``."""
 
     why = "which is taken apart"
-
-    def __init__(self, axis: int = 0, num: int | None = None) -> None:
-        super().__init__(axis)
 
     def compute(self, x: Any) -> Any:
         return x.unbind(self.axis)
 
 
-class Split(_Joined):
+class Split(_Joined, axis=0, output_num=1):
     """``output_num`` equal parts of ``axis``, as a tuple."""
 
     why = "which is taken apart"
 
-    def __init__(self, axis: int = 0, output_num: int = 1) -> None:
-        super().__init__(axis)
-        self.attrs["output_num"] = self.output_num = output_num
-
     def compute(self, x: Any) -> Any:
-        size = x.shape[self.axis]
-        if size % self.output_num:
-            raise ValueError(
-                problem(
-                    f"{self.title}: dim {self.axis} of size {size} in {self.output_num} parts: {size} % "
-                    f"{self.output_num} = {size % self.output_num}",
-                    fix="a number that divides it",
-                )
-            )
-        return x.split(size // self.output_num, self.axis)
+        size, count = x.shape[self.axis], self.output_num
+        if size % count:
+            what = f"{self.title}: dim {self.axis} of size {size} in {count} parts: {size} % {count} = {size % count}"
+            raise ValueError(problem(what, fix="a number that divides it"))
+        return x.split(size // count, self.axis)
 
 
 class _Cut(Primitive):
@@ -172,20 +110,9 @@ class _Cut(Primitive):
                 strict.whole(self.title, counts, (dim,), f"of which {text} is taken (a split dim is taken whole)")
 
 
-class StridedSlice(_Cut):
+class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0):
     """``StridedSlice()(x, begin, end, strides)``. Bit i of a mask speaks of entry i: ``begin_mask`` and ``end_mask``
     ignore it, ``ellipsis_mask`` makes it "...", ``new_axis_mask`` a new dim, ``shrink_axis_mask`` an index."""
-
-    def __init__(
-        self,
-        begin_mask: int = 0,
-        end_mask: int = 0,
-        ellipsis_mask: int = 0,
-        new_axis_mask: int = 0,
-        shrink_axis_mask: int = 0,
-    ) -> None:
-        super().__init__(begin_mask=begin_mask, end_mask=end_mask, ellipsis_mask=ellipsis_mask,
-                         new_axis_mask=new_axis_mask, shrink_axis_mask=shrink_axis_mask)  # fmt: skip
 
     def slices(self, shape: Sequence[int], *args: Any) -> tuple[Any, ...]:
         begin, end, strides = args
@@ -213,62 +140,27 @@ class Slice(_Cut):
         )
 
 
-class _Made(Primitive):
-    """A new tensor: every device makes what it needs of it, whatever the strategy."""
+# Those of the second table take no strategy: their layout follows from their neighbours', or every device makes what it
+# needs of a new tensor.
+CLASSES = {
+    **classes_of({"Squeeze": lambda x, *, axis=(): _squeezed(x, axis)}, Simple, __name__, lead=None),
+    **classes_of({
+        "ExpandDims": lambda x, axis: x.unsqueeze(axis),
+        "Tile": lambda x, multiples: x.repeat(tuple(multiples)),
+        "Transpose": lambda x, perm: x.permute(tuple(perm)),
+    }, Plain, __name__),
+    **classes_of({
+        "Depend": lambda value, expr: value,  # code runs in order anyway
+        "Eye": lambda n, m, dtype=torch.float32: torch.eye(n, m, dtype=dtype),
+        "Fill": lambda dtype, shape, value: torch.full(tuple(shape), value, dtype=dtype),
+        "Flatten": lambda x: x.reshape(x.shape[0], -1),
+        "Ones": lambda shape, dtype=torch.float32: torch.ones(shape, dtype=dtype),
+        "Range": lambda start, limit, delta=1: torch.arange(start, limit, delta),
+        "Reshape": lambda x, shape: x.reshape(tuple(shape)),
+        "Shape": lambda x: tuple(x.shape),
+        "Zeros": lambda shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype),
+    }, Plain, __name__, splittable=False),
+}  # fmt: skip
+globals().update(CLASSES)
 
-    splittable = False
-
-
-class Fill(_Made):
-    """``Fill()(dtype, shape, value)``"""
-
-    def compute(self, dtype: torch.dtype, shape: Sequence[int], value: float) -> Any:
-        return torch.full(tuple(shape), value, dtype=dtype)
-
-
-class Zeros(_Made):
-    """``Zeros()(shape, dtype)``"""
-
-    def compute(self, shape: Any, dtype: torch.dtype = torch.float32) -> Any:
-        return torch.zeros(shape, dtype=dtype)
-
-
-class Ones(_Made):
-    """``Ones()(shape, dtype)``"""
-
-    def compute(self, shape: Any, dtype: torch.dtype = torch.float32) -> Any:
-        return torch.ones(shape, dtype=dtype)
-
-
-class Eye(_Made):
-    """``Eye()(n, m, dtype)``"""
-
-    def compute(self, n: int, m: int, dtype: torch.dtype = torch.float32) -> Any:
-        return torch.eye(n, m, dtype=dtype)
-
-
-class Range(_Made):
-    """``Range()(start, limit, delta)``"""
-
-    def compute(self, start: Any, limit: Any, delta: Any = 1) -> Any:
-        return torch.arange(start, limit, delta)
-
-
-class Shape(_Made):
-    """The shape, as a tuple."""
-
-    def compute(self, x: Any) -> Any:
-        return tuple(x.shape)
-
-
-class Depend(_Made):
-    """``value``, after ``expr`` has been computed: code runs in order anyway."""
-
-    def compute(self, value: Any, expr: Any) -> Any:
-        return value
-
-
-__all__ = [
-    "BroadcastTo", "Concat", "Depend", "ExpandDims", "Eye", "Fill", "Flatten", "Ones", "Pack", "Range", "Reshape",
-    "Shape", "Slice", "Split", "Squeeze", "Stack", "StridedSlice", "Tile", "Transpose", "Unstack", "Zeros",
-]  # fmt: skip
+__all__ = ["BroadcastTo", "Concat", "Pack", "Slice", "Split", "Stack", "StridedSlice", "Unstack", *CLASSES]

@@ -1,12 +1,10 @@
 """Primitives that are one function of torch or of ``ops.functions``, each a line of a table.
 
-Positional arguments are those of the call, keyword-only ones those of the constructor (``named.settings_of``). A
-strategy splits the first operand; what is inside follows.
+Positional arguments are those of the call, keyword-only ones those of the constructor (``named.settings_of``).
 """
 
 from __future__ import annotations
 
-from ast import literal_eval
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -15,28 +13,14 @@ from torch.nn import functional as F
 
 from shardwise.mindspore import overflow
 from shardwise.mindspore.amp import init_status
-from shardwise.mindspore.named import Function, bound
+from shardwise.mindspore.named import Function, classes_of, parameters_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.ops.primitive import Simple
 from shardwise.mindspore.ops.resizing import bilinear, mirrored, nearest, pool
 from shardwise.mindspore.tensor import Tensor, as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
-
-
-class Simple(Primitive):
-    """``function(*operands, **settings)``."""
-
-    lead = 0
-    function: Function
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound(self.name, type(self).function, args, kwargs))
-        self.settings = dict(self.attrs)
-
-    def compute(self, *args: Any) -> Any:
-        return type(self).function(*args, **self.settings)
 
 
 def _print(*values: Any) -> Any:
@@ -125,13 +109,9 @@ class OfFunction:
     """The function of a line, whose settings are its keyword-only arguments (``named.settings_of``)."""
 
     def __init__(self, line: str) -> None:
-        self.name, *words = line.split()
-        pairs = [word.partition("=") for word in words]
-        settings = [
-            Parameter(word, Parameter.KEYWORD_ONLY, default=literal_eval(default) if is_given else Parameter.empty)
-            for word, is_given, default in pairs
-        ]
-        self.__signature__ = Signature([Parameter("operands", Parameter.VAR_POSITIONAL), *settings])
+        self.name, *settings = line.split()
+        operands = Parameter("operands", Parameter.VAR_POSITIONAL)
+        self.__signature__ = Signature([operands, *parameters_of(["*", *settings])])
 
     def __call__(self, *operands: Any, use_locking: bool = False, **settings: Any) -> Any:
         return FUNCTIONS[self.name](*operands, **settings)
@@ -209,11 +189,7 @@ SIMPLE: dict[str, Function] = {
 }  # fmt: skip
 
 
-PRIMITIVES = {
-    name: type(name, (Simple,), {"function": staticmethod(function), "__module__": __name__,
-                                 "__doc__": f"``{name}``, as the reference has it."})
-    for name, function in SIMPLE.items()
-}  # fmt: skip
+PRIMITIVES = classes_of(SIMPLE, Simple, __name__)
 globals().update(PRIMITIVES)
 
 __all__ = list(PRIMITIVES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -28,24 +29,13 @@ def _get_global_rank() -> int:
     return 0 if _get_parallel_mode() == ParallelMode.STAND_ALONE else context.options().rank
 
 
-def _get_gradients_mean() -> bool:
-    """The option gradients_mean."""
-    return context.options().gradients_mean
+def _option(name: str) -> Callable[[], Any]:
+    return lambda: getattr(context.options(), name)
 
 
-def _get_full_batch() -> bool:
-    """The option full_batch."""
-    return context.options().full_batch
-
-
-def _get_pipeline_stages() -> int:
-    """The option pipeline_stages."""
-    return context.options().pipeline_stages
-
-
-def _get_parameter_broadcast() -> bool:
-    """The option parameter_broadcast."""
-    return context.options().parameter_broadcast
+_get_gradients_mean, _get_full_batch, _get_pipeline_stages, _get_parameter_broadcast = map(
+    _option, ("gradients_mean", "full_batch", "pipeline_stages", "parameter_broadcast")
+)
 
 
 def _is_in_auto_parallel_mode() -> bool:

@@ -17,6 +17,8 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore import staged
+from shardwise.mindspore.checks import from_on
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.train.serialization import save_checkpoint
 
 
@@ -104,17 +106,8 @@ class Callback:
     def on_train_end(self, run_context: RunContext) -> None:
         self.end(run_context)
 
-    def on_eval_step_begin(self, run_context: RunContext) -> None:
-        self.step_begin(run_context)
-
-    def on_eval_step_end(self, run_context: RunContext) -> None:
-        self.step_end(run_context)
-
-    def on_eval_begin(self, run_context: RunContext) -> None:
-        self.begin(run_context)
-
-    def on_eval_end(self, run_context: RunContext) -> None:
-        self.end(run_context)
+    on_eval_begin, on_eval_end = on_train_begin, on_train_end
+    on_eval_step_begin, on_eval_step_end = on_train_step_begin, on_train_step_end
 
     def __enter__(self) -> Callback:
         return self
@@ -137,16 +130,14 @@ def callbacks_of(argument: Any) -> list[Callback]:
     return listed
 
 
-class LossMonitor(Callback):
+class LossMonitor(WithSettings, Callback, per_print_times=1):
     """Prints ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps: the
     network's loss, of a loss vector the mean of this rank's part. Of the ranks of a pipeline those of the last stage
     print (with ``pipeline_result_broadcast`` all). Raises ValueError when it is not a number any more.
     """
 
-    def __init__(self, per_print_times: int = 1) -> None:
-        if isinstance(per_print_times, bool) or not isinstance(per_print_times, int) or per_print_times < 0:
-            raise ValueError(problem(f"per_print_times is {per_print_times!r}", fix="a whole number from 0"))
-        self._every = per_print_times
+    def _settle(self, per_print_times: int) -> None:
+        self._every = from_on("per_print_times", per_print_times, 0)
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -179,12 +170,10 @@ def loss_value(outputs: Any) -> float:
     return float(np.mean(loss))
 
 
-class TimeMonitor(Callback):
+class TimeMonitor(WithSettings, Callback, data_size=None, data_time=False):
     """Prints how long an epoch and its steps took. ``data_size``: steps of an epoch."""
 
-    def __init__(self, data_size: int | None = None, data_time: bool = False) -> None:
-        self.data_size = data_size
-        self._began = 0.0
+    _began = 0.0
 
     def epoch_begin(self, run_context: RunContext) -> None:
         self._began = time.perf_counter()
@@ -234,9 +223,7 @@ class CheckpointConfig:
             what = f"keep_checkpoint_per_n_minutes is {self.keep_checkpoint_per_n_minutes}"
             raise NotImplementedError(problem(what, fix="save_checkpoint_seconds, and keep_checkpoint_max"))
         for name in ("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(problem(f"{name} is {value!r}", fix="a whole number from 0"))
+            from_on(name, getattr(self, name), 0)
 
 
 class ModelCheckpoint(Callback):

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, from_on
+from shardwise.mindspore.named import WithSettings
 
 Array = np.ndarray[Any, Any]
 
@@ -69,10 +70,10 @@ def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:
     return ordered
 
 
-class _Kept(Metric):
+class _Kept(WithSettings, Metric):
     """A function of all that was seen: lists of the arrays of ``update``."""
 
-    def __init__(self) -> None:
+    def _settle(self) -> None:
         self.clear()
 
     def clear(self) -> None:
@@ -129,15 +130,14 @@ def _classes(output: Array, label: Array) -> Array:
     return label.argmax(1) if label.ndim == output.ndim else label
 
 
-class _Typed(_Kept):
+class _Typed(_Kept, eval_type="classification"):
     """``eval_type``: "classification" (outputs per class; labels as numbers or one-hot), or "multilabel" (zeros and
     ones)."""
 
-    def __init__(self, eval_type: str = "classification") -> None:
-        if eval_type not in ("classification", "multilabel"):
-            raise TypeError(problem(f"eval_type is {eval_type!r}", fix="classification or multilabel"))
-        super().__init__()
-        self.eval_type = eval_type
+    def _settle(self) -> None:
+        if self.eval_type not in ("classification", "multilabel"):
+            raise TypeError(problem(f"eval_type is {self.eval_type!r}", fix="classification or multilabel"))
+        super()._settle()
 
     def counts(self) -> tuple[Array, Array, Array]:
         """True positives, predictions and labels of each class."""
@@ -166,33 +166,38 @@ def _ratio(part: Array, whole: Array) -> Array:
     return np.divide(part, whole, out=np.zeros(part.shape), where=whole != 0)
 
 
-class Precision(_Typed):
+class _OfClasses(_Typed):
+    """A number of each class, with ``average`` their mean: of true positives, predictions and labels."""
+
+    def eval(self, average: bool = False) -> Any:
+        score = self.score(*self.counts())
+        return score.mean() if average else score
+
+    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+        raise NotImplementedError
+
+
+class Precision(_OfClasses):
     """Of the predictions of each class the share that is right; with ``average`` the mean over classes."""
 
-    def eval(self, average: bool = False) -> Any:
-        right, predicted, _ = self.counts()
-        return _ratio(right, predicted).mean() if average else _ratio(right, predicted)
+    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+        return _ratio(right, predicted)
 
 
-class Recall(_Typed):
+class Recall(_OfClasses):
     """Of the labels of each class the share that was found; with ``average`` the mean over classes."""
 
-    def eval(self, average: bool = False) -> Any:
-        right, _, wanted = self.counts()
-        return _ratio(right, wanted).mean() if average else _ratio(right, wanted)
+    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+        return _ratio(right, wanted)
 
 
-class Fbeta(_Typed):
+class Fbeta(_OfClasses, beta=...):
     """(1 + beta^2) precision recall / (beta^2 precision + recall) of each class, or the mean."""
 
-    def __init__(self, beta: float) -> None:
-        super().__init__()
-        self.beta = beta
+    eval_type = "classification"
 
-    def eval(self, average: bool = False) -> Any:
-        right, predicted, wanted = self.counts()
-        score = _ratio((1 + self.beta**2) * right, self.beta**2 * wanted + predicted)
-        return score.mean() if average else score
+    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+        return _ratio((1 + self.beta**2) * right, self.beta**2 * wanted + predicted)
 
 
 class F1(Fbeta):
@@ -202,14 +207,12 @@ class F1(Fbeta):
         super().__init__(1.0)
 
 
-class TopKCategoricalAccuracy(_Kept):
+class TopKCategoricalAccuracy(_Kept, k=...):
     """The share of rows whose label is among the k largest outputs."""
 
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(problem(f"k is {k!r}", fix="a whole number from 1"))
-        self.k = k
+    def _settle(self) -> None:
+        from_on("k", self.k, 1)
+        super()._settle()
 
     def of(self, *arrays: Array) -> Any:
         output, label = arrays
@@ -231,13 +234,9 @@ class Top5CategoricalAccuracy(TopKCategoricalAccuracy):
         super().__init__(5)
 
 
-class Perplexity(_Kept):
+class Perplexity(_Kept, ignore_label=None):
     """e to the mean of minus the logarithms of the probabilities of the labels. ``ignore_label``: one that does not
     count."""
-
-    def __init__(self, ignore_label: int | None = None) -> None:
-        super().__init__()
-        self.ignore_label = ignore_label
 
     def of(self, *arrays: Array) -> Any:
         output, label = arrays[0].reshape(-1, arrays[0].shape[-1]), arrays[1].reshape(-1).astype(int)
@@ -246,13 +245,9 @@ class Perplexity(_Kept):
         return float(np.exp(-np.log(np.maximum(chosen, 1e-10)).mean()))
 
 
-class CosineSimilarity(_Kept):
+class CosineSimilarity(_Kept, similarity="cosine", reduction="none", zero_diagonal=True):
     """The cosines of every pair of rows. ``similarity``: "cosine" or "dot"; ``reduction``: "none", "sum" or "mean" over
     rows; ``zero_diagonal``: a row and itself count as 0."""
-
-    def __init__(self, similarity: str = "cosine", reduction: str = "none", zero_diagonal: bool = True) -> None:
-        super().__init__()
-        self.similarity, self.reduction, self.zero_diagonal = similarity, reduction, zero_diagonal
 
     def of(self, *arrays: Array) -> Any:
         rows = arrays[0]
@@ -264,12 +259,8 @@ class CosineSimilarity(_Kept):
         return matrix if self.reduction == "none" else getattr(matrix, self.reduction)(-1)
 
 
-class Dice(_Kept):
+class Dice(_Kept, smooth=1e-5):
     """2 |both| / (|output| + |label|) of each batch, on average."""
-
-    def __init__(self, smooth: float = 1e-5) -> None:
-        super().__init__()
-        self.smooth = smooth
 
     def update(self, *inputs: Any) -> None:
         output, label = (_array(value) for value in inputs)
@@ -280,14 +271,13 @@ class Dice(_Kept):
         return float(arrays[0].mean())
 
 
-class ConfusionMatrix(_Kept):
+class ConfusionMatrix(_Kept, num_classes=..., normalize="no_norm", threshold=0.5):
     """How often (label, prediction) was seen. ``normalize``: "no_norm", "target", "prediction" or "all"."""
 
-    def __init__(self, num_classes: int, normalize: str = "no_norm", threshold: float = 0.5) -> None:
-        super().__init__()
-        if normalize not in ("no_norm", "target", "prediction", "all"):
-            raise ValueError(problem(f"normalize is {normalize!r}", fix="no_norm, target, prediction or all"))
-        self.num_classes, self.normalize, self.threshold = num_classes, normalize, threshold
+    def _settle(self) -> None:
+        if self.normalize not in ("no_norm", "target", "prediction", "all"):
+            raise ValueError(problem(f"normalize is {self.normalize!r}", fix="no_norm, target, prediction or all"))
+        super()._settle()
 
     def of(self, *arrays: Array) -> Any:
         output, label = arrays
@@ -303,13 +293,9 @@ class ConfusionMatrix(_Kept):
         return _ratio(matrix, np.broadcast_to(matrix.sum(axis, keepdims=True), matrix.shape))
 
 
-class ROC(_Kept):
+class ROC(_Kept, class_num=None, pos_label=None):
     """The curve of a score: false positive rates, true positive rates, thresholds. ``class_num``: of outputs with
     several classes a list of each; ``pos_label``: the label of what is right."""
-
-    def __init__(self, class_num: int | None = None, pos_label: int | None = None) -> None:
-        super().__init__()
-        self.class_num, self.pos_label = class_num, pos_label
 
     def of(self, *arrays: Array) -> Any:
         output, label = arrays
@@ -368,9 +354,8 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
     for name in listed:
         if name not in NAMES:
-            raise ValueError(
-                problem(f"there is no metric {name!r}", fix=f"one of {', '.join(NAMES)}, or {{name: Metric}}")
-            )
+            fix = f"one of {', '.join(NAMES)}, or {{name: Metric}}"
+            raise ValueError(problem(f"there is no metric {name!r}", fix=fix))
         metrics[name] = NAMES[name]()
     return metrics
 

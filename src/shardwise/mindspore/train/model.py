@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.errors import problem
 from shardwise.mindspore import context
 from shardwise.mindspore.amp import DynamicLossScaleManager, at_level
+from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import it from here
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
@@ -136,8 +137,7 @@ class Model:
     ) -> None:
         if self._train_network is None:
             raise ValueError(problem("Model.train needs an optimizer", fix="Model(net, loss_fn=loss, optimizer=opt)"))
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
-            raise ValueError(problem(f"epoch is {epoch!r}", fix="a whole number from 1"))
+        from_on("epoch", epoch, 1)
         network = self._train_network
         network.train()
         self._broadcast()
@@ -250,3 +250,6 @@ def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> Tra
     if manager.get_drop_overflow_update():
         return TrainOneStepWithLossScaleCell(network, optimizer, manager)
     return TrainOneStepCell(network, optimizer, float(manager.get_loss_scale()))
+
+
+__all__ = ["Model", "data_sink"]

@@ -16,8 +16,9 @@ from torch import nn
 from shardwise.errors import problem
 from shardwise.launch import rank_groups
 from shardwise.launch.ranks import rank
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, from_on
 from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor_methods import asnumpy
 from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, loss_value, print_line
@@ -91,9 +92,7 @@ class SummaryCollector(Callback):
         custom_lineage_data: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        if isinstance(collect_freq, bool) or not isinstance(collect_freq, int) or collect_freq < 1:
-            raise ValueError(problem(f"collect_freq is {collect_freq!r}", fix="a whole number from 1"))
-        self._every, self._wanted = collect_freq, collect_specified_data or {}
+        self._every, self._wanted = from_on("collect_freq", collect_freq, 1), collect_specified_data or {}
         self._default = keep_default_action
         self._folder = Path(summary_dir) if rank() == 0 else Path(summary_dir) / f"rank_{rank()}"
         self._record: SummaryRecord | None = None
@@ -188,32 +187,28 @@ class BackupAndRestore(Callback):
         os.replace(beside, self._file)  # the file is whole at every moment
 
 
-class OnRequestExit(Callback):
+class OnRequestExit(
+    WithSettings, Callback, save_ckpt=True, save_mindir=False, file_name="Net", directory="./", sig=signal.SIGTERM
+):
     """On a signal, by default SIGTERM, the run ends after its step, or its epoch; every rank does, on the same one.
 
     ``save_ckpt``: then a checkpoint ``<directory>/<file_name>_train.ckpt`` is written; ``save_mindir`` is not done.
     """
 
-    def __init__(
-        self,
-        save_ckpt: bool = True,
-        save_mindir: bool = False,
-        file_name: str = "Net",
-        directory: str = "./",
-        sig: int = signal.SIGTERM,
-    ) -> None:
-        if sig == signal.SIGKILL:
+    _asked = False
+    _before: Any = None  # the handler of the signal
+
+    def _settle(self) -> None:
+        if self.sig == signal.SIGKILL:
             raise ValueError(problem("a process cannot act on SIGKILL", fix="signal.SIGTERM, or SIGUSR1"))
-        if save_mindir:
+        if self.save_mindir:
             note("OnRequestExit writes a checkpoint and no MINDIR file: ms.export does that")
-        self._save, self._signal, self._asked = save_ckpt, sig, False
-        self._file = Path(directory) / f"{file_name}_train.ckpt"
-        self._before: Any = None
+        self._file = Path(self.directory) / f"{self.file_name}_train.ckpt"
 
     def begin(self, run_context: RunContext) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(problem("OnRequestExit is used in a thread", fix="signals reach the main thread"))
-        self._before = signal.signal(self._signal, self._request) or signal.SIG_DFL
+        self._before = signal.signal(self.sig, self._request) or signal.SIG_DFL
 
     def _request(self, number: int, frame: Any) -> None:
         self._asked = True
@@ -222,7 +217,7 @@ class OnRequestExit(Callback):
         params = run_context.original_args()
         if params.mode != "train" or not _on_any_rank(self._asked):
             return
-        if self._save:
+        if self.save_ckpt:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             save_checkpoint(params.network, str(self._file), optimizer=params.optimizer)
         print_line(f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}: training ends as asked")
@@ -233,7 +228,7 @@ class OnRequestExit(Callback):
 
     def __exit__(self, *error: object) -> None:
         if self._before is not None:
-            signal.signal(self._signal, self._before)
+            signal.signal(self.sig, self._before)
             self._before = None
 
 
@@ -257,3 +252,6 @@ class DatasetHelper:
     def sink_size(self) -> int:
         """Rows of an epoch."""
         return size_of(self.dataset, self._size)
+
+
+__all__ = ["BackupAndRestore", "DatasetHelper", "OnRequestExit", "SummaryCollector", "SummaryRecord"]

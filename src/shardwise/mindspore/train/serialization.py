@@ -298,12 +298,8 @@ def load_param_into_net(
         whole = tuple(entry.shape) if of is None else of.shape
         expected = tuple(target.shape) if now is None else now.shape
         if whole != expected:
-            raise RuntimeError(
-                problem(
-                    f"{name} has shape {list(whole)} in the checkpoint and {list(expected)} in the network",
-                    fix="load into the network that was saved",
-                )
-            )
+            what = f"{name} has shape {list(whole)} in the checkpoint and {list(expected)} in the network"
+            raise RuntimeError(problem(what, fix="load into the network that was saved"))
         if strict_load and entry.dtype != target.dtype:
             what = f"{name} is {entry.dtype} in the checkpoint and {target.dtype} in the network"
             raise RuntimeError(problem(what, fix="strict_load=False converts it"))
@@ -346,12 +342,9 @@ def _check_part(name: str, of: Held | None, now: Held | None) -> None:
     if split or (now is None and not of.layout.positions):
         return
     here = "whole" if now is None else f"split as {now.layout}"
-    raise RuntimeError(
-        problem(
-            f"{name} is {here} here, and the file has a part of it, split as {of.layout} over {ranks} ranks",
-            fix="load_distributed_checkpoint(net, files), with the files of all of these ranks",
-        )
-    )
+    what = f"{name} is {here} here, and the file has a part of it, split as {of.layout} over {ranks} ranks"
+    fix = "load_distributed_checkpoint(net, files), with the files of all of these ranks"
+    raise RuntimeError(problem(what, fix=fix))
 
 
 def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MINDIR", **settings: Any) -> None:
@@ -379,3 +372,9 @@ def load(file_name: str, **settings: Any) -> nn.Module:
     if not path.exists():
         raise ValueError(problem(f"there is no file {path}", fix="one that export wrote: net.mindir"))
     return load_exported(path)
+
+
+__all__ = [
+    "async_ckpt_thread_status", "export", "load", "load_checkpoint", "load_distributed_checkpoint",
+    "load_param_into_net", "save_checkpoint",
+]  # fmt: skip

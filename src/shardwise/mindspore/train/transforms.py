@@ -178,5 +178,5 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Slice], strategy: Any = N
 
 __all__ = [
     "build_searched_strategy", "merge_pipeline_strategys", "merge_sliced_parameter", "rank_list_for_transform",
-    "transform_checkpoint_by_rank", "transform_checkpoints",
+    "restore_group_info_list", "transform_checkpoint_by_rank", "transform_checkpoints",
 ]  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import from_on
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 
@@ -16,18 +17,15 @@ MODES = ("auto", "min", "max")
 GROWS = ("acc", "precision", "recall", "f1", "auc")  # of names whose larger values are better
 
 
-class _Watching(Callback):
+class _Watching(WithSettings, Callback):
     """``monitor``: "loss", or "eval_" and the name of a metric; ``min_delta``: what counts as better."""
 
-    def __init__(self, monitor: str, mode: str, min_delta: float, patience: int, verbose: bool) -> None:
-        if mode not in MODES:
-            raise ValueError(problem(f"mode is {mode!r}", fix=f"one of {', '.join(MODES)}"))
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(problem(f"patience is {patience!r}", fix="a number of epochs from 0"))
-        grows = mode == "max" or (mode == "auto" and any(word in monitor.lower() for word in GROWS))
-        self.monitor, self.sign = monitor, 1.0 if grows else -1.0
-        self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
-        self.best, self.wait = -np.inf, 0
+    def _settle(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(problem(f"mode is {self.mode!r}", fix=f"one of {', '.join(MODES)}"))
+        from_on("patience", self.patience, 0, "a number of epochs")
+        grows = self.mode == "max" or (self.mode == "auto" and any(word in self.monitor.lower() for word in GROWS))
+        self.sign, self.best, self.wait = 1.0 if grows else -1.0, -np.inf, 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.best, self.wait = -np.inf, 0
@@ -47,28 +45,21 @@ class _Watching(Callback):
 
     def is_better(self, value: float) -> bool:
         """Whether a value is the best so far; then it is kept."""
-        if self.sign * value - self.min_delta <= self.best:
+        if self.sign * value - abs(self.min_delta) <= self.best:
             return False
         self.best = self.sign * value
         return True
 
 
-class EarlyStopping(_Watching):
+class EarlyStopping(
+    _Watching, monitor="eval_loss", min_delta=0, patience=0, verbose=False, mode="auto", baseline=None,
+    restore_best_weights=False,
+):  # fmt: skip
     """Stop where a value has not become better for ``patience`` epochs, or is not better than ``baseline``.
     ``restore_best_weights``: give the network those of its best epoch at the end."""
 
-    def __init__(
-        self,
-        monitor: str = "eval_loss",
-        min_delta: float = 0,
-        patience: int = 0,
-        verbose: bool = False,
-        mode: str = "auto",
-        baseline: float | None = None,
-        restore_best_weights: bool = False,
-    ) -> None:
-        super().__init__(monitor, mode, min_delta, patience, verbose)
-        self.baseline, self.restore_best_weights = baseline, restore_best_weights
+    def _settle(self) -> None:
+        super()._settle()
         self.stopped_epoch = 0
         self._weights: dict[str, torch.Tensor] = {}
 
@@ -94,25 +85,18 @@ class EarlyStopping(_Watching):
                 run_context.original_args().network.get_parameter(name).copy_(weight)
 
 
-class ReduceLROnPlateau(_Watching):
+class ReduceLROnPlateau(
+    _Watching, monitor="eval_loss", factor=0.1, patience=10, verbose=False, mode="auto", min_delta=1e-4, cooldown=0,
+    min_lr=0,
+):  # fmt: skip
     """Multiply the learning rate by ``factor`` where a value has not become better for ``patience`` epochs, not below
     ``min_lr``; then wait ``cooldown`` epochs."""
 
-    def __init__(
-        self,
-        monitor: str = "eval_loss",
-        factor: float = 0.1,
-        patience: int = 10,
-        verbose: bool = False,
-        mode: str = "auto",
-        min_delta: float = 1e-4,
-        cooldown: int = 0,
-        min_lr: float = 0,
-    ) -> None:
-        super().__init__(monitor, mode, min_delta, patience, verbose)
-        if not 0 < factor < 1:
-            raise ValueError(problem(f"factor is {factor}", fix="a number between 0 and 1"))
-        self.factor, self.cooldown, self.min_lr, self.resting = factor, cooldown, min_lr, 0
+    def _settle(self) -> None:
+        super()._settle()
+        if not 0 < self.factor < 1:
+            raise ValueError(problem(f"factor is {self.factor}", fix="a number between 0 and 1"))
+        self.resting = 0
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         value, params = self.value(run_context), run_context.original_args()
@@ -133,14 +117,13 @@ class ReduceLROnPlateau(_Watching):
                     print(f"Epoch {params.cur_epoch_num:05d}: ReduceLROnPlateau reducing learning rate to {now}.")
 
 
-class LearningRateScheduler(Callback):
+class LearningRateScheduler(WithSettings, Callback, learning_rate_function=...):
     """After every step the learning rate is ``function(present rate, number of the step)``."""
 
-    def __init__(self, learning_rate_function: Callable[[float, int], float]) -> None:
-        if not callable(learning_rate_function):
-            what = f"LearningRateScheduler({learning_rate_function!r})"
+    def _settle(self) -> None:
+        if not callable(self.learning_rate_function):
+            what = f"LearningRateScheduler({self.learning_rate_function!r})"
             raise TypeError(problem(what, fix="a function of the rate and the step"))
-        self.learning_rate_function = learning_rate_function
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
