@@ -122,11 +122,12 @@ class WithSettings:
 def classes_of(table: dict[str, Function], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
     """A class per function of a table, made from ``base``, which finds it as ``function``; its settings are the
     function's."""
-    common = {"__module__": module, "__doc__": "As the reference has it.", **body}
-    return {
-        name: type(name, (base,), {"function": staticmethod(function), **common}, **settings_of(function))
-        for name, function in table.items()
-    }
+
+    def made(name: str, function: Function) -> type[Any]:
+        about = {"__module__": module, "__doc__": f"The reference's {name}.", "function": staticmethod(function)}
+        return type(name, (base,), {**about, **body}, **settings_of(function))
+
+    return {name: made(name, function) for name, function in table.items()}
 
 
 def translated(name: str, function: Function) -> Function:
