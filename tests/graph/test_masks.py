@@ -220,10 +220,13 @@ def test_dropout_behind_a_mask_drops_the_same_weights(name: str):
 
 REPEATS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "expanded": (True, lambda x: x[:, :, None].expand(2, 2, 3, 8, 4).reshape(2, 6, 8, 4)),
+    "expanded, flattened": (True, lambda x: x[:, :, None].expand(2, 2, 3, 8, 4).flatten(1, 2)),
+    "broadcast": (True, lambda x: x[:, :, None].broadcast_to(2, 2, 3, 8, 4).reshape(2, 6, 8, 4)),
     "repeat_interleave": (True, lambda x: x.repeat_interleave(3, dim=1)),
     "repeat_interleave, from the end": (True, lambda x: x.repeat_interleave(3, -3)),
     "repeat": (False, lambda x: x.repeat(1, 3, 1, 1)),
     "repeated rows": (False, lambda x: torch.cat([x, x, x], 1).repeat_interleave(1, dim=2)),
+    "flattened elsewhere": (False, lambda x: x.mT[:, :, None].expand(2, 2, 3, 4, 8).flatten(1, 2).mT),
     "expanded outside": (False, lambda x: x[:, None].expand(2, 3, 2, 8, 4).reshape(2, 6, 8, 4)),
 }
 

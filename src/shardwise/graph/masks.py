@@ -37,6 +37,8 @@ from shardwise.graph.within import ATTENTION_WITHIN, blocks_of, is_large
 aten = torch.ops.aten
 
 _CONJUNCTIONS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor)
+_JOINS_OF_DIMS = (aten.reshape.default, aten.flatten.using_ints)
+_EXPANSIONS = (aten.expand.default, aten.broadcast_to.default)
 ATTENTION = aten.scaled_dot_product_attention.default
 
 
@@ -247,8 +249,8 @@ def _before_repetition(ref: Arg, emitter: Emitter) -> Ref | None:
     before = op.args[0]
     if op.target is aten.repeat_interleave.self_int:
         return before if arguments(op)["dim"] in (1, -3) else None
-    expand = _producer(before, emitter) if op.target is aten.reshape.default else None
-    if expand is None or expand.target is not aten.expand.default:
+    expand = _producer(before, emitter) if op.target in _JOINS_OF_DIMS else None
+    if expand is None or expand.target not in _EXPANSIONS or len(emitter.value(before).shape) != 5:
         return None
     batch, groups, repeats, *rest = emitter.value(before).shape
     unsqueeze = _producer(expand.args[0], emitter)
