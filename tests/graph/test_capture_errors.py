@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from graph.against_eager import check_against_eager
@@ -84,6 +85,12 @@ def to_numpy(self, x):
 
 def transform(self, x):
     return torch.vmap(lambda row: row * 2)(x)
+
+
+def flex(self, x):
+    heads = x.reshape(1, 1, *x.shape[-2:])
+    seen = create_block_mask(lambda b, h, q, k: q >= k, None, None, x.shape[-2], x.shape[-2], device="cpu")
+    return flex_attention(heads, heads, heads, block_mask=seen).sum()
 
 
 def custom_function(self, x):
@@ -220,6 +227,7 @@ CASES = [
     (mismatch, 1, "4.*3", "fake"),
     (to_numpy, 1, "numpy", "fake"),
     (transform, 1, r"torch\.func", "batched"),
+    (flex, 3, r"flex_attention in forward", "scaled_dot_product_attention.*sdpa"),
     (custom_function, 1, "autograd.Function .*test_capture_errors.Chosen.*data", "custom_op"),
     (tensor_hook, 1, "register_hook in forward", "autograd.Function"),
     (accumulation_hook, 2, "register_post_accumulate_grad_hook in forward", "parameters"),

@@ -15,7 +15,8 @@ from graph.against_eager import check_against_eager, operators, run_graph
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.bands import EVERYTHING, Band, band_of
+from shardwise.graph.within import ATTENTION_WITHIN, MOST_BLOCKS
+from shardwise.rules.bands import EVERYTHING, Band, band_between, band_of
 from shardwise.rules.tables import rule_of
 
 INF = float("inf")
@@ -26,10 +27,12 @@ Mask = Callable[[Tensor, Tensor, Tensor], Tensor]  # positions of queries [Q, 1]
 class Attend(nn.Module):
     """Attention under a mask that is made in the call."""
 
-    def __init__(self, mask: Mask | None, repeat: Callable[[Tensor], Tensor] | None = None, **options: Any) -> None:
+    def __init__(
+        self, mask: Mask | None, repeat: Callable[[Tensor], Tensor] | None = None, width: int = 4, **options: Any
+    ) -> None:
         super().__init__()
         self.mask, self.repeat, self.options = mask, repeat, options
-        self.weight = nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
         rows, columns = torch.arange(query.shape[-2])[:, None], torch.arange(key.shape[-2])[None, :]
@@ -40,9 +43,9 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(query * self.weight, key, value, attn_mask=mask, **self.options)
 
 
-def operands(queries: int, keys: int, heads: int = 2, key_heads: int = 2) -> tuple[Tensor, ...]:
+def operands(queries: int, keys: int, heads: int = 2, key_heads: int = 2, width: int = 4) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
-    shapes = (2, heads, queries, 4), (2, key_heads, keys, 4), (2, key_heads, keys, 4)
+    shapes = (2, heads, queries, width), (2, key_heads, keys, width), (2, key_heads, keys, width)
     made = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     return *made, torch.tensor([keys, keys - 2])
 
@@ -54,6 +57,8 @@ def attention_of(captured: Capture) -> list[Op]:
 def kind_of(op: Op, captured: Capture) -> str:
     """What an attention call knows of its mask."""
     args = arguments(op)
+    if op.target is ATTENTION_WITHIN:
+        return "blocks"
     if args["is_causal"]:
         assert args["attn_mask"] is None
         return "causal"
@@ -215,10 +220,13 @@ def test_dropout_behind_a_mask_drops_the_same_weights(name: str):
 
 REPEATS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "expanded": (True, lambda x: x[:, :, None].expand(2, 2, 3, 8, 4).reshape(2, 6, 8, 4)),
+    "expanded, flattened": (True, lambda x: x[:, :, None].expand(2, 2, 3, 8, 4).flatten(1, 2)),
+    "broadcast": (True, lambda x: x[:, :, None].broadcast_to(2, 2, 3, 8, 4).reshape(2, 6, 8, 4)),
     "repeat_interleave": (True, lambda x: x.repeat_interleave(3, dim=1)),
     "repeat_interleave, from the end": (True, lambda x: x.repeat_interleave(3, -3)),
     "repeat": (False, lambda x: x.repeat(1, 3, 1, 1)),
     "repeated rows": (False, lambda x: torch.cat([x, x, x], 1).repeat_interleave(1, dim=2)),
+    "flattened elsewhere": (False, lambda x: x.mT[:, :, None].expand(2, 2, 3, 4, 8).flatten(1, 2).mT),
     "expanded outside": (False, lambda x: x[:, None].expand(2, 3, 2, 8, 4).reshape(2, 6, 8, 4)),
 }
 
@@ -312,9 +320,57 @@ def test_a_mask_of_the_longest_sequences_takes_no_memory():
             return F.scaled_dot_product_attention(attended, x, x, window)
 
     captured = capture(Long(), (torch.empty(2, 2, 131_072, 4, device="meta"),))
-    assert [kind_of(op, captured) for op in attention_of(captured)] == ["causal", "made"]
+    assert [kind_of(op, captured) for op in attention_of(captured)] == ["causal", "blocks"]
     assert all(len(data) <= 131_072 for data in captured.constants.values())
-    assert band_of(attention_of(captured)[1].operands[-1], captured.graph) == Band(-4095, 0)
+    assert all(value.numel < 131_072**2 for value in captured.graph.values)
+    named = arguments(attention_of(captured)[1])
+    assert band_between(named["first"], named["end"], captured.graph) == Band(-4095, 0)
+    assert named["rows"] == (4096,) * 32
+    assert max(end - first for first, end in zip(named["firsts"], named["ends"], strict=True)) == 8191
+
+
+LARGE: dict[str, tuple[str, Mask]] = {
+    "window": ("blocks", lambda q, k, n: (k <= q) & (k > q - 9)),
+    "window, additive": ("blocks", additive(-INF, lambda q, k, n: (k <= q) & (k > q - 9))),
+    "window, both ways": ("blocks", lambda q, k, n: (q - k).abs() < 9),
+    "prefix": ("blocks", lambda q, k, n: (k <= q) | (k < 9)),
+    "documents": ("blocks", lambda q, k, n: (q * q // 300 == k * k // 300) & (k <= q)),
+    "rows without keys": ("blocks", lambda q, k, n: (k < q - 40) & (k >= 1)),
+    "padded on the right": ("blocks", padded_right),
+    "padded on the left": ("blocks", padded_left),
+    "window and padding": ("blocks", lambda q, k, n: padded_left(q, k, n) & (k > q - 9)),
+    "padded twice": ("blocks", lambda q, k, n: padded_left(q, k, n) & (k != n[:, None, None, None] - 5)),
+    "causal": ("causal", causal),
+    "two pieces": ("own", lambda q, k, n: (k <= q) & (k != 2)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_mask_that_would_take_more_memory_than_queries_and_keys_becomes_blocks_of_small_ones(name: str):
+    expected, mask = LARGE[name]
+    number = 80  # of a sample's queries and keys: 2 heads and 1 of 2 numbers of 8 bytes
+    repeat = REPEATS["repeat_interleave"][1] if name == "window" else None
+    heads = (3, 1) if repeat else (2, 2)
+    captured = check_against_eager(
+        Attend(mask, repeat, width=1), *operands(number, number, *heads, width=1), tolerance=1e-14
+    )
+    (op,) = attention_of(captured)
+    assert kind_of(op, captured) == expected
+    if expected == "blocks":
+        largest = max(value.numel for value in captured.graph.values)
+        assert largest < number**2
+        rows, firsts, ends = (arguments(op)[each] for each in ("rows", "firsts", "ends"))
+        assert sum(rows) == number
+        assert len(rows) <= MOST_BLOCKS
+        assert all(first < end <= number for first, end in zip(firsts, ends, strict=True))
+
+
+def test_of_padding_alone_the_mask_has_a_row_for_all_queries():
+    captured = check_against_eager(
+        Attend(lambda q, k, n: (q >= 0) & (k < n[:, None, None, None])), *operands(8, 8), tolerance=1e-15
+    )
+    (op,) = attention_of(captured)
+    assert captured.graph.by_name[arguments(op)["attn_mask"].name].shape == (2, 1, 1, 8)
 
 
 def test_documents_of_a_very_large_batch_are_found_without_its_positions():

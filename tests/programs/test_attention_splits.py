@@ -3,6 +3,7 @@ that of one device; and what a rank calls is what it should be."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     T5Config,
@@ -85,6 +88,22 @@ def test_attention_that_knows_its_mask_equals_one_device_under_every_split(lengt
         assert report.ok, f"{strategy}: {report}"
 
 
+LONG = ["b@dp h@tp", "t@tp", "t@(dp,tp)", "t@dp s@tp", "b@dp ring@tp"]
+
+
+@pytest.mark.parametrize("strategy", LONG)
+def test_long_attention_in_blocks_equals_one_device_under_every_split(strategy: str):
+    """Its mask would take more memory than the queries and keys of a sample: 6 heads of 4 numbers of 4 bytes."""
+    length, window = 100, 7
+    model, x = Attention(named(strategy, 2), length, window), torch.randn(2, 1, length, 1)
+    plan = sw.plan(model, (x,), 4, mesh=sw.Mesh(dp=2, tp=2), search="sharding_propagation")
+    assert set(named(strategy, 2).split()) <= set(plan.strategies["/attention_within"].split())
+    report = sw.verify(model, (x,), plan, steps=1)
+    assert report.ok, str(report)
+    if "ring" in strategy:  # the window reaches into one block of keys before its own
+        assert [c.kind for c in plan.collectives()].count("halo_exchange") == 2
+
+
 def program_on(rank: int, model: nn.Module, plan: sw.Plan, inputs: tuple[Any, ...], **kwargs: Any) -> Program:
     spmd = program_of(plan, capture(model, inputs, kwargs).graph)
     return differentiate(localize(spmd, rank), Kinds())
@@ -134,6 +153,32 @@ def test_a_model_of_transformers_calls_attention_once_a_layer_causal_grouped_and
         assert key == (1, 2 if isinstance(model, LlamaForCausalLM) else 4, 8, 8)
     booleans = [name for name, form in program.forms.items() if form.dtype == torch.bool and len(form.shape) > 1]
     assert not [name for name in booleans if program.forms[name].shape[-2:] == (8, 8)]
+
+
+LENGTH = 131_072
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_over_131072_positions_holds_nothing_of_their_square(padded: bool):
+    """A window, of which a mask would take 16 GiB; or a padded batch under a causal mask, 32 GiB, and as much as 64
+    when it is added to scores of bfloat16."""
+    sizes = SIZES | {"num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 4, "head_dim": 128}
+    with torch.device("meta"):
+        config = MistralConfig(**sizes, sliding_window=None if padded else 4096, max_position_embeddings=LENGTH)
+        model = MistralForCausalLM(config).bfloat16()
+        ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+    call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+    call |= {"attention_mask": torch.ones_like(ids)} if padded else {}
+    plan = sw.plan(model, (), 2, kwargs=call, mesh=sw.Mesh(dp=2), search="sharding_propagation")
+    program = program_on(1, model, plan, (), **call)
+    calls = attended(program)
+    assert len(calls) == 2 * 32
+    keys = [program.forms[each.operands[1]].shape for each in calls]
+    assert {(batch, heads, width) for batch, heads, _, width in keys} == {(1, 2, 128)}
+    assert max(length for *_, length, _ in keys) == (LENGTH if padded else 8191)
+    assert max(prod(form.shape) for form in program.forms.values()) <= LENGTH * (4096 if padded else 512)
+    kept = [program.forms[name].shape for name in program.saved]
+    assert not [shape for shape in kept if len(shape) > 1 and min(shape[-2:]) >= 4096], "masks are made again"
 
 
 BATCH, PASS = 4, 2

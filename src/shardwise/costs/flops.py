@@ -15,6 +15,7 @@ import torch
 
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.schema import AnyCall, arguments, operator_name
+from shardwise.graph.within import ATTENTION_WITHIN, num_pairs
 from shardwise.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -104,6 +105,13 @@ def _attention(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 2 * (prod(query) + prod(results[0])) * key[-2]
 
 
+def _attention_within(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    """Every query meets the keys of its block."""
+    named = arguments(op)
+    blocks = named["rows"], named["firsts"], named["ends"]
+    return 2 * (prod(operands[0]) + prod(results[0])) * num_pairs(*blocks) // sum(blocks[0])
+
+
 def _recurrent(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every step of every sample meets every weight matrix."""
     return 2 * prod(operands[0][:2]) * sum(prod(shape) for shape in operands[1:] if len(shape) == 2)
@@ -129,6 +137,7 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     aten.addbmm.default: _addbmm,
     aten.einsum.default: _einsum,
     aten.scaled_dot_product_attention.default: _attention,
+    ATTENTION_WITHIN: _attention_within,
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     grouped_mm._opoverload: _grouped_mm,

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
+from shardwise.graph.within import ATTENTION_WITHIN
 from shardwise.programs.forms import Form
 from shardwise.programs.vjp import Call
 
@@ -87,6 +88,8 @@ def _run(call: Call, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     filled, named = [fill(arg) for arg in args], {key: fill(arg) for key, arg in kwargs}
     if target == aten.scaled_dot_product_attention.default:
         returned = _attention(target, filled, named)
+    elif target == ATTENTION_WITHIN:  # of blocks, which are put together
+        returned = _attention(target, filled[:3], {"scale": filled[7]}).clone()
     else:
         with torch.device("meta"):
             returned = target(*filled, **named)

@@ -33,6 +33,7 @@ class Emitter:
         self.ops: list[Op] = []
         self.constraints: list[tuple[str, str]] = []
         self.num_random_calls = 0
+        self.known: Mapping[str, Arg] = {}  # value of the graph that is rewritten -> what it is here
         self.origin = Op("/", torch.ops.aten.alias.default, (), (), ())
         self._rewrites = dict(rewrites or {})
         self._types = TypeInference()
@@ -109,6 +110,7 @@ def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph
     emitter = Emitter(source_values, graph.sources, rewrites)
     emitter.constraints = []
     known: dict[str, Arg] = {source.value: Ref(source.value) for source in graph.sources}
+    emitter.known = known
     for op in graph.ops:
         emitter.origin = op
         args = map_refs(op.args, known.__getitem__)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError, ShardwiseError, problem
 from shardwise.graph.origins import NOT_USER_CODE
-from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
+from shardwise.graph.rejected import CONSTRUCTS, FLEX_ATTENTION, TRANSFORMS
 from shardwise.graph.user_lines import DATA_DEPENDENT, run_model
 
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
@@ -43,14 +43,26 @@ def explained(error: Exception) -> CaptureError:
         return CaptureError(problem(what, source=source, fix=fix))
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor):
         fix = "attributes of tensors are not there while the model is captured: keep what it reads in the module itself"
-    used = next((name for name in map(_construct, _files_of(error)) if name), "")
+    used = _constructs_of(error)
     if used:
         return CaptureError(
-            problem(f"{used} in forward can not be captured ({first})", source=source, fix=CONSTRUCTS[used])
+            problem(f"{used[0]} in forward can not be captured ({first})", source=source, fix=CONSTRUCTS[used[0]])
         )
     return CaptureError(
         problem(f"the model can not be captured: {type(error).__name__}: {first}", source=source, fix=fix)
     )
+
+
+def of_flex_attention(error: ShardwiseError) -> CaptureError | None:
+    """What to say in place of an error about something inside of flex attention."""
+    if FLEX_ATTENTION not in _constructs_of(error):
+        return None
+    what = f"{FLEX_ATTENTION} in forward can not be captured"
+    return CaptureError(problem(what, source=_line_of(error), fix=CONSTRUCTS[FLEX_ATTENTION]))
+
+
+def _constructs_of(error: BaseException) -> list[str]:
+    return [name for name in map(_construct, _files_of(error)) if name]
 
 
 def _files_of(error: BaseException | None) -> list[str]:
@@ -67,6 +79,8 @@ def _construct(filename: str) -> str:
     path = Path(filename)
     if path.parent.name == "_higher_order_ops":
         return next((name for name in CONSTRUCTS if name.rpartition(".")[2] == path.stem), "")
+    if path.parts[-2:] == ("attention", "flex_attention.py"):
+        return FLEX_ATTENTION
     return TRANSFORMS if path.parent.name == "_functorch" and path.stem in ("vmap", "eager_transforms", "apis") else ""
 
 
@@ -88,4 +102,4 @@ def _line_of(error: BaseException) -> str:
     return line or module_line
 
 
-__all__ = ["explained"]
+__all__ = ["explained", "of_flex_attention"]

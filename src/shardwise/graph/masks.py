@@ -5,7 +5,8 @@ Models hand attention a mask, and kernels of attention are at their best without
 
     no mask              if every query sees every key
     ``is_causal``        if query q sees the keys up to q, of equally many
-    a mask made anew     if the keys that a query sees are an interval: booleans over (query, key) alone
+    a mask made anew     if the keys that a query sees are an interval: booleans over (query, key) alone; where these
+                         would be large, blocks with masks of their own (``graph.within``)
     its own mask         else, and where it depends on an input (padding) or on a parameter (a learned bias)
 
 An additive mask becomes one of these only if it is 0 on the keys that are seen, no more than the least number of its
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -30,9 +32,13 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value
 from shardwise.graph.positions import known_values
 from shardwise.graph.predicates import Abstract, Choice, Known, along, as_choice
 from shardwise.graph.schema import arguments
+from shardwise.graph.within import ATTENTION_WITHIN, blocks_of, is_large
 
 aten = torch.ops.aten
 
+_CONJUNCTIONS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor)
+_JOINS_OF_DIMS = (aten.reshape.default, aten.flatten.using_ints)
+_EXPANSIONS = (aten.expand.default, aten.broadcast_to.default)
 ATTENTION = aten.scaled_dot_product_attention.default
 
 
@@ -50,32 +56,76 @@ def _mask_of(op: Op) -> Arg:
 
 @dataclass
 class _Rewriting:
-    """Rewrites calls of attention (``emitter.Rewrite``). ``made``: the masks made anew, with their intervals."""
+    """Rewrites calls of attention (``emitter.Rewrite``). ``masks``: those made anew, with their intervals; ``bounds``:
+    the ends of intervals, with their data."""
 
     graph: Graph
     known: Mapping[str, Abstract]
     constants: dict[str, Tensor] = field(default_factory=dict)
     masks: list[tuple[Intervals, Ref]] = field(default_factory=list)
+    bounds: list[tuple[Tensor, Ref]] = field(default_factory=list)
 
     def __call__(self, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
         before = arguments(op)
         args = before | _grouped(before, emitter)
         mask = args["attn_mask"]
         original = _mask_of(emitter.origin)
-        if isinstance(mask, Ref) and isinstance(original, Ref) and original.name in self.known:
+        if isinstance(mask, Ref) and isinstance(original, Ref):
             queries, keys = (emitter.value(args[name]).shape[-2] for name in ("query", "key"))
+            dtype = emitter.value(mask).dtype
             with torch.device("cpu"):
-                seen = seen_by(self.known[original.name], emitter.value(mask).dtype, queries, keys)
+                seen, others = self._conditions(original.name, dtype, queries, keys)
+            of_keys = tuple(emitter.known[name] for name in others)
             if seen is not None and seen.is_full:
-                args["attn_mask"] = None
-            elif seen is not None and seen.is_causal:
+                args["attn_mask"] = self._all_of(of_keys, emitter)
+            elif seen is not None and seen.is_causal and not others:
                 args |= {"attn_mask": None, "is_causal": True}
-            elif seen is not None:
+            elif seen is not None and args["dropout_p"] == 0 and self._is_large(seen, args, emitter):
+                return (self._within(seen, of_keys, args, emitter),)
+            elif seen is not None and not others:
                 args["attn_mask"] = self._mask_of(seen, emitter)
         if args == before:
             return None
         positional = tuple(args.pop(name) for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"))
         return (emitter.emit_as_is(ATTENTION, *positional, **args),)
+
+    def _conditions(
+        self, mask: str, dtype: torch.dtype, queries: int, keys: int
+    ) -> tuple[Intervals | None, tuple[str, ...]]:
+        """What must hold for a key to be seen: the interval that is known (None: nothing is), and values that say of
+        keys alone whether they are seen (padding)."""
+        if mask in self.known:
+            return seen_by(self.known[mask], dtype, queries, keys), ()
+        value, op = self.graph.by_name[mask], self.graph.producer.get(mask)
+        if dtype != torch.bool:
+            return None, ()
+        if value.shape[-1:] == (keys,) and len(value.shape) > 1 and all(size == 1 for size in value.shape[-3:-1]):
+            every = torch.zeros(queries, dtype=torch.int64)
+            return Intervals(every, every + keys, keys), (mask,)
+        if op is None or op.target not in _CONJUNCTIONS:
+            return None, ()
+        (first, of_first), (second, of_second) = (
+            self._conditions(name, self.graph.by_name[name].dtype, queries, keys)
+            for name in (op.operands[0], op.operands[-1])
+        )
+        if first is None or second is None:
+            return None, ()
+        return first.intersection(second), tuple(dict.fromkeys((*of_first, *of_second)))
+
+    def _all_of(self, conditions: Sequence[Arg], emitter: Emitter) -> Arg:
+        return reduce(partial(emitter.emit, aten.logical_and.default), conditions) if conditions else None
+
+    def _is_large(self, seen: Intervals, args: Mapping[str, Arg], emitter: Emitter) -> bool:
+        query, key = emitter.value(args["query"]), emitter.value(args["key"])
+        return is_large(seen, query.shape, key.shape, query.dtype.itemsize)
+
+    def _within(self, seen: Intervals, of_keys: Sequence[Arg], args: Mapping[str, Arg], emitter: Emitter) -> Arg:
+        query = emitter.value(args["query"])
+        conditions = (*self._bounds(seen, emitter), self._all_of(of_keys, emitter))
+        operands = (args["query"], args["key"], args["value"], *conditions)
+        blocks = blocks_of(seen, query.shape, query.dtype.itemsize)
+        result: Arg = emitter.emit(ATTENTION_WITHIN, *operands, args["enable_gqa"], args["scale"], *blocks)
+        return result
 
     def _mask_of(self, seen: Intervals, emitter: Emitter) -> Ref:
         """The mask of some intervals, which all attention of the model shares."""
@@ -83,22 +133,39 @@ class _Rewriting:
             if intervals.equals(seen):
                 return ref
         keys = emitter.emit(aten.arange.default, seen.num_keys)
-        parts = []
-        for bound, data, compare in (("hi", seen.hi, aten.lt.Tensor), ("lo", seen.lo, aten.ge.Tensor)):
-            if not torch.equal(data, getattr(seen.every(), bound)):
-                first = _first_of_band(data, seen.num_keys)
-                rows = (
-                    self._constant(bound, data, emitter)
-                    if first is None
-                    else emitter.emit(aten.arange.start, first, first + len(data))
-                )
-                parts.append(emitter.emit(compare, keys, emitter.emit(aten.unsqueeze.default, rows, 1)))
+        first, end = self._bounds(seen, emitter)
+        parts = [
+            emitter.emit(compare, keys, emitter.emit(aten.unsqueeze.default, bound, 1))
+            for compare, bound in ((aten.lt.Tensor, end), (aten.ge.Tensor, first))
+            if bound is not None
+        ]
         mask: Ref = parts[0] if len(parts) == 1 else emitter.emit(aten.logical_and.default, *parts)
         self.masks.append((seen, mask))
         return mask
 
-    def _constant(self, bound: str, data: Tensor, emitter: Emitter) -> Ref:
-        name = f"mask_{len(self.masks)}_{bound}"
+    def _bounds(self, seen: Intervals, emitter: Emitter) -> tuple[Ref | None, Ref | None]:
+        """The first key that each query sees and the one behind the last, None where all see the keys to that side.
+        All attention of the model shares them."""
+        every = seen.every()
+        end = None if torch.equal(seen.hi, every.hi) else self._bound(seen.hi, seen.num_keys, emitter)
+        first = None if torch.equal(seen.lo, every.lo) else self._bound(seen.lo, seen.num_keys, emitter)
+        return first, end
+
+    def _bound(self, data: Tensor, num_keys: int, emitter: Emitter) -> Ref:
+        for known, ref in self.bounds:
+            if torch.equal(known, data):
+                return ref
+        first = _first_of_band(data, num_keys)
+        bound: Ref = (
+            self._constant(data, emitter)
+            if first is None
+            else emitter.emit(aten.arange.start, first, first + len(data))
+        )
+        self.bounds.append((data, bound))
+        return bound
+
+    def _constant(self, data: Tensor, emitter: Emitter) -> Ref:
+        name = f"mask_{len(self.bounds)}"
         while name in emitter.values:
             name += "_"
         self.constants[name] = data
@@ -182,8 +249,8 @@ def _before_repetition(ref: Arg, emitter: Emitter) -> Ref | None:
     before = op.args[0]
     if op.target is aten.repeat_interleave.self_int:
         return before if arguments(op)["dim"] in (1, -3) else None
-    expand = _producer(before, emitter) if op.target is aten.reshape.default else None
-    if expand is None or expand.target is not aten.expand.default:
+    expand = _producer(before, emitter) if op.target in _JOINS_OF_DIMS else None
+    if expand is None or expand.target not in _EXPANSIONS or len(emitter.value(before).shape) != 5:
         return None
     batch, groups, repeats, *rest = emitter.value(before).shape
     unsqueeze = _producer(expand.args[0], emitter)

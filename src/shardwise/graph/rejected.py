@@ -16,6 +16,7 @@ READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work 
 _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
 
 TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
+FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _LOOP = "write the loop in Python: its iterations are captured one after the other"
 CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
     "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
@@ -23,6 +24,8 @@ CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
     "torch.scan": _LOOP,
     "torch.associative_scan": _LOOP,
     "torch.map": _LOOP,
+    FLEX_ATTENTION: "call scaled_dot_product_attention with a mask made from positions, which is not made where it "
+    'would be large; models of transformers take attn_implementation="sdpa"',
     TRANSFORMS: "write it out with batched operators; gradients inside the model are torch.autograd.grad(..., "
     "create_graph=True)",
 }

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
-from shardwise.graph.explained import explained
+from shardwise.graph.explained import explained, of_flex_attention
 from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.functions import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
@@ -157,7 +157,9 @@ class TracedCall(nn.Module):
         """What a call returns, flattened, and its loss."""
         try:
             output, loss = run_model(self._called.call, self.module, tensors)
-        except ShardwiseError:
+        except ShardwiseError as error:
+            if (instead := of_flex_attention(error)) is not None:
+                raise instead from error
             raise
         except Exception as error:  # whatever the model raises becomes an error with the model's line
             raise explained(error) from error

@@ -25,12 +25,13 @@ from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, operator_name
 from shardwise.graph.stages import marks_of
+from shardwise.graph.within import ATTENTION_WITHIN, num_pairs
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import doing
-from shardwise.rules.bands import EVERYTHING, band_of
+from shardwise.rules.bands import EVERYTHING, band_between, band_of
 from shardwise.search.levers import blocks_of, ends_of
 from shardwise.search.micro_batch import Batches
 
@@ -196,7 +197,7 @@ def _least_flops(op: Op, graph: Graph) -> float:
     operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
     forward_flops = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
     flowing = [value.requires_grad for value in operands]
-    if "_attention" not in operator_name(op.target):
+    if "attention" not in operator_name(op.target):
         return forward_flops * (1.0 + min(sum(flowing), 2))
     query, key, value = flowing[:3]
     backward = (query + key + value + (query or key)) / 2  # products, of which forward has two
@@ -206,6 +207,9 @@ def _least_flops(op: Op, graph: Graph) -> float:
 def _seen(op: Op, graph: Graph) -> float:
     """The share of its scores that attention has to compute."""
     named, (query, key) = arguments(op), (graph.by_name[name].shape for name in op.operands[:2])
+    if op.target is ATTENTION_WITHIN:  # whose blocks are counted
+        counted = num_pairs(named["rows"], named["firsts"], named["ends"]) / (query[-2] * key[-2])
+        return min(1.0, band_between(named["first"], named["end"], graph).share(query[-2], key[-2]) / counted)
     mask = named.get("attn_mask")
     band = band_of(mask.name, graph) if isinstance(mask, Ref) else EVERYTHING
     return band.share(query[-2], key[-2]) * (0.5 if named.get("is_causal") else 1.0)

@@ -11,7 +11,7 @@ Names inside a kind: operands ``0``, ``1``, ...; what forward makes ``f0``, ``f1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -327,30 +327,38 @@ class _Traced:
             names = tuple(None if gradient is None else recorder.name_of(gradient) for gradient in gradients)
             forms = tuple(None if gradient is None else Form.of(gradient) for gradient in gradients)
             results = frozenset(recorder.name_of(tensor) for _, tensor in self.outputs)
-        return _backward_kind(self.kernels, recorder.kernels, results, names, forms)
+        numbers = {
+            str(i): Form.of(tensor).num_bytes
+            for i, tensor in enumerate(self.inputs)
+            if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+        }
+        return _backward_kind(self.kernels, recorder.kernels, results, (names, forms), numbers)
 
 
 def _backward_kind(
     forward: Sequence[Kernel],
     backward: Sequence[Kernel],
     results: frozenset[str],
-    cotangents: tuple[str | None, ...],
-    forms: tuple[Form | None, ...],
+    gradients: tuple[tuple[str | None, ...], tuple[Form | None, ...]],
+    numbers: Mapping[str, int],
 ) -> BackwardKind:
+    """``gradients``: names and forms of the cotangents of the operands; ``numbers``: operands that are integers or
+    booleans, with their bytes."""
+    cotangents, forms = gradients
     kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
     by_result = {name: kernel for kernel in forward for name in kernel.results}
-    made_from_nothing = _made_from_nothing(forward)
+    made_again = _made_again(forward, numbers)
     replayed: dict[str, Kernel] = {}
     whole = True
 
     def need(name: str) -> None:
         """A name of forward that backward reads: kept, or looked at again through what it is a view of, or made again
-        from nothing (a mask of positions)."""
+        from positions or nothing (a mask)."""
         nonlocal whole
         kernel = by_result.get(name)
         if kernel is None or name in results:
             needs[name] = None
-        elif kernel.is_view or name in made_from_nothing:
+        elif kernel.is_view or name in made_again:
             if name not in replayed:
                 for operand in kernel.operands:
                     need(operand)
@@ -371,17 +379,23 @@ def _backward_kind(
     return BackwardKind(every[0], every[1], forms, tuple(needs), whole)
 
 
-def _made_from_nothing(kernels: Sequence[Kernel]) -> frozenset[str]:
-    """What depends on no operand of the call, by kernels that give the same whenever they are called."""
+def _made_again(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
+    """What depends on no operand of the call, or on integers and booleans alone that take less memory than it does, by
+    kernels that give the same whenever they are called. ``numbers``: these operands, with their bytes."""
     root = _memories(kernels)
     overwritten = {root.get(name, name) for kernel in kernels for name in kernel.writes}
-    constants: set[str] = set()
+    origins: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in numbers}
+    again: set[str] = set()
     for kernel in kernels:
         written = any(root[name] in overwritten for name in kernel.results)
         drawn = isinstance(kernel.target, OpOverload) and is_random(kernel.target)
-        if not written and not drawn and constants.issuperset(kernel.operands):
-            constants.update(kernel.results)
-    return frozenset(constants)
+        if not written and not drawn and origins.keys() >= set(kernel.operands):
+            read = frozenset[str]().union(*(origins[name] for name in kernel.operands))
+            origins.update(dict.fromkeys(kernel.results, read))
+            size = sum(numbers[name] for name in read)
+            made = zip(kernel.results, kernel.forms, strict=True)
+            again.update(name for name, form in made if not read or form.num_bytes > size)
+    return frozenset(again)
 
 
 def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:

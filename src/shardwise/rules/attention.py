@@ -9,13 +9,15 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.graph.within import ATTENTION_WITHIN, blocks_at
 from shardwise.rules.attention_kernels import ATTENTION_ROWS
-from shardwise.rules.bands import EVERYTHING, Band, band_of
+from shardwise.rules.bands import EVERYTHING, Band, band_between, band_of
 from shardwise.rules.binding import RuleTable, build, leading_names
-from shardwise.rules.calls import flat_pieces, operand_positions, unchanged
+from shardwise.rules.calls import flat_pieces, operand_positions, replaced, unchanged
 from shardwise.rules.empty import zeros_if_empty
+from shardwise.rules.kernels import global_index
 from shardwise.rules.lowerings import attention as lowerings
-from shardwise.rules.ring import Ring, zigzag
+from shardwise.rules.ring import Ring, RingWithin, zigzag
 from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Lowering, OpRule
 
 aten = torch.ops.aten
@@ -32,7 +34,8 @@ def attention_rule(op: Op, graph: Graph) -> OpRule | None:
 
 
 def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
-    """``b h t d, b h s d, b h s e -> b h t e``; grouped: the query heads are ``(g r)``, the key heads ``g``.
+    """``b h t d, b h s d, b h s e -> b h t e``; grouped: the query heads are ``(g r)``, the key heads ``g``. A mask is
+    ``t s``, behind dims that may be broadcast; the ends of intervals of keys are ``t``, which keys are seen ``1 s``.
 
     Where queries and keys are equally many, there is the variant ``ring``: both are split alike, and the keys and
     values are passed around (``rules/ring.py``); and, of causal attention, the variant ``zigzag``, which does so with
@@ -43,7 +46,7 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     normalisation separates it.
     """
     args = arguments(op)
-    if args["dropout_p"] != 0.0:
+    if args.get("dropout_p", 0.0) != 0.0:
         return None
     query, key, value = (graph.by_name[name].shape for name in op.operands[:3])
     positions = operand_positions(op)
@@ -69,7 +72,7 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
 
     if grouped and value[-3] != key[-3]:
         return None
-    if ring == "zigzag" and (not args["is_causal"] or "attn_mask" in positions):
+    if ring == "zigzag" and not (args.get("is_causal") and "attn_mask" not in positions):
         return None
     t, s = (ring, ring) if ring else ("t", "s")
     band = EVERYTHING
@@ -78,9 +81,13 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
         tensor(key, (s,), ("d",), shared=True),
         tensor(value, (s,), ("e",), shared=True),
     ]
-    if "attn_mask" in positions:
+    if op.target is ATTENTION_WITHIN:
+        band = band_between(args["first"], args["end"], graph)
+        operands += [((t,),) for bound in ("first", "end") if bound in positions]
+    elif "attn_mask" in positions:
         band = band_of(op.operands[positions["attn_mask"][0]], graph)
-        mask = graph.by_name[op.operands[positions["attn_mask"][0]]].shape
+    if (masked := positions.get("attn_mask") or positions.get("seen")) is not None:
+        mask = graph.by_name[op.operands[masked[0]]].shape
         if len(mask) < 2:
             return None
         rows: tuple[str, ...] = (t,) if mask[-2] == query[-2] else ()
@@ -100,22 +107,29 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
         sizes=sizes,
         linear=((2,),),
         localize=_localize,
-        lowering=_lowering(ring, band),
+        lowering=_lowering(op, ring, band),
     )
     return replace(rule, kernel=_kernel)
 
 
-def _lowering(ring: str, band: Band) -> Lowering:
+def _lowering(op: Op, ring: str, band: Band) -> Lowering:
+    is_within = op.target is ATTENTION_WITHIN
     if not ring:
-        return lowerings.scaled_dot_product_attention
-    return zigzag if ring == "zigzag" else Ring(band)
+        return lowerings.attention_within if is_within else lowerings.scaled_dot_product_attention
+    return zigzag if ring == "zigzag" else RingWithin(band) if is_within else Ring(band)
 
 
 def _localize(op: Op, context: LocalContext) -> Call:
-    """Kernels of attention count rows from the first."""
-    if not arguments(op)["is_causal"] or not context.is_split("t"):
+    """Kernels of attention count rows from the first, and blocks are of all rows."""
+    args = arguments(op)
+    if not context.is_split("t"):
         return unchanged(op)
-    return _rows(unchanged(op), *flat_pieces(context.pieces["t"]))
+    pieces = flat_pieces(context.pieces["t"])
+    if op.target is ATTENTION_WITHIN:
+        index = global_index(*pieces, "cpu")
+        rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])
+        return replaced(op, rows=rows, firsts=firsts, ends=ends)
+    return _rows(unchanged(op), *pieces) if args["is_causal"] else unchanged(op)
 
 
 def _kernel(call: Call) -> Call:
@@ -133,4 +147,4 @@ def _rows(call: Call, *rows: tuple[int, ...]) -> Call:
 
 _BY_PARTS = zeros_if_empty(_attention)
 _BY_RINGS = {name: zeros_if_empty(partial(_attention, ring=name)) for name in ("ring", "zigzag")}
-ATTENTION: RuleTable = {aten.scaled_dot_product_attention.default: attention_rule}
+ATTENTION: RuleTable = dict.fromkeys((aten.scaled_dot_product_attention.default, ATTENTION_WITHIN), attention_rule)

@@ -10,11 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardwise.graph.within import attended
 from shardwise.rules.calls import block_offset
 from shardwise.rules.kernels import _ATOMS, _define, global_index
 from shardwise.rules.rule import Piece
-
-aten = torch.ops.aten
 
 
 def _attention_rows(
@@ -43,14 +42,7 @@ def _attention_rows(
         key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
         is_causal = first == 0
         attn_mask = None if is_causal else torch.arange(seen, device=device) <= rows.unsqueeze(-1)
-    if enable_gqa and not _knows_groups(query, attn_mask):
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
-        enable_gqa = False
-    result: Tensor = aten.scaled_dot_product_attention.default(
-        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return result
+    return attended(query, key, value, attn_mask, is_causal, enable_gqa, scale)
 
 
 def _last_row(pieces: Sequence[Piece]) -> int:
@@ -59,12 +51,6 @@ def _last_row(pieces: Sequence[Piece]) -> int:
     for piece in pieces:
         last = last * piece.size + piece.offset + piece.length - 1
     return max(last, 0)
-
-
-def _knows_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether PyTorch's fused kernels take groups of heads: on a CPU always, on a GPU (flash attention) in half
-    precision and without a mask. Others would compute all scores at once."""
-    return query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
 
 
 ATTENTION_ROWS: Final = _define(

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from shardwise.graph.intervals import Intervals
-from shardwise.graph.ir import Graph, Op, Ref, Value
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Value
 from shardwise.graph.positions import known_values
 from shardwise.graph.predicates import Abstract, Choice
 
@@ -73,6 +73,20 @@ def band_of(mask: str, graph: Graph) -> Band:
         return EVERYTHING
     names = dict.fromkeys(name for op in producers for name in (*op.operands, *op.results))
     return _band(mask, tuple(producers), tuple(graph.by_name[name] for name in names))
+
+
+def band_between(first: Arg, end: Arg, graph: Graph) -> Band:
+    """The band of queries that each see the keys from ``first`` up to ``end`` (names, or None): known of bounds that
+    grow with the query."""
+    least, behind = (
+        op.args[0] if op is not None and op.target is aten.arange.start else limit
+        for op, limit in ((_producer(first, graph), -inf), (_producer(end, graph), inf))
+    )
+    return Band(least, behind - 1)
+
+
+def _producer(bound: Arg, graph: Graph) -> Op | None:
+    return graph.producer.get(bound.name) if isinstance(bound, Ref) else None
 
 
 @lru_cache(maxsize=256)

@@ -20,8 +20,9 @@ pairs of chunks in which something is seen, and both are seen in full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import inf, sqrt
 from typing import Final, NamedTuple
 
@@ -30,8 +31,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.rules.bands import CAUSAL, EVERYTHING, Band
-from shardwise.rules.lowerings.attention import by_group, scaled_dot_product_attention
+from shardwise.rules.lowerings.attention import attention_within, by_group, scaled_dot_product_attention
 from shardwise.rules.lowerings.precision import cast, wide
+
+# Positions of queries and of keys, both broadcast over blocks, queries and keys -> which pairs are hidden.
+Hidden = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,25 +66,80 @@ class Ring:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        number = length // run
-        q, k, v, mask, grouped = _operands(query, key, value, attn_mask, scale, enable_gqa)
-        q, k, v = (x.unflatten(-2, (number, run)) for x in (q, k, v))
-        blocks = torch.arange(number, device=query.device)
-        within = torch.arange(run, device=query.device)
-        if mask is not None:
-            mask = _in_blocks(mask, number, run, length)
-        seen = _nothing(q)
         band = self.band.within(CAUSAL) if is_causal else self.band
-        for step, k_now, v_now in _handed_on(k, v, number, run, band):
-            origin = torch.remainder(blocks - step, number)  # of the keys that a block of queries meets now
-            hidden = None
-            if is_causal:
-                rows = (blocks.unsqueeze(-1) * run + within).unsqueeze(-1)
-                columns = (origin.unsqueeze(-1) * run + within).unsqueeze(-2)
-                hidden = columns > rows
-            seen = _met(seen, q, k_now, v_now, hidden, None if mask is None else _columns_of(mask, origin, number))
-        result = _attended(seen).flatten(-3, -2)
-        return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+        return _in_turns(query, key, value, attn_mask, _is_later if is_causal else None, band, (scale, enable_gqa, run))
+
+
+@dataclass(frozen=True)
+class RingWithin:
+    """The lowering of ``shardwise::attention_within`` over equally many queries and keys; ``band`` as of ``Ring``."""
+
+    band: Band = EVERYTHING
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        first: Tensor | None,
+        end: Tensor | None,
+        seen: Tensor | None,
+        enable_gqa: bool,
+        scale: float | None,
+        *blocks: Sequence[int],
+        runs: Sequence[int] = (),
+    ) -> Tensor:
+        """Attention of queries that see the keys from ``first`` up to ``end``; ``runs`` as of ``Ring``."""
+        length = query.shape[-2]
+        run = runs[query.dim() - 2] if runs else length
+        if not 0 < run < length:
+            return attention_within(query, key, value, first, end, seen, enable_gqa, scale)
+        bounds = [None if x is None else x.unflatten(0, (length // run, run)).unsqueeze(-1) for x in (first, end)]
+
+        def is_outside(rows: Tensor, columns: Tensor) -> Tensor:
+            before, behind = bounds
+            sides = ([] if before is None else [columns < before]) + ([] if behind is None else [columns >= behind])
+            outside: Tensor = reduce(torch.logical_or, sides)
+            return outside
+
+        hidden = is_outside if any(bound is not None for bound in bounds) else None
+        return _in_turns(query, key, value, seen, hidden, self.band, (scale, enable_gqa, run))
+
+
+def _is_later(rows: Tensor, columns: Tensor) -> Tensor:
+    return columns > rows
+
+
+def _in_turns(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    hidden: Hidden | None,
+    band: Band,
+    settings: tuple[float | None, bool, int],
+) -> Tensor:
+    """The ring itself. ``settings``: scale, whether heads are grouped, and the queries of a device."""
+    scale, enable_gqa, run = settings
+    length = query.shape[-2]
+    number = length // run
+    q, k, v, mask, grouped = _operands(query, key, value, attn_mask, scale, enable_gqa)
+    q, k, v = (x.unflatten(-2, (number, run)) for x in (q, k, v))
+    blocks = torch.arange(number, device=query.device)
+    within = torch.arange(run, device=query.device)
+    if mask is not None:
+        mask = _in_blocks(mask, number, run, length)
+    seen = _nothing(q)
+    for step, k_now, v_now in _handed_on(k, v, number, run, band):
+        origin = torch.remainder(blocks - step, number)  # of the keys that a block of queries meets now
+        unseen = None
+        if hidden is not None:
+            rows = (blocks.unsqueeze(-1) * run + within).unsqueeze(-1)
+            columns = (origin.unsqueeze(-1) * run + within).unsqueeze(-2)
+            unseen = hidden(rows, columns)
+        seen = _met(seen, q, k_now, v_now, unseen, None if mask is None else _columns_of(mask, origin, number))
+    result = _attended(seen).flatten(-3, -2)
+    return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
 
 
 def zigzag(
@@ -252,4 +311,4 @@ def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
 
 
 RING: Final = Ring()
-__all__ = ["RING", "Ring", "zigzag"]
+__all__ = ["RING", "Ring", "RingWithin", "zigzag"]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rules.samples.calls import bits, call, ids, x
 from shardwise.graph.grouped import grouped_mm
+from shardwise.graph.within import ATTENTION_WITHIN
 
 aten = torch.ops.aten
 
@@ -81,7 +82,15 @@ ATTENTION = [
         torch.tensor([True, True, False]).expand(2, 1, 1, 3).contiguous(),
         scale=0.3,
     ),
-]
+    call(  # the last query sees nothing
+        ATTENTION_WITHIN, x(2, 2, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 3), torch.tensor([-1, 0, 2, 2, 3, 6]),
+        torch.tensor([1, 1, 4, 5, 6, 7]), None, False, None, (4, 2), (0, 3), (5, 6),
+    ),
+    call(
+        ATTENTION_WITHIN, x(2, 4, 6, 2), x(2, 2, 5, 2), x(2, 2, 5, 3), None, torch.tensor([1, 2, 5, 4, 3, 1]),
+        bits(2, 1, 1, 5), True, 0.3, (3, 3), (0, 0), (5, 4),
+    ),
+]  # fmt: skip
 
 
 def _weights(gates: int, inputs: int, hidden: int, directions: int = 1) -> list[Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, sqrt
 
 import torch
 from torch import Tensor
 
+from shardwise.graph.within import within
 from shardwise.rules.lowerings.precision import cast, wide
 from shardwise.rules.lowerings.softmax import safe_softmax
 
@@ -42,6 +44,22 @@ def scaled_dot_product_attention(
         scores = scores.masked_fill(attn_mask.logical_not(), -inf) if boolean else scores + attn_mask
     result = torch.matmul(safe_softmax(scores, -1), v)
     return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+
+
+def attention_within(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor | None,
+    end: Tensor | None,
+    seen: Tensor | None,
+    enable_gqa: bool,
+    scale: float | None,
+    *blocks: Sequence[int],
+) -> Tensor:
+    """Attention of queries that each see an interval of keys, with all scores."""
+    mask = within(torch.arange(key.shape[-2], device=key.device), first, end, seen)
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def by_group(
