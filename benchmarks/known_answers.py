@@ -17,7 +17,6 @@ rate. Sources stand beside the cases.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import resource
 import sys
@@ -38,8 +37,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
-from published_prices import FLASH, Row, Software, attending, cluster_of, unpriced
+from published_prices import FLASH, Software, attending, cluster_of, unpriced
 from published_prices import seconds_of as priced
+from published_rows import Row, read
 from published_runs import Factor, Found, group_of, quarter
 
 import shardwise as sw
@@ -202,7 +202,7 @@ def seconds_of(plan: sw.Plan) -> float:
 
 def factor_of(case: Case, rows: Sequence[Row]) -> float:
     """Measured / predicted of the hardware and software of a case; 1 where there are too few groups of its runs."""
-    own = [row for row in rows if (row["gpu"], row["interconnect"]) == case.hardware and not unpriced(row)]
+    own = [row for row in rows if not unpriced(row) and (row["gpu"], row.get("interconnect")) == case.hardware]
     groups = quarter({group_of(row) for row in own}, {other.group for other in CASES.values()})
     return exp(Factor.of([Found(row, priced(row)) for row in own if group_of(row) in groups], groups).center)
 
@@ -238,8 +238,7 @@ def main() -> None:
     parser.add_argument("--only-published", action="store_true", help="price the published settings, search no others")
     parser.add_argument("--data", type=Path, help="published_runs.json, for the factors of hardware and software")
     chosen = parser.parse_args()
-    rows = [] if chosen.data is None else json.loads(chosen.data.read_text(encoding="utf-8"))
-    rows = [row for row in rows if "step_time_s" in row]
+    rows = [] if chosen.data is None else read(chosen.data)
     print(
         "| case | published s | its setting, predicted s | factor: error | CPU s | the plan found, predicted s | CPU s "
         "| MB |\n|---|---|---|---|---|---|---|---|"

@@ -25,16 +25,21 @@ for the distributed optimizer). Rows that are not priced are counted by what tha
 from __future__ import annotations
 
 import argparse
-import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published_rows import family_of, incomplete, is_count, is_positive, once, read
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,6 +59,13 @@ VOCABULARY = 50_257  # of GPT-2, whose files these tests name; padded as Megatro
 MEGATRON = {"*.qkv": "n@tp", "*.out": "k@tp", "*.up": "n@tp", "*.down": "k@tp"}
 # Between the products, where the sequence is not split.
 WHOLE = dict.fromkeys(("*.before", "*.between", "*.after_out", "*.after_down"), "I@tp")
+# What rows and their command lines must say, and groups that are of one rank where they do not.
+TEXTS = ("test", "group", "env", "platform")
+SIZES = ("hidden-size", "num-attention-heads", "num-layers", "seq-length", "micro-batch-size")
+DEGREES = (
+    "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+    "num-layers-per-virtual-pipeline-stage", "num-distributed-optimizer-instances",
+)  # fmt: skip
 # Options of Megatron's command line -> what stands between them and a price here.
 MISSING = {
     "num-experts": "experts in groups of ranks of their own",
@@ -271,32 +283,33 @@ def figure_1(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]
     """Rows of Korthikanti et al. (2022), and how many figures cannot be predicted, by what they need."""
     found, missing = [], Counter[str]()
     for row in rows:
+        gib = [float(number) for number in re.findall(r"(\d+\.?\d*) GiB", str(row.get("notes")))]
+        if reason := incomplete(row) or ("" if len(gib) == 2 else "two figures in its notes, which are not there"):
+            missing[reason] += 1
+            continue
         arch, tp, pp = row["arch"], row["tp"], row["pp"]
-        kept = row["recompute"] == "none"
+        kept, splits_sequence = row["recompute"] == "none", bool(row.get("sequence_parallel"))
         per_layer = [
             memory(
-                Shape(
-                    arch["hidden"], arch["heads"], count, row["seq"], row["micro_batch"], kept, row["sequence_parallel"]
-                ),
+                Shape(arch["hidden"], arch["heads"], count, row["seq"], row["micro_batch"], kept, splits_sequence),
                 tp,
             )
             for count in (1, 2)
         ]
         layers = arch["layers"] // pp
-        gib = [float(number) for number in re.findall(r"([0-9.]+) GiB", row["notes"])]
         one, two = (static(own, own) for own in per_layer)
         state = (two - one) * layers
-        found.append(Row(row["id"], "parameters, gradients, states", state, gib[0] * GIB))
+        found.append(Row(str(row.get("id")), "parameters, gradients, states", state, gib[0] * GIB))
         if pp > 1:
             missing["activations of several passes in flight (pipelines)"] += 1
         elif not kept:
             missing["activations with recompute of attention, gathered again in backward"] += 1
         else:
             saved = (per_layer[1].kept_bytes - per_layer[0].kept_bytes) * layers
-            found.append(Row(row["id"], "activations", saved, gib[1] * GIB))
+            found.append(Row(str(row.get("id")), "activations", saved, gib[1] * GIB))
             tokens = row["seq"] * row["micro_batch"]
             masks = layers * tokens * (2 * arch["hidden"] + arch["heads"] * row["seq"] / tp)
-            found.append(Row(row["id"], "activations and masks of dropout", saved + masks, gib[1] * GIB))
+            found.append(Row(str(row.get("id")), "activations and masks of dropout", saved + masks, gib[1] * GIB))
     return found, missing
 
 
@@ -304,10 +317,10 @@ def golden(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]]:
     """Rows of Megatron's own tests, and how many figures cannot be priced, by what they need."""
     found, missing = [], Counter[str]()
     for row in rows:
-        args = row["args"]
         if reason := _unpriced(row):
             missing[reason] += 2
             continue
+        args = row["args"]
         tp, pp = args.get("tensor-model-parallel-size", 1), args.get("pipeline-model-parallel-size", 1)
         cp, multiple = args.get("context-parallel-size", 1), 128 * tp
         dp = row["gpus"] // (tp * pp * cp)
@@ -328,24 +341,32 @@ def golden(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]]:
         # Context parallelism copies parameters, and splits states, as more replicas do.
         own, plain = memory(shape, tp, dp * cp, zero, over), memory(shape, tp, dp * cp)
         held = static(own, plain) + workspaces(row)
-        found.append(Row(row["id"], "after a step", held + received(args), row["mem_allocated_bytes"]))
+        found.append(Row(str(row.get("id")), "after a step", held + received(args), row["mem_allocated_bytes"]))
         named = _missing(row, MISSING_AT_PEAK, MISSING_AT_PEAK_BY_NAME)
-        if named or not row.get("mem_max_allocated_bytes"):
+        if named or not is_positive(row.get("mem_max_allocated_bytes")):
             missing[f"at the peak, {named[0]}" if named else "the peak, not stated"] += 1
             continue
         for scores in (False, True):
             kept = at_loss(replace(shape, scores=scores), tp, dp * cp, args.get("hidden-dropout", DROPOUT))
-            found.append(Row(row["id"], PEAKS[scores], held + kept, row["mem_max_allocated_bytes"]))
+            found.append(Row(str(row.get("id")), PEAKS[scores], held + kept, row["mem_max_allocated_bytes"]))
     return found, missing
 
 
 def _unpriced(row: Mapping[str, Any]) -> str:
     """What a row needs that is not priced, or that it does not say; empty where it can be priced."""
-    args = row["args"]
+    args = row.get("args")
+    if not isinstance(args, Mapping) or any(not isinstance(row.get(name), str) for name in TEXTS):
+        return "the command line or a name, not stated"
     if row["group"] != "gpt":
         return f"a model of another kind ({row['group']})"
-    if not row.get("gpus") or not row.get("mem_allocated_bytes"):
+    if not is_count(row.get("gpus")) or not is_positive(row.get("mem_allocated_bytes")):
         return "the number of GPUs or the memory, not stated"
+    if any(not is_count(args.get(name)) for name in SIZES) or any(not is_count(args.get(name, 1)) for name in DEGREES):
+        return "a size of the model or of a group, not stated"
+    if row["gpus"] % prod(args.get(name, 1) for name in DEGREES[:3]):
+        return "groups that do not divide the number of GPUs"
+    if not isinstance(args.get("hidden-dropout", DROPOUT), int | float):
+        return "a number for its dropout"
     options = dict(MISSING)
     if args.get("pipeline-model-parallel-size", 1) > 1:  # the last stage has one table, tied or not
         del options["untie-embeddings-and-output-weights"]
@@ -362,12 +383,12 @@ def _missing(row: Mapping[str, Any], options: Mapping[str, str], names: Mapping[
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="published_runs.json")
-    rows = json.loads(parser.parse_args(arguments).data.read_text(encoding="utf-8"))
+    rows, repeated = once(read(parser.parse_args(arguments).data))
     print(
         "| family | row | memory | predicted GiB | published GiB | predicted / published |\n|---|---|---|---|---|---|"
     )
     for family, priced in (("korthikanti2022_fig1_memory", figure_1), ("megatron_golden", golden)):
-        own = [row for row in rows if row["family"] == family]
+        own = [row for row in rows if family_of(row) == family]
         found, missing = priced(own)
         for line in found:
             gib = f"{line.predicted / GIB:.3f} | {line.published / GIB:.3f}"
@@ -390,6 +411,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         for what, count in missing.most_common():
             print(f"| {family} | not: {count} need {what} | | | | |")
+    if repeated:
+        print(f"| all | not: {repeated} rows that were there before | | | | |")
 
 
 if __name__ == "__main__":

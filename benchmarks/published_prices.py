@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
@@ -36,12 +35,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
 from published_models import LLAMA, Gated, Llama
+from published_rows import Row, incomplete, is_count, untimed
 
 import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.kernels import Work
-from shardwise.costs.memory import busiest_program
+from shardwise.costs.machine import family_of
+from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.costs.units import Figures
@@ -50,15 +51,6 @@ from shardwise.plans.bind import program_of
 from shardwise.programs.vjp import Kinds
 from shardwise.runtime.compiled import compiled_program, priced
 
-GPUS = {
-    "A100-80GB": "a100-80",
-    "A100-40GB": "a100-40",
-    "H100-80GB": "h100",
-    "H100-96GB-HBM2e-500W": "h100",
-    "H200-141GB": "h200",
-    "V100-32GB": "v100",
-    "L4-24GB": "l4",
-}
 # Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
 MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}
 REACHED = 0.92  # of a network card, as in the bundled clusters
@@ -72,12 +64,15 @@ FLASH = 0.35
 # fitted to two groups of vTrain's runs in one node (12 layers of 1,024 on 2 and on 4 A100), medians of one sequence.
 # (An H100's host, measured: 11 us without autograd; 35 forward and backward together.)
 MEGATRON_LAUNCH = 51e-6
+MEGATRON_LIKE = ("megatron", "mist")
+KNOWN = ("composer", "torchtitan", *MEGATRON_LIKE)
 # A product whose rows do not start at multiples of 16 bytes: half the rate (in nanoGPT, on A100, a vocabulary of 50,304
 # instead of 50,257 made whole steps of GPT-2 a quarter faster). A batch of them: without tensor cores, at the rate of
 # float32 (cuBLAS of 2021; BigScience's chronicle compares heads of 108, 144 and 216 elements).
 ROW_BYTES = 16
 UNALIGNED = 2.0
-Row = Mapping[str, Any]
+# What a row's list of stages of their own has of each.
+OF_STAGES = re.compile(r"layer_partitions (\[[\d, ]*\]), .*?per-stage \[[^]]*\] (\[\[[\d., ]*\](?:, \[[\d., ]*\])*\])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +91,13 @@ class Software:
 
     @staticmethod
     def of(row: Row) -> Software:
-        name, float8 = row["framework"], row["precision"].startswith("fp8")
+        name, float8 = row["framework"].casefold(), row["precision"].startswith("fp8")
         shards = isinstance(row["zero"], int) and row["zero"] >= 2
-        if name.startswith("Composer"):
-            return Software(attention=FLASH, float8=float8, shards=shards)
-        if name.startswith("torchtitan"):
+        if "torchtitan" in name:
             return Software(attention=FLASH, compiled=True, float8=float8, shards=shards)
-        flash = "flash_attn=True" in name
+        if not any(known in name for known in MEGATRON_LIKE):
+            return Software(attention=FLASH, float8=float8, shards=shards)
+        flash = "flash_attn=true" in name
         attention = FLASH if flash else 0.0
         return Software(MEGATRON_LAUNCH, attention, not flash, dropout=True, float8=float8, shards=shards)
 
@@ -130,11 +125,11 @@ class Model:
             bool(row.get("sequence_parallel")), vocab,
         )  # fmt: skip
         gated = Gated(arch["kv_heads"], arch["ffn"]) if arch.get("gated_mlp") else None
-        return Model(shape, gated, tp, row["gpu"], row["interconnect"] or "", software, cp)
+        return Model(shape, gated, tp, row["gpu"], row.get("interconnect") or "", software, cp)
 
     @property
     def half(self) -> torch.dtype:
-        return torch.float16 if self.gpu.startswith("V100") else torch.bfloat16  # as long where both exist
+        return torch.float16 if family_of(self.gpu)[0] == "v100" else torch.bfloat16  # as long where both exist
 
     def cluster(self) -> Cluster:
         return cluster_of(self.gpu, self.tp, 8, self.interconnect)
@@ -160,7 +155,7 @@ class Half:
 def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster:
     """The hardware of a row: a bundled cluster, with the links that the row states."""
     inside = min(per_node, 8, gpus)
-    cluster = Cluster.load(f"{GPUS[gpu]}-{max(gpus // inside, 1)}x{inside}")
+    cluster = Cluster.load(f"{family_of(gpu)[0]}-{max(gpus // inside, 1)}x{inside}")
     bandwidth = MEMORY_BANDWIDTH.get(gpu, cluster.device.memory_bandwidth)
     node, *network = cluster.levels
     rate = None
@@ -207,9 +202,17 @@ def attending(device: Device, share: float) -> Device:
     return replace(device, kernels=Figures({**device.kernels, "attention": share, "attention_backward": share}))
 
 
+@dataclass(frozen=True, slots=True)
+class OnePass:
+    """Forward and backward of a pass, and the bytes that a device keeps between them."""
+
+    halves: tuple[Half, Half]
+    kept_bytes: float
+
+
 @cache
-def one_pass(model: Model) -> tuple[Half, Half]:
-    """Forward and backward of a pass of a model whose layers are split over devices of one node."""
+def one_pass(model: Model, recompute: str) -> OnePass:
+    """A pass of a model whose layers are split over devices of one node. ``recompute``: as ``sw.plan`` takes it."""
     shape, software = model.shape, model.software
     with torch.device("meta"):
         module: nn.Module = Llama(shape, model.gated) if model.gated else Gpt(shape)
@@ -223,7 +226,7 @@ def one_pass(model: Model) -> tuple[Half, Half]:
     strategies = LLAMA if model.gated else MEGATRON | whole
     plan = sw.plan(
         module, (ids, ids), cluster, mesh=sw.Mesh(tp=model.tp), strategies=strategies | {"tokens": "v@tp"},
-        search="sharding_propagation", recompute="none",
+        search="sharding_propagation", recompute=recompute,
     )  # fmt: skip
     spmd = program_of(plan, capture(module, (ids, ids), {}).graph, training=True)
     program = busiest_program(spmd, Kinds())
@@ -231,8 +234,10 @@ def one_pass(model: Model) -> tuple[Half, Half]:
         # What is sent stays outside of what is compiled; of the ranks only the place is asked.
         nobody: Any = SimpleNamespace(coordinates=spmd.mesh.coordinates(program.rank))
         program = compiled_program(program, nobody, torch.device("cpu"), generate=priced)
-    step = simulate_program(program, OwnPrices(Links(cluster, plan.mesh), "none", model=model))
-    return _half(step, "forward"), _half(step, "backward")
+    prices = OwnPrices(Links(cluster, plan.mesh), "none", model=model)
+    step = simulate_program(program, prices)
+    halves = _half(step, "forward"), _half(step, "backward")
+    return OnePass(halves, memory_of_program(program, prices).kept_bytes)
 
 
 def _half(step: SimulatedStep, part: str) -> Half:
@@ -254,9 +259,10 @@ def pass_of(row: Row, micro_batch: int) -> Pass:
     model = Model.of(row, micro_batch)
     device, software, shape = model.cluster().device, model.software, model.shape
     launch = device.launch if software.launch is None else software.launch
-    one, two = (one_pass(replace(model, shape=replace(shape, layers=layers))) for layers in (1, 2))
-    layer = [(b - a).seconds(launch) for a, b in zip(one, two, strict=True)]
-    rest = sum((a - (b - a)).seconds(launch) for a, b in zip(one, two, strict=True))
+    one, two = (one_pass(replace(model, shape=replace(shape, layers=layers)), "none") for layers in (1, 2))
+    pairs = list(zip(one.halves, two.halves, strict=True))
+    layer = [(b - a).seconds(launch) for a, b in pairs]
+    rest = sum((a - (b - a)).seconds(launch) for a, b in pairs)
     tokens = shape.batch * shape.sequence
     if shape.vocab * model.half.itemsize % ROW_BYTES:
         rest += (UNALIGNED - 1) * 6 * tokens * shape.width * shape.vocab / model.tp / device.matmul_flops("bf16")
@@ -270,26 +276,37 @@ def pass_of(row: Row, micro_batch: int) -> Pass:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """``layers`` of a stage, how many forwards of them are computed again, and of what micro-batch on how many
-    replicas."""
+    replicas. ``stored``: where a row says it of a stage, whether parameters, gradients and states are split over
+    replicas, and which parts of these and of activations wait on the host."""
 
     layers: int
     again: float
     micro_batch: int
     dp: int
+    stored: tuple[float, ...] = ()
 
 
 def stages_of(row: Row) -> list[Stage]:
-    """The stages of a row, the last one with the head. Where they differ, the row's notes list them."""
-    recompute = str(row["recompute"])
+    """The stages of a row, the last one with the head. Where they differ, the row's notes list them; empty where these
+    cannot be read."""
+    recompute, pp = row["recompute"], row["pp"]
     if not recompute.startswith("per stage"):
-        layers = ceil(row["arch"]["layers"] / row["pp"])
+        layers = ceil(row["arch"]["layers"] / pp)
         again = layers * {"full": 1.0, "selective(op)": 0.5}.get(recompute, 0.0)
-        return [Stage(layers, again, row["micro_batch"], row["dp"])] * row["pp"]
-    found = re.search(r"layer_partitions (\[.*?\]), .*?per-stage \[.*?\] (\[\[.*?\]\])", row["notes"])
-    assert found is not None, f"{row['id']}: its stages are not listed"
-    again = json.loads(recompute.removeprefix("per stage:"))
-    each = zip(json.loads(found[1]), again, json.loads(found[2]), strict=True)
-    return [Stage(layers, count, int(own[0]), int(own[1])) for layers, count, own in each]
+        return [Stage(layers, again, row["micro_batch"], row["dp"])] * pp
+    found = OF_STAGES.search(row.get("notes") or "")
+    again = re.fullmatch(r"per stage: (\[[\d, ]*\])", recompute)
+    if found is None or again is None:
+        return []
+    try:
+        layers, counts, own = (json.loads(text) for text in (found[1], again[1], found[2]))
+    except ValueError:
+        return []
+    if not len(layers) == len(counts) == len(own) == pp or sum(layers) != row["arch"]["layers"]:
+        return []
+    if any(len(one) < 2 or not all(is_count(value) for value in one[:2]) for one in own):
+        return []
+    return [Stage(n, count, *one[:2], tuple(one[3:])) for n, count, one in zip(layers, counts, own, strict=True)]
 
 
 def parameters(row: Row) -> tuple[float, float]:
@@ -301,26 +318,27 @@ def parameters(row: Row) -> tuple[float, float]:
     return 4 * width**2 + 2 * width * arch["ffn"] + 13 * width, (arch["vocab"] + row["seq"]) * width
 
 
-def unpriced(row: Row) -> str:
-    """Why a row cannot be priced; empty where it can."""
-    arch = row.get("arch")
-    if row.get("status") != "ok":
-        return "ran out of memory: no seconds"
-    if not row.get("step_time_s"):
-        return "no seconds published"
-    if not arch or any(not row.get(key) for key in ("seq", "micro_batch", "global_batch", "gpus", "tp", "pp", "dp")):
-        return "a field that prices need is not stated"
-    if row["gpu"] not in GPUS:
+def unpriced(row: Any) -> str:
+    """Why the seconds of a row cannot be predicted or compared; empty where they can."""
+    return untimed(row) or unplanned(row)
+
+
+def unplanned(row: Any) -> str:
+    """Why the setting of a row cannot be priced; empty where it can."""
+    if missing := incomplete(row):
+        return missing
+    arch, tp = row["arch"], row["tp"]
+    if not family_of(row["gpu"])[1]:
         return f"no bundled device: {row['gpu']}"
     if (row.get("ep") or 1) > 1:
         return "expert parallelism on axes of its own"
-    if not arch.get("gated_mlp") and arch["kv_heads"] != arch["heads"]:
+    if not arch.get("gated_mlp") and (arch["kv_heads"] != arch["heads"] or arch["ffn"] != 4 * arch["hidden"]):
         return "a model of another kind than GPT and Llama"
-    if str(row["recompute"]).startswith("per stage") and "layer_partitions" not in (row["notes"] or ""):
+    if not stages_of(row):
         return "stages that differ and are not listed"
-    if arch["hidden"] % arch["heads"]:
+    if arch["hidden"] % arch["heads"] or arch["heads"] % arch["kv_heads"]:
         return "a width that its heads do not divide"
-    if row["tp"] > 8 or arch["heads"] % row["tp"] or arch["kv_heads"] % row["tp"]:
+    if any(arch[name] % tp for name in ("heads", "kv_heads", "ffn")) or tp > min(row.get("gpus_per_node") or 8, 8):
         return "heads that tp does not divide, or tp wider than a node"
     return ""
 
@@ -334,7 +352,9 @@ def approximated(row: Row) -> str:
         said.append("device: an H100 SXM with other memory")
     if (row.get("cp") or 1) > 1:
         said.append("cp: keys and values arrive beside attention")
-    if "offload" in (row["notes"] or ""):
+    if not any(known in row["framework"].casefold() for known in KNOWN):
+        said.append(f"software: {row['framework']}: eager, attention in one kernel, no dropout")
+    if "offload" in (row.get("notes") or ""):
         said.append("offloading: beside the computation")
     return "; ".join(said)
 
@@ -372,7 +392,7 @@ def seconds_of(row: Row) -> float:
     """The predicted step."""
     tp, pp, cp, vpp = row["tp"], row["pp"], row.get("cp") or 1, row.get("vpp") or 1
     shards = Software.of(row).shards
-    cluster = cluster_of(row["gpu"], row["gpus"], row.get("gpus_per_node") or 8, row["interconnect"] or "")
+    cluster = cluster_of(row["gpu"], row["gpus"], row.get("gpus_per_node") or 8, row.get("interconnect") or "")
     moves = Moves.of(row, cluster)
     passes = row["global_batch"] // (row["micro_batch"] * row["dp"])
     per_layer, ends = (numel / tp for numel in parameters(row))

@@ -7,16 +7,19 @@ coverage are those of the other groups.
 
 The interval is the factor's: nine of ten runs lie in it if logarithms of measured / predicted spread as in that
 quarter, which counts by its groups beside ``PRIOR`` groups with the spread ``SPREAD``, that of all families together.
+
+Peaks of memory are compared without a factor (``published_bytes.py``); the last column counts the runs that are said
+not to fit, of those that ran out of memory and of those that ran. A row that cannot be priced is counted by its reason
+(``published_rows.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import exp, log, sqrt
 from pathlib import Path
@@ -25,11 +28,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published_prices import Row, approximated, seconds_of, unpriced
+from published_bytes import monitored, peak_bytes, room
+from published_prices import approximated, seconds_of, unplanned, unpriced
+from published_rows import Row, by_setting, family_of, is_positive, once, read, setting_of
+
+import shardwise as sw
 
 SPREAD = 0.08  # standard deviation of a logarithm
 PRIOR = 4  # groups
 NINE_OF_TEN = 1.645  # standard deviations
+AGREE = 0.05  # by which seconds of one setting may differ
 
 
 def group_of(row: Row) -> tuple[Any, ...]:
@@ -55,7 +63,7 @@ class Found:
 
     @property
     def software(self) -> tuple[Any, ...]:
-        return self.row["gpu"], self.row["framework"], self.row["interconnect"]
+        return self.row["gpu"], self.row["framework"], self.row.get("interconnect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,37 +132,87 @@ def calibrated(found: Sequence[Found]) -> tuple[list[Judged], int]:
 
 def order(judged: Iterable[Judged]) -> tuple[int, int, list[float]]:
     """Pairs of plans of one group and batch, how many of them are predicted in their order, and per set the regret of
-    the plan that would be picked."""
+    the plan that would be picked. Runs of one setting are one plan, with the median of their seconds."""
     sets: dict[Any, list[Found]] = defaultdict(list)
     for one in judged:
         sets[one.found.group, one.found.row["global_batch"]].append(one.found)
     pairs = right = 0
     regrets = []
-    for rows in sets.values():
-        if len(rows) < 2:
+    for found in sets.values():
+        predicted = {setting_of(one.row): one.seconds for one in found}
+        plans = [
+            (predicted[setting_of(runs[0])], median(float(row["step_time_s"]) for row in runs))
+            for runs in by_setting(one.row for one in found)
+        ]
+        if len(plans) < 2:
             continue
-        for a, b in combinations(rows, 2):
+        for a, b in combinations(plans, 2):
             pairs += 1
-            right += (a.seconds < b.seconds) == (a.row["step_time_s"] < b.row["step_time_s"])
-        picked = min(rows, key=lambda one: one.seconds)
-        regrets.append(picked.row["step_time_s"] / min(one.row["step_time_s"] for one in rows) - 1)
+            right += (a[0] < b[0]) == (a[1] < b[1])
+        regrets.append(min(plans, key=lambda plan: plan[0])[1] / min(seconds for _, seconds in plans) - 1)
     return pairs, right, regrets
 
 
-def report(family: str, rows: Sequence[Row], show: bool) -> None:
-    found, missing, approximately = [], Counter[str](), Counter[str]()
+def contradictions(rows: Iterable[Row]) -> list[str]:
+    """Runs of one setting whose seconds differ by more than ``AGREE``, named."""
+    said = []
+    for runs in by_setting(rows):
+        seconds = [float(row["step_time_s"]) for row in runs]
+        if max(seconds) > (1 + AGREE) * min(seconds):
+            names = ", ".join(str(row.get("id")) for row in runs)
+            said.append(f"one setting, {min(seconds):.4g} to {max(seconds):.4g} s: {names}")
+    return said
+
+
+@dataclass(slots=True)
+class Held:
+    """Of runs whose memory is known: ``ratios`` of predicted and published peaks; of those that ran and those that ran
+    out of memory, how many there are and how many are said not to fit."""
+
+    ratios: list[float] = field(default_factory=list)
+    ran: Counter[bool] = field(default_factory=Counter)
+    out: Counter[bool] = field(default_factory=Counter)
+
+    def add(self, row: Row) -> None:
+        predicted = peak_bytes(row)
+        counted = self.out if row["status"] == "oom" else self.ran
+        counted[predicted > room(row)] += 1
+        if row["status"] == "ok" and is_positive(row.get("peak_mem_gib")):
+            self.ratios.append((predicted + monitored(row)) / (row["peak_mem_gib"] * 2**30))
+
+    def cells(self) -> list[str]:
+        errors = [abs(ratio - 1) for ratio in self.ratios]
+        error = f"{median(errors):.1%}, {mean(errors):.1%} of {len(errors)}" if errors else ""
+        out = f"{self.out[True]} of {self.out.total()}; " if self.out else ""
+        ran = f"{self.ran[True]} of {self.ran.total()} that ran" if self.ran else ""
+        return [error, out + ran]
+
+
+def report(family: str, rows: Sequence[Any], show: bool) -> None:
+    """A line of what a family comes to, and lines of what it is not."""
+    rows, repeated = once(rows)
+    found, held, missing, approximately = [], Held(), Counter[str](), Counter[str]()
+    if repeated:
+        missing["the same row again"] = repeated
     for row in rows:
-        if reason := unpriced(row):
+        reason = unpriced(row)
+        try:
+            if not unplanned(row) and row.get("status") in ("ok", "oom"):
+                held.add(row)
+            if not reason:
+                found.append(Found(row, seconds_of(row)))
+        except (sw.ShardwiseError, RuntimeError) as error:  # torch's, of tensors that are too large to be described
+            reason = reason or f"cannot be planned: {str(error).splitlines()[0]}"
+        if reason:
             missing[reason] += 1
-        else:
-            found.append(Found(row, seconds_of(row)))
-            if said := approximated(row):
-                approximately[said] += 1
-            if show:
-                one = found[-1]
-                print(f"|   {row['id']} | {one.seconds:.3f} s | {row['step_time_s']:.3f} s | {1 / one.ratio:.3f} |")
+            continue
+        if said := approximated(row):
+            approximately[said] += 1
+        if show:
+            one = found[-1]
+            print(f"|   {row.get('id')} | {one.seconds:.3f} s | {row['step_time_s']:.3f} s | {1 / one.ratio:.3f} |")
     raw = [1 / one.ratio for one in found]
-    cells = [f"{len(found)} of {len(rows)}"]
+    cells = [f"{len(found)} of {len(rows) + repeated}"]
     cells.append(f"{median(raw):.2f} ({min(raw):.2f}-{max(raw):.2f})" if raw else "")
     judged, used = calibrated(found)
     errors, inside = [one.error for one in judged], [one.inside for one in judged]
@@ -163,11 +221,14 @@ def report(family: str, rows: Sequence[Row], show: bool) -> None:
     cells.append(f"{right / pairs:.3f} of {pairs}" if pairs else "")
     cells.append(f"{mean(regrets):.1%}, most {max(regrets):.1%}" if regrets else "")
     cells.append(f"{mean(inside):.0%}" if inside else "")
+    cells += held.cells()
     print(f"| {family} | {' | '.join(cells)} |", flush=True)
-    for said, count in approximately.most_common():
-        print(f"| {family} | approximated: {count}: {said} | | | | | |")
-    for reason, count in missing.most_common():
-        print(f"| {family} | not: {count}: {reason} | | | | | |")
+    empty = " |" * (len(cells) - 1)
+    notes = [f"approximated: {count}: {said}" for said, count in approximately.most_common()]
+    notes += [f"not: {count}: {reason}" for reason, count in missing.most_common()]
+    notes += [f"contradict each other: {said}" for said in contradictions(one.row for one in found)]
+    for note in notes:
+        print(f"| {family} | {note} |{empty}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -176,21 +237,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--families", nargs="*", help="only these")
     parser.add_argument("--all", action="store_true", help="a line per row")
     options = parser.parse_args(arguments)
-    families: dict[str, list[Row]] = defaultdict(list)
+    families: dict[str, list[Any]] = defaultdict(list)
     skipped: Counter[str] = Counter()
-    for row in json.loads(options.data.read_text(encoding="utf-8")):
-        if "step_time_s" not in row:  # another schema, whose seconds are not those of the hardware
-            skipped[row["family"]] += 1
-        elif not options.families or row["family"] in options.families:
-            families[row["family"]].append(row)
+    for row in read(options.data):
+        family = family_of(row)
+        if options.families and family not in options.families:
+            continue
+        if isinstance(row, Mapping) and "args" in row:  # another schema, whose seconds are not those of the hardware
+            skipped[family] += 1
+        else:
+            families[family].append(row)
     print(
         "| family | rows priced | predicted / measured: median (range) | error with one factor: median, mean | pairs "
-        "in order | regret: mean | in the 90 % interval |\n|---|---|---|---|---|---|---|"
+        "in order | regret: mean | in the 90 % interval | error of memory: median, mean | said not to fit: of those "
+        "that ran out of memory |\n|---|---|---|---|---|---|---|---|---|"
     )
     for family, rows in families.items():
         report(family, rows, options.all)
     for family, count in skipped.items():
-        print(f"| {family} | not: {count}: times that differ by environment; memory: published_memory.py | | | | | |")
+        reason = "times that differ by environment; memory: published_memory.py"
+        print(f"| {family} | not: {count}: {reason} |{' |' * 7}")
+    if not families and not skipped:
+        print(f"no rows in {options.data}" + (f" of {', '.join(options.families)}" if options.families else ""))
 
 
 if __name__ == "__main__":

@@ -343,7 +343,7 @@ def compare(
         prices = Prices(Links(cluster, compared_plan.mesh), optimizer, compared_plan.micro_batches)
         spmd = program_of(compared_plan, planned_graph(call, compared_plan), training=module.training)
         rows.append(Compared(search, seconds, compared_plan, simulate(spmd, prices, kinds)))
-    return Comparison(tuple(rows))
+    return Comparison(tuple(rows), cluster)
 
 
 def step_memory(

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ARCH = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocab": 512, "gated_mlp": False}
 TINY = {
     "id": "tiny", "family": "tiny", "framework": "Megatron-DeepSpeed", "gpu": "A100-80GB", "gpus": 4, "tp": 2, "pp": 2,
     "dp": 1, "zero": 0, "seq": 64, "micro_batch": 2, "global_batch": 16, "recompute": "full", "precision": "fp16",
     "interconnect": "NVLink3", "status": "ok", "step_time_s": 1.0, "notes": None,
-    "arch": {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocab": 512, "gated_mlp": False},
+    "arch": ARCH,
 }  # fmt: skip
 
 
@@ -71,10 +72,12 @@ def test_passes_and_stages_add_up(prices: ModuleType) -> None:
 
 def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
     notes = "plan: layer_partitions [3, 1], devices [[1, 2], [1, 2]], GA steps 8, per-stage [mbs,dp,tp] "
-    notes += "[[2, 2, 1, 0.5], [2, 2, 1, 0.0]]; per-stage peak"
+    notes += "[[2, 2, 1, 0, 0, 1], [2, 2, 1, 0, 0, 0]]; per-stage peak"
     row = {**TINY, "recompute": "per stage: [2, 0]", "notes": notes, "tp": 1, "dp": 2}
-    assert prices.stages_of(row) == [prices.Stage(3, 2, 2, 2), prices.Stage(1, 0, 2, 2)]
+    assert prices.stages_of(row) == [prices.Stage(3, 2, 2, 2, (0, 0, 1)), prices.Stage(1, 0, 2, 2, (0, 0, 0))]
     assert prices.unpriced(row) == ""
+    for other in (None, notes.replace("[3, 1]", "[3, 2]"), notes.replace("[2, 2, 1", "[0, 2, 1", 1), "nothing"):
+        assert prices.unpriced({**row, "notes": other}) == "stages that differ and are not listed"
     assert prices.unpriced({**row, "notes": None}) == "stages that differ and are not listed"
     assert prices.stages_of(TINY) == [prices.Stage(2, 2, 2, 1)] * 2
     assert prices.stages_of({**TINY, "recompute": "selective(op)"})[0].again == 1
@@ -86,7 +89,26 @@ def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
         ({"step_time_s": None}, "no seconds published"),
         ({"status": "oom"}, "ran out of memory: no seconds"),
         ({"gpu": "Z1"}, "no bundled device: Z1"),
-        ({"seq": None}, "a field that prices need is not stated"),
+        ({"step_time_s": float("nan")}, "step_time_s: no positive number"),
+        ({"step_time_s": "1.0"}, "step_time_s: no positive number"),
+        ({"step_time_s": -1.0}, "step_time_s: no positive number"),
+        ({"status": "OK"}, "status: neither ok nor oom"),
+        ({"seq": None}, "seq: not stated, and prices need it"),
+        ({"framework": None, "arch": {**ARCH, "ffn": None}}, "framework, arch.ffn: not stated, and prices need it"),
+        ({"seq": "64"}, "seq: no positive whole number"),
+        ({"pp": 2.0}, "pp: no positive whole number"),
+        ({"dp": True}, "dp: no positive whole number"),
+        ({"interconnect": ["NVLink"]}, "interconnect: no text"),
+        ({"zero": "3"}, "zero: neither 0, 1, 2, 3 nor per stage"),
+        ({"zero": True}, "zero: neither 0, 1, 2, 3 nor per stage"),
+        ({"dp": 2}, "tp x pp x dp x cp: not the number of GPUs"),
+        ({"global_batch": 15}, "global_batch: not a whole number of passes"),
+        ({"gpus": 12, "pp": 6, "arch": {**ARCH, "layers": 6}}, "GPUs that do not fill nodes of 8"),
+        ({"recompute": "half"}, "recompute: not known: half"),
+        ({"precision": "fp32"}, "precision: not known: fp32"),
+        ({"arch": {**ARCH, "experts": 8}}, "a model of another kind than GPT and Llama: experts"),
+        ({"arch": {**ARCH, "ffn": 192}}, "a model of another kind than GPT and Llama"),
+        ({"recompute": "per stage: [1,"}, "stages that differ and are not listed"),
         ({"ep": 4}, "expert parallelism on axes of its own"),
     ],
 )
@@ -165,19 +187,76 @@ def test_intervals_hold_nine_of_ten_where_groups_are_many(runs: ModuleType, spre
 
 
 def test_every_row_is_a_figure_or_a_reason(tmp_path: Path) -> None:
-    rows = [TINY, {**TINY, "id": "no seconds", "step_time_s": None}, {"family": "golden"}]
+    slow = {**TINY, "id": "another", "step_time_s": 2.0}
+    without_memory = {**TINY, "id": "oom", "status": "oom", "step_time_s": None, "arch": {**ARCH, "layers": 10**7}}
+    rows = [TINY, TINY, slow, {**TINY, "id": "no seconds", "step_time_s": None}, without_memory, {"family": "golden"}]
+    rows += [3, None, {"family": "golden", "args": {}}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     command = [sys.executable, str(BENCHMARKS / "published_runs.py"), "--data", str(tmp_path / "rows.json")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
-    assert "| tiny | 1 of 2 |" in ended.stdout
+    assert "| tiny | 2 of 5 |" in ended.stdout
+    assert "| tiny | not: 1: the same row again |" in ended.stdout
+    assert "| tiny | contradict each other: one setting, 1 to 2 s: tiny, another |" in ended.stdout
+    assert "| 1 of 1; 0 of 3 that ran |" in ended.stdout, "the one that ran out of memory is said not to fit"
+    assert "| (no family) | not: 2: no object |" in ended.stdout
     assert "| tiny | not: 1: no seconds published |" in ended.stdout
     assert "| golden | not: 1:" in ended.stdout
 
 
+def test_a_stage_holds_its_states_and_its_passes_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of two layers for every pass in flight; 16 bytes of states a parameter, in parts with ZeRO."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    held = importlib.import_module("published_bytes")
+
+    def first(**change: int) -> float:
+        row = {**TINY, **change}
+        return float(held._of_stage(row, 0, held.stages_of(row)[0]))
+
+    assert first() - first(global_batch=2) == 2 * (2 * 2 * 64 * 64)
+    layer, end = (numel / 2 for numel in held.parameters(TINY))  # over tp
+    assert first(zero=1, dp=1) - first(zero=1, dp=2, gpus=8) == 16 / 2 * (2 * layer + end)
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "Expecting value"), ("{}", "a list of rows is expected, not dict")])
+def test_a_file_that_is_no_list_is_refused(runs: ModuleType, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(SystemExit, match=said):
+        runs.main(["--data", str(tmp_path / "rows.json")])
+
+
+def test_no_rows_are_said(runs: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.json").write_text("[]")
+    runs.main(["--data", str(tmp_path / "rows.json")])
+    assert "no rows in " in capsys.readouterr().out
+
+
+def test_runs_of_one_setting_are_one_plan_in_the_order(runs: ModuleType) -> None:
+    """Of three runs of one setting and one of another there is a pair, and the median is what is compared."""
+    slow = {**TINY, "micro_batch": 4, "tp": 4, "pp": 1}
+    found = [runs.Found({**TINY, "step_time_s": seconds}, 1.0) for seconds in (1.0, 1.1, 9.0)]
+    found.append(runs.Found({**slow, "step_time_s": 1.2}, 2.0))
+    judged = [runs.Judged(one, 1.0, 0.5, 2.0) for one in found]
+    assert runs.order(judged) == (1, 1, [0.0])
+    assert runs.order(reversed(judged)) == (1, 1, [0.0])
+
+
+def test_the_order_of_rows_changes_nothing(runs: ModuleType) -> None:
+    found = [runs.Found(row_of(layers, batch, 1 + batch / 10), 1.0) for layers in range(10, 18) for batch in (1, 2, 3)]
+    mixed = random.Random(1).sample(found, len(found))
+    judged = [
+        sorted(
+            (one.found.group, one.found.row["global_batch"], one.factor, one.low) for one in runs.calibrated(rows)[0]
+        )
+        for rows in (found, mixed)
+    ]
+    assert judged[0] == judged[1]
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-GOLDEN = {"group": "gpt", "gpus": 8, "mem_allocated_bytes": 1.0, "test": "tiny"}
+GOLDEN = {"group": "gpt", "gpus": 8, "mem_allocated_bytes": 1.0, "test": "tiny", "env": "", "platform": "a100"}
+SIZES = {"hidden-size": 64, "num-attention-heads": 4, "num-layers": 4, "seq-length": 64, "micro-batch-size": 2}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +270,7 @@ GOLDEN = {"group": "gpt", "gpus": 8, "mem_allocated_bytes": 1.0, "test": "tiny"}
     ],
 )
 def test_options_that_are_not_priced_are_seen(memory: ModuleType, args: dict[str, Any], why: str, at_peak: str) -> None:
-    row = {**GOLDEN, "args": args}
+    row = {**GOLDEN, "args": SIZES | args}
     assert memory._unpriced(row) == why
     found = memory._missing(row, memory.MISSING_AT_PEAK, memory.MISSING_AT_PEAK_BY_NAME)
     assert found == ([at_peak] if at_peak else [])

@@ -15,6 +15,7 @@ import shardwise as sw
 from report.net import Net
 from shardwise.costs.pipeline import StageSeconds
 from shardwise.costs.timeline import Event
+from shardwise.plans.intervals import priced_cluster, said_bytes, said_step
 from shardwise.plans.printing import format_figures, merged_operators, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.holdings import Grid, holdings
@@ -53,7 +54,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
     assert isinstance(plan, Planned)
     (known,) = plan.known()
     assert f'id="figures">{format_figures(plan)}</p>' in text
-    assert f"{format_bytes(plan.prediction.peak_bytes)} in {plan.prediction.peak_at}" in text
+    assert f"{said_bytes(plan.prediction.peak_bytes, priced_cluster(plan))} in {plan.prediction.peak_at}" in text
     assert known.step.seconds == pytest.approx(plan.prediction.simulated_seconds)
     for name in ("own-shares", "own-parts"):
         part = text.partition(f'id="{name}"')[2].partition("</table>")[0]
@@ -201,8 +202,10 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     text = text_of(tmp_path / "plan.html")
     assert own.pipeline is not None
     assert f'id="figures">{format_figures(own)}</p>' in text
-    assert format_figures(own).startswith(f"step {format_seconds(own.pipeline.step_seconds)}, ")
-    assert f"{format_bytes(own.pipeline.memory_bytes)} of " in format_figures(own)
+    assert format_figures(own).startswith(f"step {said_step(own)}, ")
+    assert re.match(re.escape(format_seconds(own.pipeline.step_seconds)) + r" \([\d.]+-[\d.]+\)$", said_step(own))
+    cluster = priced_cluster(own)
+    assert f"{said_bytes(own.pipeline.memory_bytes, cluster)} of " in format_figures(own)
     assert f"Schedule of a step, {format_seconds(own.pipeline.step_seconds)}" in text
     schedule = text.partition('id="own-schedule"')[2].partition("</svg>")[0]
     assert schedule.count('<rect class="box') == 2 * 2 * own.micro_batches  # forward and backward in two stages
@@ -219,7 +222,7 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     }
     assert expected <= {re.sub("<.*?>", "", choice) for choice in chosen}
     for stage in own.pipeline.stages:
-        row = [format_seconds(stage.forward), format_seconds(stage.backward), format_bytes(stage.peak_bytes)]
+        row = [format_seconds(stage.forward), format_seconds(stage.backward), said_bytes(stage.peak_bytes, cluster)]
         assert "".join(f"<td>{cell}</td>" for cell in row) in text
         assert f"<td>{stage.bubble:.1%}</td>" in text
     again = sw.Plan.from_json(own.to_json())
@@ -251,7 +254,7 @@ def test_stages_have_types_seconds_and_memory_of_their_own_passes(tmp_path: Path
         assert told.step.peak_bytes == round(expected.peak_bytes) == max(peak.num_bytes for peak in told.over)
         part = text.partition(f'id="own-{number}-memory"')[2].partition(f'id="own-{number}-holds"')[0]
         assert format_seconds(told.step.seconds) in part
-        assert f"{format_bytes(expected.peak_bytes)} in {told.step.peak.where}" in part
+        assert f"{said_bytes(expected.peak_bytes, priced_cluster(own))} in {told.step.peak.where}" in part
         timeline = part.partition(f'id="own-{number}-timeline"')[2].partition("</svg>")[0]
         assert timeline.count('<rect class="box') == len(told.step.events)
         operators = text.partition(f'id="own-{number}-operators"')[2].partition("<h2")[0]

@@ -20,8 +20,9 @@ from shardwise.costs.prediction import Interval
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
+from shardwise.plans.intervals import said, said_bytes, said_step
 from shardwise.plans.plan import Plan
-from shardwise.plans.quantities import format_bytes, format_interval, format_seconds
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.joined import Joined
 from shardwise.report.options import NUM_SHOWN, Option, Question, changes, limit_of, mends, tried
 from shardwise.report.planned import Planned, Staged
@@ -105,9 +106,8 @@ class Fits:
             between = f" ({self._units / took.high:,.0f}-{self._units / took.low:,.0f})" if took.low < took.high else ""
             lines = [
                 f"fits {where}, {_split(asked.plan)}",
-                f"  step {format_interval(took.value, took.low, took.high, format_seconds)}, {self.rate:,.0f} "
-                f"{unit}/s{between}, {self.utilisation:.1%} of the devices' peak",
-                f"  peak {format_bytes(peak.num_bytes)}{limit} a device, in {peak.where}: {_parts(peak)}",
+                f"  step {said(took)}, {self.rate:,.0f} {unit}/s{between}, {self.utilisation:.1%} of the devices' peak",
+                f"  peak {said_bytes(peak.num_bytes, asked.cluster)}{limit} a device, in {peak.where}: {_parts(peak)}",
                 *_stages(asked.plan, self.step.stages),
             ]
             if self.price is not None:
@@ -120,7 +120,7 @@ class Fits:
     def _option(self, option: Option) -> str:
         if option.plan is None:
             return f"{option.what}: does not fit"
-        figures = f"step {format_seconds(option.step_seconds)}, peak {format_bytes(option.peak_bytes)}"
+        figures = f"step {said_step(option.plan)}, peak {said_bytes(option.peak_bytes, option.cluster)}"
         if not self.ok:
             return f"{option.what}: {figures}"
         share = option.price / self.asked.price - 1

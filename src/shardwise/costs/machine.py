@@ -68,9 +68,9 @@ def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, boo
     >>> family_of("NVIDIA H100 80GB HBM3"), family_of("NVIDIA A100-SXM4-40GB"), family_of("NVIDIA L40S", (8, 9))
     (('h100', True), ('a100-40', True), ('l4', False))
     """
-    words = re.split(r"[\s/_-]+", name)
+    words = re.split(r"[\s/_-]+", name.upper())
     for known, chosen in _FAMILIES:
-        if "MIG" not in words and set(known.split()) <= set(words):
+        if "MIG" not in words and set(known.upper().split()) <= set(words):
             return chosen, True
     return _BY_CAPABILITY.get(capability, _OTHERWISE), False
 

@@ -20,6 +20,23 @@ class Interval:
     high: float
 
 
+def between(seconds: float, compute: float, cluster: Cluster) -> Interval:
+    """Of so many seconds, of which operators take ``compute``: these are as uncertain as the device's figures, all else
+    as those of the level that is known least."""
+    compute = min(compute, seconds)
+    exposed = seconds - compute
+    link_error = 1 + max((level.spread for level in cluster.levels), default=0.0)
+    device_error = 1 + cluster.device.spread
+    low, high = compute / device_error + exposed / link_error, compute * device_error + exposed * link_error
+    return Interval(seconds, low, high)
+
+
+def between_bytes(num_bytes: float, cluster: Cluster) -> Interval:
+    """Of a peak of so many bytes."""
+    share = 1 + cluster.device.memory_spread
+    return Interval(num_bytes, num_bytes / share, num_bytes * share)
+
+
 @dataclass(frozen=True, slots=True)
 class PassedOver:
     """The cheapest plan, where another was chosen, because it is faster in the simulation, or because this does not fit
@@ -78,17 +95,12 @@ class Prediction:
 
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
         """Of so many seconds of a pass, for all passes of a step."""
-        compute = min(self.compute, seconds)
-        exposed = seconds - compute
-        link_error = 1 + max((level.spread for level in cluster.levels), default=0.0)
-        device_error = 1 + cluster.device.spread
-        low, high = compute / device_error + exposed / link_error, compute * device_error + exposed * link_error
-        return Interval(self.passes * seconds, self.passes * low, self.passes * high)
+        own = between(seconds, self.compute, cluster)
+        return Interval(*(self.passes * end for end in (own.value, own.low, own.high)))
 
     def memory_interval(self, cluster: Cluster) -> Interval:
         """The peak, in bytes."""
-        share = 1 + cluster.device.memory_spread
-        return Interval(self.peak_bytes, self.peak_bytes / share, self.peak_bytes * share)
+        return between_bytes(self.peak_bytes, cluster)
 
     @property
     def planned_seconds(self) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.plans.intervals import said_step
 from shardwise.plans.precision import format_precision
-from shardwise.plans.printing import format_seconds, format_totals
+from shardwise.plans.printing import format_totals
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
@@ -60,13 +61,12 @@ def _settings(plan: Plan) -> dict[str, str]:
     settings |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     settings["precision"] = format_precision(plan.precision)
     settings["micro_batches"] = str(plan.micro_batches)
-    if plan.predicted is not None:
-        settings["step"] = format_seconds(plan.predicted.step_seconds)
+    if step := said_step(plan):
+        settings["step"] = step
     if plan.is_pipeline:
         settings |= {"schedule": plan.schedule, "stages": str(len(plan.stages))}
         settings |= {f"order of place {place}": line for place, line in enumerate(plan.order)}
     if plan.pipeline is not None:
-        settings["step"] = format_seconds(plan.pipeline.step_seconds)
         settings["bubble"] = f"{plan.pipeline.bubble:.1%}"
     return settings
 

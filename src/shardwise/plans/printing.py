@@ -13,28 +13,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardwise.costs.cluster_file import parse as parse_cluster
 from shardwise.costs.optimizers import named, states_of, waits_on_host
-from shardwise.errors import PlanError, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, listed, problem
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
+from shardwise.plans.intervals import priced_cluster, said, said_bytes, said_step
 from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
-from shardwise.plans.quantities import format_interval
 from shardwise.plans.quantities import format_seconds as format_seconds
 from shardwise.programs.state_groups import waits
 from shardwise.texts import shown
 
 if TYPE_CHECKING:
     from shardwise.costs.cluster import Cluster
-    from shardwise.costs.prediction import Interval, Prediction
+    from shardwise.costs.prediction import Prediction
     from shardwise.plans.plan import Plan
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
@@ -76,12 +75,12 @@ def format_plan(plan: Plan) -> str:
 def _pipeline(plan: Plan) -> list[str]:
     """The schedule and its stages: what runs where, and what is predicted of each."""
     places = {stage.placement.ranks for stage in plan.stages}
-    cost, said = plan.pipeline, ""
+    cost, cluster, takes = plan.pipeline, priced_cluster(plan), ""
     if cost is not None:
-        said = f": a step takes {format_seconds(cost.step_seconds)}, in {cost.bubble:.1%} of it devices wait (bubble)"
+        takes = f": a step takes {said_step(plan)}, in {cost.bubble:.1%} of it devices wait (bubble)"
         if cost.bound_seconds:
-            said += f"; no order of these stages takes less than {format_seconds(cost.bound_seconds)}"
-    lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{said}"]
+            takes += f"; no order of these stages takes less than {format_seconds(cost.bound_seconds)}"
+    lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{takes}"]
     rows = []
     for number, stage in enumerate(plan.stages):
         paths = [entry.name.partition("/")[0] for entry in stage.operators]
@@ -92,7 +91,7 @@ def _pipeline(plan: Plan) -> list[str]:
             sent = f", sends {format_bytes(int(stage_cost.sent_bytes))}" if stage_cost.sent_bytes else ""
             row.append(
                 f"forward {format_seconds(stage_cost.forward)}, backward {format_seconds(stage_cost.backward)}, peak "
-                f"{format_bytes(int(stage_cost.peak_bytes))}{sent}, bubble {stage_cost.bubble:.1%}"
+                f"{said_bytes(int(stage_cost.peak_bytes), cluster)}{sent}, bubble {stage_cost.bubble:.1%}"
             )
         rows.append(tuple(row))
     return lines + _columns(rows)
@@ -114,14 +113,15 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         seconds, size, passes, known = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
     else:
         return []
-    figures = [("step", format_seconds(seconds))]
+    figures = [("step", said_step(plan))]
     ids = next((e for e in plan.inputs if len(e.shape) == 2 and e.dtype in ("i64", "i32")), None)
     count = prod(ids.shape) if ids is not None else plan.micro_batch
     if count and seconds:
         figures.append((f"{'tokens' if ids is not None else 'samples'}/s", f"{count * passes / seconds:,.0f}"))
     if size:
         limit = _limit(plan)
-        figures.append(("memory", f"{format_bytes(size)}{f' of {limit}' if limit else ''} a device"))
+        room = f" of {limit}" if limit else ""
+        figures.append(("memory", f"{said_bytes(size, priced_cluster(plan))}{room} a device"))
     return [*figures, ("gap", "not known" if known is None else f"{known:.2%}")]
 
 
@@ -179,7 +179,7 @@ def _states_on_host(plan: Plan) -> list[str]:
     sizes = [size for place_sizes in sizes_of.values() for size in place_sizes]
     waiting = [size for size in sizes if waits(size)]
     most = max(sum(size for size in place_sizes if waits(size)) for place_sizes in sizes_of.values())
-    total, cluster = states_of(plan.optimizer) * most, _priced_cluster(plan)
+    total, cluster = states_of(plan.optimizer) * most, priced_cluster(plan)
     seconds = 0.0 if cluster is None else cluster.device.host_seconds(total)
     took = f", {format_seconds(seconds)} there and as long back" if seconds else ""
     name, _ = named(plan.optimizer)
@@ -198,21 +198,12 @@ def _stage(stage: Stage) -> list[str]:
     return [*lines, "operators:", *_operators(stage)]
 
 
-def _priced_cluster(plan: Plan) -> Cluster | None:
-    """The cluster that the plan was priced for; None where it was not, or where somebody edited it so that it cannot be
-    read (whoever asks for prices is told)."""
-    try:
-        return None if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster")
-    except ShardwiseError:
-        return None
-
-
 def _limit(plan: Plan) -> str:
     """What the tensors of a device might take; empty where nothing limits them, or it is not known."""
     said = "" if plan.pricing is None else plan.pricing.limit
     if said:
         return "" if said == NO_LIMIT else said
-    cluster = _priced_cluster(plan)
+    cluster = priced_cluster(plan)
     return "" if cluster is None else format_bytes(cluster.device.usable_bytes)
 
 
@@ -228,14 +219,14 @@ def _reserved(plan: Plan, cluster: Cluster | None) -> str:
 def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     """What the plan was chosen for: the additive price and its bound, then what the simulation says. Seconds and bytes
     that will be measured have intervals."""
-    cluster = _priced_cluster(plan)
+    cluster = priced_cluster(plan)
     reserved = _reserved(plan, cluster)
 
     def step(seconds: float) -> str:
         return format_seconds(cost.passes * seconds)
 
     def measured(seconds: float) -> str:
-        return step(seconds) if cluster is None else _interval(cost.interval(seconds, cluster), format_seconds)
+        return step(seconds) if cluster is None else said(cost.interval(seconds, cluster))
 
     passes = f" ({cost.passes} passes of {format_seconds(cost.pass_seconds)})" if cost.passes > 1 else ""
     lines = [
@@ -250,10 +241,7 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     if cost.optimality_gap is not None:
         proven = ", which the plan reaches: proven optimal" if not cost.optimality_gap else ""
         lines.append(f"    bound {step(cost.bound)}: no plan of 10^{cost.log10_plans:.0f} has a lower price{proven}")
-    memory = (
-        format_bytes(cost.peak_bytes) if cluster is None else _interval(cost.memory_interval(cluster), format_bytes)
-    )
-    peak = f"peak memory {memory}{reserved} in {cost.peak_at}"
+    peak = f"peak memory {said_bytes(cost.peak_bytes, cluster)}{reserved} in {cost.peak_at}"
     if cost.simulated_seconds:
         lines.append(f"    simulated step {measured(cost.simulated_seconds)}, with overlap and buckets; {peak}")
     elif cost.peak_bytes:  # too many operators to simulate
@@ -261,16 +249,12 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     if cost.passed_over is not None:
         other = cost.passed_over
         why = "simulation" if other.fits else "memory limit"
-        takes = f"takes {step(other.simulated_seconds)} simulated, peak {format_bytes(other.peak_bytes)}"
+        takes = f"takes {measured(other.simulated_seconds)} simulated, peak {said_bytes(other.peak_bytes, cluster)}"
         lines.append(
             f"    given away for the {why} {cost.given_away:.2%}: the cheapest plan, of additive price "
             f"{step(other.additive_price)}, {takes}{'' if other.fits else ', which does not fit'}"
         )
     return lines
-
-
-def _interval(interval: Interval, form: Callable[[float], str]) -> str:
-    return format_interval(interval.value, interval.low, interval.high, form)
 
 
 def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[str, ...]], list[str]]:

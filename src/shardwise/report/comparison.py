@@ -10,7 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.prediction import between
 from shardwise.costs.timeline import SimulatedStep
+from shardwise.plans.intervals import said, said_bytes
 from shardwise.plans.plan import CollectiveEntry, Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 
@@ -36,9 +39,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Searches in the order in which they were asked for."""
+    """Searches in the order in which they were asked for, on one cluster."""
 
     rows: tuple[Compared, ...]
+    cluster: Cluster
 
     def __iter__(self) -> Iterator[Compared]:
         return iter(self.rows)
@@ -68,11 +72,11 @@ class Comparison:
                 row.search,
                 format_seconds(row.planning_seconds),
                 ", ".join(f"{name}={size}" for name, size in row.plan.mesh.axes),
-                format_seconds(step.seconds),
+                said(between(step.seconds, step.compute, self.cluster)),
                 format_seconds(step.compute),
                 format_seconds(step.exposed),
                 f"{format_seconds(step.communication)}, {format_bytes(row.num_bytes)}",
-                format_bytes(step.peak_bytes),
+                said_bytes(step.peak_bytes, self.cluster),
                 "" if gap is None else f"{gap:.2%}",
             )
         console = Console(file=StringIO(), width=WIDTH, color_system=None)

@@ -16,12 +16,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import Peak
-from shardwise.costs.prediction import EXACT
+from shardwise.costs.prediction import EXACT, between
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
+from shardwise.plans.intervals import priced_cluster, said, said_bytes
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
@@ -114,8 +116,10 @@ def _looked_at(plan: Plan, known: Sequence[Pass]) -> dict[str, Any]:
     """A plan for the template."""
     passes_or_none: Sequence[Pass | None] = known or (None,) * len(plan.stages)
     stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
+    cluster = priced_cluster(plan)
     passes = [
-        _pass(of_stage, stage.mesh, len(known)) for stage, of_stage in zip(plan.stages, known, strict=bool(known))
+        _pass(of_stage, stage.mesh, len(known), cluster)
+        for stage, of_stage in zip(plan.stages, known, strict=bool(known))
     ]
     rows = [(number, row) for number, stage in enumerate(stages) for row in stage["rows"] if row.seconds]
     return {
@@ -148,16 +152,17 @@ def _places(plan: Plan) -> list[Share]:
     return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
 
 
-def _pass(known: Pass, mesh: Mesh, num_stages: int) -> dict[str, Any]:
+def _pass(known: Pass, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
     """A simulated pass for the template. The boxes of a page are shared by its stages."""
     step = known.step
+    takes = format_seconds(step.seconds)
     return {
-        "seconds": format_seconds(step.seconds),
+        "seconds": takes if cluster is None else said(between(step.seconds, step.compute, cluster)),
         "time": _time(step),
         "messages": _messages(step, mesh),
         "memory": _memory(step.peak),
         "over": memory_over(known.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
-        "peak": f"{format_bytes(step.peak_bytes)} in {step.peak.where}",
+        "peak": f"{said_bytes(step.peak_bytes, cluster)} in {step.peak.where}",
         "timeline": timeline(step.events, step.seconds, mesh, most=max(MOST_EVENTS // num_stages, 100)),
     }
 
@@ -203,7 +208,7 @@ def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
             f"{len(stage.operators):,}",
             format_seconds(figures.forward),
             format_seconds(figures.backward),
-            format_bytes(figures.peak_bytes),
+            said_bytes(figures.peak_bytes, priced_cluster(plan)),
             format_bytes(figures.sent_bytes),
             f"{figures.bubble:.1%}",
         )

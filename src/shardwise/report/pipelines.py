@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.plans.intervals import priced_cluster, said_bytes, said_seconds
 from shardwise.plans.other_pipelines import RankedPipeline
-from shardwise.plans.quantities import format_bytes, format_seconds
 
 WIDTH = 120
 
@@ -30,13 +30,14 @@ class PipelineRanking:
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("differs in", overflow="fold")
         first = self.pipelines[0]
+        cluster = None if first.plan is None else priced_cluster(first.plan)
         for number, pipeline in enumerate(self.pipelines, 1):
             table.add_row(
                 str(number),
-                format_seconds(pipeline.step_seconds),
+                said_seconds(pipeline.step_seconds, cluster),
                 f"{pipeline.step_seconds / first.step_seconds - 1:+.2%}" if pipeline.changed else "",
                 "" if pipeline.bubble is None else f"{pipeline.bubble:.1%}",
-                format_bytes(int(pipeline.num_bytes)),
+                said_bytes(pipeline.num_bytes, cluster),
                 pipeline.changed or "the chosen pipeline",
             )
         console = Console(file=StringIO(), width=WIDTH, color_system=None)

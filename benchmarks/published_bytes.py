@@ -1,0 +1,107 @@
+"""What a published run is predicted to hold at its peak, with its own settings (for ``published_runs.py``).
+
+Of the fullest stage, in closed form, beside what a layer keeps (``published_prices.py``):
+
+* parameters, gradients and AdamW's states, as the row's software has them: weights in 16 bits beside float32 ones,
+  float32 gradients (Megatron) or gradients in 16 bits (DeepSpeed; with float32 sums beside them where the precision
+  says so), states split by ZeRO; or everything in float32 shards, of which two layers are gathered (FSDP);
+* of the passes in flight what layers keep, or, where they are computed again, their inputs and one layer;
+* where the last stage takes the loss, the scores of the vocabulary: 6 bytes each in Megatron, whose loss overwrites
+  them, and 10 in torch.
+
+What is compared is what rows say they measured: torch's allocated bytes (Mist), reserved ones (torchtitan: what the
+allocator loses between blocks besides), or a monitor of the node (BigScience: the reserve of the bundled device).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from published_prices import Model, Software, Stage, cluster_of, one_pass, parameters, stages_of
+from published_rows import Row
+
+from shardwise.costs.cluster import Device
+
+LOST = 0.04  # of a device's memory, between blocks of the allocator
+WEIGHTS, SHARDED, STATES = 2, 16, 12  # bytes a parameter
+OVERWRITTEN, SCORE = 6, 10  # bytes a score of the vocabulary
+SELECTIVE = "selective(attention core)"
+
+
+def device_of(row: Row) -> Device:
+    return cluster_of(row["gpu"], row["gpus"], row.get("gpus_per_node") or 8, row.get("interconnect") or "").device
+
+
+def room(row: Row) -> float:
+    """Bytes of a device that tensors may have."""
+    device = device_of(row)
+    return device.memory_bytes - device.reserve_bytes
+
+
+def monitored(row: Row) -> float:
+    """Bytes that the row's way of measuring counts beside tensors."""
+    device, name = device_of(row), row["framework"].casefold()
+    if "torchtitan" in name:
+        return LOST * device.memory_bytes
+    return device.reserve_bytes if "deepspeed" in name else 0.0
+
+
+def peak_bytes(row: Row) -> float:
+    """Tensors of the fullest device."""
+    return max(_of_stage(row, place, stage) for place, stage in enumerate(stages_of(row)))
+
+
+def _of_stage(row: Row, place: int, stage: Stage) -> float:
+    arch, tp, pp, cp, vpp = row["arch"], row["tp"], row["pp"], row.get("cp") or 1, row.get("vpp") or 1
+    model, is_last = Model.of(row, stage.micro_batch), place == pp - 1
+    per_layer, end = (numel / tp for numel in parameters(row))
+    ends = (place == 0) + (is_last and (pp > 1 or bool(arch.get("gated_mlp"))))
+    tokens = stage.micro_batch * row["seq"] / cp
+    inputs = 2 * tokens * arch["hidden"] / (tp if model.shape.splits_sequence else 1)
+    kept = _kept(row, model) + (_masks(row, model) if model.software.dropout else 0.0)
+    again = stage.again / stage.layers
+    passes = row["global_batch"] // (stage.micro_batch * stage.dp)
+    in_flight = min(pp - place, passes) if vpp == 1 else min(pp + (pp - 1) / vpp, passes)
+    saved = in_flight * stage.layers * (again * inputs + (1 - again) * kept) + kept * bool(again)
+    scores = (OVERWRITTEN if _is_megatron(row) else SCORE) * tokens * model.shape.vocab / tp * is_last
+    return _state(row, stage, per_layer, per_layer * stage.layers + ends * end) + saved + scores
+
+
+def _kept(row: Row, model: Model) -> float:
+    """Bytes of a layer, as a plan keeps them. Attention that is computed again keeps no scores; what Megatron's
+    sequence parallelism gathers is gathered again."""
+    scores = model.shape.scores and row["recompute"] != SELECTIVE
+    recompute = "gathers" if model.shape.splits_sequence and model.tp > 1 else "none"
+    one, two = (
+        one_pass(replace(model, shape=replace(model.shape, scores=scores, layers=layers)), recompute)
+        for layers in (1, 2)
+    )
+    return two.kept_bytes - one.kept_bytes
+
+
+def _masks(row: Row, model: Model) -> float:
+    """Of dropout: a byte an element of a layer, where plans make them again."""
+    shape = model.shape
+    tokens = shape.batch * shape.sequence
+    between = 2 * tokens * shape.width / (model.tp if shape.splits_sequence else 1)
+    of_scores = shape.heads * tokens * shape.sequence / model.tp
+    return between + of_scores * (shape.scores and row["recompute"] != SELECTIVE)
+
+
+def _is_megatron(row: Row) -> bool:
+    return "megatron" in row["framework"].casefold()
+
+
+def _state(row: Row, stage: Stage, per_layer: float, held: float) -> float:
+    """Parameters, gradients and states of ``held`` parameters."""
+    software, replicas = Software.of(row), stage.dp * (row.get("cp") or 1)
+    if software.shards:
+        whole = 3 * 2 * per_layer if row["pp"] == 1 else (WEIGHTS + 4) * held
+        return SHARDED * held / replicas + whole * (replicas > 1)
+    name = row["framework"].casefold()
+    gradients = 4 if "megatron-lm" in name else 2
+    gradients += 4 if "fp32 grad" in row["precision"] else 0
+    states = STATES + (4 if "deepspeed" in name else 0)
+    on_host = stage.stored[5] if len(stage.stored) > 5 else 0.0
+    split = bool(stage.stored[2]) if len(stage.stored) > 2 else bool(row["zero"])
+    return held * (WEIGHTS + gradients + states * (1 - on_host) / (replicas if split else 1))

@@ -1,0 +1,127 @@
+"""Rows of a file of published runs: what one must state to be priced, and which are runs of one setting."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+COUNTS = ("seq", "micro_batch", "global_batch", "gpus", "tp", "pp", "dp")
+COUNTS_OR_NONE = ("cp", "ep", "vpp", "gpus_per_node")
+TEXTS = ("gpu", "framework", "precision", "recompute")
+TEXTS_OR_NONE = ("interconnect", "notes")
+ARCH = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+# What a model may be besides; biases and tied tables are not told apart.
+TRAITS = ("gated_mlp", "bias", "tied_embeddings")
+MOST = 2**31  # of any count
+# What makes two rows runs of one setting.
+SETTING = ("arch", *COUNTS, *COUNTS_OR_NONE, *TEXTS, "interconnect", "zero", "sequence_parallel")
+
+
+def read(path: Path) -> list[Any]:
+    """The rows of a file. Ends the program where it is not a list in JSON."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
+    if not isinstance(rows, list):
+        raise SystemExit(f"{path}: a list of rows is expected, not {type(rows).__name__}")
+    return rows
+
+
+def family_of(row: Any) -> str:
+    name = row.get("family") if isinstance(row, Mapping) else None
+    return name if isinstance(name, str) and name else "(no family)"
+
+
+def once(rows: Sequence[Any]) -> tuple[list[Any], int]:
+    """The rows, each once, and how many of them had been there before."""
+    found = {json.dumps(row, sort_keys=True): row for row in rows}
+    return list(found.values()), len(rows) - len(found)
+
+
+def setting_of(row: Row) -> str:
+    """All that a run was started with, as rows state it."""
+    return json.dumps([row.get(name) for name in SETTING], sort_keys=True)
+
+
+def by_setting(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows that are runs of one setting, together."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[setting_of(row)].append(row)
+    return list(found.values())
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0
+
+
+def untimed(row: Any) -> str:
+    """Why a row has no seconds to be compared with; empty where it has."""
+    if not isinstance(row, Mapping):
+        return "no object"
+    if row.get("status") == "oom":
+        return "ran out of memory: no seconds"
+    if row.get("status") != "ok":
+        return "status: neither ok nor oom"
+    if row.get("step_time_s") is None:
+        return "no seconds published"
+    return "" if is_positive(row["step_time_s"]) else "step_time_s: no positive number"
+
+
+def incomplete(row: Any) -> str:
+    """What prices need of a row and it does not state, or states as they cannot read; empty where there is nothing."""
+    arch = row.get("arch") if isinstance(row, Mapping) else None
+    if not isinstance(arch, Mapping):
+        return "arch: not stated, and prices need it"
+    needed = {name: row.get(name) for name in (*COUNTS, *TEXTS, "zero")} | {
+        f"arch.{name}": arch.get(name) for name in ARCH
+    }
+    if missing := [name for name, value in needed.items() if value in (None, "")]:
+        return f"{', '.join(missing)}: not stated, and prices need it"
+    stated = needed | {name: row[name] for name in (*COUNTS_OR_NONE, *TEXTS_OR_NONE) if row.get(name) is not None}
+    texts = (*TEXTS, *TEXTS_OR_NONE)
+    if odd := [name for name, value in stated.items() if name in texts and not isinstance(value, str)]:
+        return f"{', '.join(odd)}: no text"
+    if odd := [name for name, value in stated.items() if name not in (*texts, "zero") and not is_count(value)]:
+        return f"{', '.join(odd)}: no positive whole number"
+    flags = {name: arch.get(name) for name in TRAITS} | {"sequence_parallel": row.get("sequence_parallel")}
+    if odd := [name for name, value in flags.items() if value is not None and not isinstance(value, bool)]:
+        return f"{', '.join(odd)}: neither true nor false"
+    if more := [name for name, value in arch.items() if name not in (*ARCH, *TRAITS) and value]:
+        return f"a model of another kind than GPT and Llama: {', '.join(map(str, more))}"
+    return _apart(row, arch)
+
+
+def _apart(row: Row, arch: Row) -> str:
+    """What of the figures of a row does not go together."""
+    cp, vpp, zero = row.get("cp") or 1, row.get("vpp") or 1, row["zero"]
+    if row["tp"] * row["pp"] * row["dp"] * cp != row["gpus"]:
+        return "tp x pp x dp x cp: not the number of GPUs"
+    if row["global_batch"] % (row["micro_batch"] * row["dp"]):
+        return "global_batch: not a whole number of passes"
+    if row["pp"] * vpp > arch["layers"]:
+        return "more stages than layers"
+    if row["seq"] % cp:
+        return "a sequence that cp does not divide"
+    if row["gpus"] % (per_node := min(row.get("gpus_per_node") or 8, 8, row["gpus"])):
+        return f"GPUs that do not fill nodes of {per_node}"
+    if not (zero in (0, 1, 2, 3) and not isinstance(zero, bool)) and not str(zero).startswith("per stage"):
+        return "zero: neither 0, 1, 2, 3 nor per stage"
+    if not row["precision"].startswith(("fp16", "bf16", "fp8")):
+        return f"precision: not known: {row['precision']}"
+    if row["recompute"] not in ("none", "full", "selective(op)", "selective(attention core)") and not row[
+        "recompute"
+    ].startswith("per stage"):
+        return f"recompute: not known: {row['recompute']}"
+    return ""
