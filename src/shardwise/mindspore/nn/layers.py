@@ -18,7 +18,7 @@ from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, Max
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.resizing import pool, same_padding
+from shardwise.mindspore.ops.resizing import pool, same_padding, transposed
 from shardwise.mindspore.ops.shape import ExpandDims, Reshape
 from shardwise.mindspore.tensor import Parameter
 
@@ -251,11 +251,16 @@ class Conv3d(Cell):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
         self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
-        shape = [out_channels, in_channels // group, *self.kernel_size]
+        shape = [*self.channels, *self.kernel_size]
         self.weight = Parameter(initializer(HeUniform(HE) if weight_init is None else weight_init, shape, dtype),
                                 "weight")  # fmt: skip
         if has_bias:
             self.bias = _bias(bias_init, out_channels, math.prod(shape[1:]), dtype)
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The first two sizes of the weight."""
+        return self.out_channels, self.in_channels // self.group
 
     def construct(self, x: Any) -> Any:
         sides = self.sides if self.pad_mode == "pad" else (0,) * 6
@@ -265,6 +270,38 @@ class Conv3d(Cell):
         if any(sides):
             x = F.pad(x, (*sides[4:], *sides[2:4], *sides[:2]))
         return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
+
+
+class Conv3dTranspose(Conv3d):
+    """The transposed convolution of volumes, with a weight of (in, out / group, depth, height, width)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        pad_mode: str = "same",
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        group: int = 1,
+        output_padding: Sizes = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group, *args, **kwargs
+        )
+        self.output_padding = output_padding
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        return self.in_channels, self.out_channels // self.group
+
+    def construct(self, x: Any) -> Any:
+        y = transposed(x, self.weight, self.stride, self.pad_mode, self.sides, self.output_padding, self.dilation,
+                       self.group)  # fmt: skip
+        return y + self.bias.reshape(-1, 1, 1, 1) if self.has_bias else y
 
 
 class Conv2dTranspose(Cell):
@@ -409,6 +446,6 @@ class Identity(Cell):
 
 
 __all__ = [
-    "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Dense", "Dropout", "Embedding",
-    "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
+    "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Conv3dTranspose", "Dense",
+    "Dropout", "Embedding", "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
 ]  # fmt: skip
