@@ -206,7 +206,7 @@ def test_absent_names_say_the_nearest_one(capsys: pytest.CaptureFixture[str]) ->
     for path, name, nearest in (
         ("ops", "Mattmul", "MatMul"), ("ops", "reduce_summ", "reduce_sum"), ("nn", "Dence", "Dense"),
         ("nn", "SoftmaxCrossEntropy", "SoftmaxCrossEntropyWithLogits"),
-        ("dataset", "TFRecordDataset", "GeneratorDataset"),
+        ("dataset", "IMDBDataset", "GeneratorDataset"),
         ("dataset.vision", "RandomCropp", "RandomCrop"), ("train", "SummaryColector", "SummaryCollector"),
         ("ops.operations", "Sigmoidd", "Sigmoid"), ("numpy", "aranje", "arange"), ("", "set_contxt", "set_context"),
         ("", "transform_checkpoint", "transform_checkpoints"),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode, Image, ImageEnhance, ImageOps
+from shardwise.mindspore.dataset.effects import CLASSES, FILTERS, ConvertMode, Image, ImageEnhance, ImageOps, turned
 from shardwise.mindspore.dataset.transforms import Array, TypeCast
 from shardwise.mindspore.named import absent
 
@@ -45,11 +45,6 @@ class Border(enum.Enum):
     EDGE = "edge"
     REFLECT = "reflect"
     SYMMETRIC = "symmetric"
-
-
-_PILLOWS = {Inter.NEAREST: Image.Resampling.NEAREST, Inter.LINEAR: Image.Resampling.BILINEAR,
-            Inter.CUBIC: Image.Resampling.BICUBIC, Inter.AREA: Image.Resampling.BOX,
-            Inter.ANTIALIAS: Image.Resampling.LANCZOS}  # fmt: skip
 
 
 def _array(image: Any) -> Array:
@@ -103,7 +98,7 @@ class Resize:
     """Another size: (height, width), or that of the shorter side."""
 
     def __init__(self, size: Sizes, interpolation: Inter = Inter.LINEAR) -> None:
-        self.size, self.filter = size, _PILLOWS[interpolation]
+        self.size, self.filter = size, FILTERS[interpolation]
 
     def __call__(self, image: Any) -> Any:
         height, width = _array(image).shape[:2]
@@ -258,7 +253,7 @@ class Rotate:
 
     def __init__(self, degrees: float, resample: Inter = Inter.NEAREST, expand: bool = False) -> None:
         self.degrees: Any = degrees
-        self.filter, self.expand = _PILLOWS[resample], expand
+        self.filter, self.expand = FILTERS[resample], expand
 
     def __call__(self, image: Any) -> Any:
         return self.turned(image, self.degrees)
@@ -296,14 +291,7 @@ class RandomColorAdjust:
             factor = float(np.random.uniform(*bounds))
             if factor != 1:
                 image = _by_pillow(image, lambda picture, change=change, factor=factor: change(picture).enhance(factor))
-        return _by_pillow(image, partial(_turned, part=float(np.random.uniform(*self.hue)))) if any(self.hue) else image
-
-
-def _turned(image: Image.Image, part: float) -> Image.Image:
-    """An image whose hues are further along the colour circle."""
-    hue, *others = image.convert("HSV").split()
-    turned = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
-    return Image.merge("HSV", (turned, *others)).convert(image.mode)
+        return _by_pillow(image, partial(turned, part=float(np.random.uniform(*self.hue)))) if any(self.hue) else image
 
 
 class Grayscale:
