@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -313,3 +314,13 @@ def test_wrong_arguments_are_refused_with_the_numbers(make: Any, error: type[Exc
 def test_weights_of_losses_may_be_arrays() -> None:
     loss = nn.CrossEntropyLoss(WEIGHT.numpy())
     assert torch.equal(loss.weight, as_torch(WEIGHT))
+
+
+def test_arguments_are_those_of_the_class_statement_and_initial_values_are_not_kept() -> None:
+    assert list(inspect.signature(nn.Conv1d).parameters)[:4] == ["in_channels", "out_channels", "kernel_size", "stride"]
+    with pytest.raises(TypeError, match=r"Dense: missing a required argument: 'out_channels'[\s\S]*Dense\(in_channels"):
+        nn.Dense(3)
+    layer = nn.Dense(2, 3, weight_init="ones", activation="relu")
+    assert layer.in_channels == 2
+    assert not hasattr(layer, "weight_init")
+    assert torch.equal(layer.weight, torch.ones(3, 2))
