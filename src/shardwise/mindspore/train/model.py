@@ -14,6 +14,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import context
 from shardwise.mindspore.amp import DynamicLossScaleManager, at_level
 from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import it from here
+from shardwise.mindspore.engine import layouts_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
 from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, told
@@ -212,6 +213,24 @@ class Model:
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:
         """Kept for programs that call it: networks are captured in their first step."""
+
+    def infer_predict_layout(self, *predict_data: Any, skip_backend_compile: bool = False) -> dict[str, Any]:
+        """Parameter -> how it is split for predictions, into which the network is split now: before a checkpoint is
+        loaded (``load_distributed_checkpoint(model.predict_network, files, layout)``)."""
+        self._network.eval()
+        return layouts_of(self._network, predict_data)
+
+    def infer_train_layout(
+        self, train_dataset: Any, dataset_sink_mode: bool = True, sink_size: int = -1
+    ) -> dict[str, Any]:
+        """The same for training, by the first row of a dataset."""
+        if not hasattr(self._train_network, "network"):
+            what = f"{type(self._train_network).__name__} holds no network to train"
+            raise RuntimeError(
+                problem(what, fix="Model(network, loss, optimizer), or a cell made from TrainOneStepCell")
+            )
+        self._train_network.train()
+        return layouts_of(self._train_network.network, next(iter(steps_of(train_dataset, -1))))
 
     def predict(self, *predict_data: Any, backend: Any = None, config: Any = None) -> Any:
         """What the network returns in evaluation mode."""
