@@ -57,6 +57,16 @@ def on_rank(folder: str, kind: str) -> dict[str, Any]:
     ms.load_param_into_net(optimizer, ms.load_distributed_checkpoint(other, files))
     found["otherwise"] = trained(other, optimizer, batches()[2:])
     ms.load_distributed_checkpoint(net, files)  # a network that is split already
+    fresh, x = Net(STRATEGIES), batches()[0][0]
+    model = ms.Model(fresh, ms.nn.MSELoss(), MADE[kind](fresh.trainable_params()))
+    layouts = model.infer_predict_layout(x)
+    ms.load_distributed_checkpoint(model.predict_network, files, layouts)
+    found["layouts"] = [
+        str(layouts["w"]),
+        str(model.infer_train_layout(batches())["w"]),
+        str(holding_of(net.weight).layout),
+    ]
+    found["predicted"] = float((model.predict(x) - net(x)).abs().max())
     found["weight"] = holding_of(net.weight) is not None and net.weight.detach().clone()
     return found
 
@@ -91,6 +101,10 @@ def test_checkpoints_of_two_ranks_go_on_there_and_elsewhere(
         for run in ("went on", "resumed", "otherwise"):
             assert found[run] == pytest.approx(want, rel=1e-10), run
         torch.testing.assert_close(found["weight"], weight.chunk(2)[rank], rtol=1e-10, atol=1e-13)
+        assert len(set(found["layouts"])) == 1
+        assert found["predicted"] < 1e-12
+    with pytest.raises(RuntimeError, match="'stand_alone' splits no parameters"):
+        ms.Model(Net()).infer_predict_layout(batches()[0][0])
     files = [str(tmp_path / f"{rank}/{kind}.ckpt") for rank in (1, 0)]  # in any order
     net = Net()
     optimizer = MADE[kind](net.trainable_params())

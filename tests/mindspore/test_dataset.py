@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import shardwise.mindspore as ms
 from shardwise.mindspore import dataset as ds
 from shardwise.mindspore.common import seed
+from shardwise.mindspore.dataset import vision
 
 
 @pytest.fixture(autouse=True)
@@ -322,6 +327,81 @@ def test_files_of_rows_that_are_not_as_they_say_are_refused(tmp_path: Path, monk
     assert not [*tmp_path.glob(".*")]
 
 
+def _field(number: int, content: bytes) -> bytes:
+    """Of a message of protocol buffers, shorter than 128 bytes."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def _record(**features: tuple[int, bytes]) -> bytes:
+    """An example of TensorFlow: per name which kind of list (1: texts, 2: float32, 3: int64) and its fields."""
+    entries = (_field(1, name.encode()) + _field(2, _field(kind, data)) for name, (kind, data) in features.items())
+    example = _field(1, b"".join(_field(1, entry) for entry in entries))
+    return struct.pack("<Q", len(example)) + bytes(4) + example + bytes(4)
+
+
+def test_records_of_tensorflow_are_read_by_name(tmp_path: Path) -> None:
+    packed = _field(1, struct.pack("<2f", 1.5, -2.0))
+    rows = [
+        _record(text=(1, _field(1, b"ab")), x=(2, packed), label=(3, _field(1, b"\x96\x01\x03"))),
+        _record(text=(1, _field(1, b"c")), x=(2, packed), label=(3, b"\x08\x07\x08" + b"\xff" * 9 + b"\x01")),
+    ]
+    file = tmp_path / "part.tfrecord"
+    file.write_bytes(b"".join(rows))
+    dataset = ds.TFRecordDataset(str(file), shuffle=False)
+    (text, x, label), (_, _, other) = dataset.create_tuple_iterator(output_numpy=True)
+    assert dataset.get_col_names() == ["text", "x", "label"]
+    assert (text.tobytes(), x.tolist(), label.tolist(), other.tolist()) == (b"ab", [1.5, -2.0], [150, 3], [7, -1])
+    schema = ds.Schema()
+    schema.add_column("label", ms.int32, [2, 1])
+    schema.add_column("text", "string")
+    (tmp_path / "part.gz").write_bytes(gzip.compress(b"".join(rows)))
+    told = ds.TFRecordDataset([tmp_path / "part.gz"], schema, ["label", "text"], shuffle=False, compression_type="GZIP")
+    label, text = next(told.create_tuple_iterator(output_numpy=True))
+    assert (label.tolist(), label.dtype, text.tolist()) == ([[150], [3]], np.int32, ["ab"])
+    assert len(ds.TFRecordDataset(str(file), num_shards=2, shard_id=1)) == 1
+    with pytest.raises(RuntimeError, match="a record has no y"):
+        next(ds.TFRecordDataset(str(file), columns_list=["y"]).create_tuple_iterator())
+    file.write_bytes(rows[0][:-1])
+    with pytest.raises(RuntimeError, match="ends inside of a record"):
+        ds.TFRecordDataset(str(file))
+
+
+def test_images_come_with_what_is_known_of_them(tmp_path: Path) -> None:
+    for folder in ("JPEGImages", "SegmentationClass", "Annotations", "ImageSets/Main", "ImageSets/Segmentation"):
+        (tmp_path / folder).mkdir(parents=True)
+    Image.new("RGB", (8, 6), (9, 9, 9)).save(tmp_path / "JPEGImages" / "one.jpg")
+    Image.new("RGB", (8, 6), (1, 2, 3)).save(tmp_path / "SegmentationClass" / "one.png")
+    box = "<bndbox><xmin>1</xmin><ymin>2</ymin><xmax>5</xmax><ymax>6</ymax></bndbox>"
+    one, other = (f"<object><name>{name}</name><truncated>1</truncated>{box}</object>" for name in ("dog", "cat"))
+    (tmp_path / "Annotations" / "one.xml").write_text(f"<annotation>{one}{other}</annotation>")
+    for task in ("Main", "Segmentation"):
+        (tmp_path / "ImageSets" / task / "train.txt").write_text("one\n")
+    dataset = ds.VOCDataset(str(tmp_path), task="Detection", decode=True, extra_metadata=True)
+    (row,) = dataset.create_dict_iterator(output_numpy=True)
+    assert dataset.get_class_indexing() == {"cat": 0, "dog": 1}
+    assert row["image"].shape == (6, 8, 3)
+    assert (row["bbox"].tolist(), row["label"].tolist()) == ([[1, 2, 4, 4]] * 2, [[1], [0]])
+    assert (row["truncate"].tolist(), row["difficult"].tolist()) == ([[1], [1]], [[0], [0]])
+    assert row["_meta-filename"] == "one"
+    pixels = ds.VOCDataset(str(tmp_path), decode=True, class_indexing={})
+    ((_, target),) = pixels.create_tuple_iterator(output_numpy=True)
+    assert target[0, 0].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"there is no .*val\.txt"):
+        ds.VOCDataset(str(tmp_path), usage="val")
+    told = {"images": [{"id": 4, "file_name": "one.jpg"}, {"id": 5, "file_name": "bare.jpg"}],
+            "categories": [{"id": 7, "name": "dog"}],
+            "annotations": [{"image_id": 4, "category_id": 7, "bbox": [1, 2, 3, 4], "keypoints": [1, 2, 2],
+                             "num_keypoints": 1}]}  # fmt: skip
+    (tmp_path / "told.json").write_text(json.dumps(told))
+    coco = ds.CocoDataset(str(tmp_path / "JPEGImages"), annotation_file=str(tmp_path / "told.json"))
+    ((_, boxes, classes, crowd),) = coco.create_tuple_iterator(output_numpy=True)
+    assert (boxes.tolist(), classes.tolist(), crowd.tolist()) == ([[1, 2, 3, 4]], [[7]], [[0]])
+    assert coco.get_class_indexing() == {"dog": [7]}
+    points = ds.CocoDataset(str(tmp_path / "JPEGImages"), str(tmp_path / "told.json"), "Keypoint")
+    ((_, places, count),) = points.create_tuple_iterator(output_numpy=True)
+    assert (places.tolist(), count.tolist()) == ([[1, 2, 2]], [[1]])
+
+
 def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
     np.random.seed(1)
     images = np.stack([np.full((8, 8, 3), own, np.uint8) for own in range(4)])
@@ -342,6 +422,44 @@ def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_images_are_changed_as_said() -> None:
+    image = np.random.RandomState(0).randint(0, 250, (6, 8, 3)).astype(np.uint8)
+    erased = image.copy()
+    erased[1:3, 2:5] = 7
+    ends = (image[:4, :4], image[:4, 4:], image[2:, :4], image[2:, 4:], image[1:5, 2:6])
+    corners = [(0, 0), (8, 0), (8, 6), (0, 6)]
+    red, green = (np.full((2, 2, 3), colour, np.uint8) for colour in ((255, 0, 0), (0, 255, 0)))
+    for found, want in (
+        (vision.Erase(1, 2, 2, 3, 7)(image), erased), (vision.ResizedCrop(1, 2, 4, 4, 4)(image), image[1:5, 2:6]),
+        (vision.PadToSize((8, 9), (1, 1), 5)(image), np.pad(image, ((1, 1), (1, 0), (0, 0)), constant_values=5)),
+        (vision.PadToSize(8)(image), np.pad(image, ((1, 1), (0, 0), (0, 0)))),
+        (vision.TenCrop(4)(image), (*ends, *(crop[:, ::-1] for crop in (ends[1], ends[0], ends[3], ends[2], ends[4])))),
+        (vision.Perspective(corners, corners)(image), image),
+        (vision.Perspective([(0, 0), (4, 0), (4, 3), (0, 3)], corners, vision.Inter.NEAREST)(image),
+         image[:3, :4].repeat(2, 0).repeat(2, 1)),
+        (vision.Affine(0, (0.25, 0), 1.0, 0)(image), np.pad(image, ((0, 0), (2, 0), (0, 0)))[:, :8]),
+        (vision.Affine(180, (0, 0), 1.0, 0)(image), image[::-1, ::-1]), (vision.AdjustHue(1 / 3)(red), green),
+        (vision.RgbToHsv(is_hwc=True)(green / 255), np.full((2, 2, 3), (1 / 3, 1, 1), np.float32)),
+        (vision.HsvToRgb()(vision.RgbToHsv()(image.transpose(2, 0, 1) / 255)), image.transpose(2, 0, 1) / 255),
+        (vision.LinearTransformation(2 * np.eye(3), np.ones(3))(np.ones((3, 1, 1))), np.zeros((3, 1, 1))),
+        (vision.PILToTensor()(Image.fromarray(image)), image.transpose(2, 0, 1)),
+        (vision.RandomSelectSubpolicy([[(vision.Invert(), 1), (vision.HorizontalFlip(), 1)]])(image),
+         255 - image[:, ::-1]),
+        (vision.RandomLighting(0.0)(image), image), (vision.RandomPerspective(0.0, 1.0)(image), image),
+    ):  # fmt: skip
+        pairs = zip(found, want, strict=True) if isinstance(want, tuple) else [(found, want)]
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, atol=1e-6)
+    with pytest.raises(RuntimeError, match="of an image of 6 x 8"):
+        vision.PadToSize(4)(image)
+    unchanged = [image, *(kind()(image) for kind in (vision.AutoContrast, vision.Equalize))]
+    for augment in (vision.RandAugment(1, 0), vision.TrivialAugmentWide(num_magnitude_bins=2)):
+        many = [augment(image) for _ in range(30)]
+        assert {(one.shape, one.dtype) for one in many} == {(image.shape, image.dtype)}
+        same = [any(np.array_equal(one, own) for own in unchanged) for one in many]
+        assert all(same) == isinstance(augment, vision.RandAugment)
 
 
 def test_mistakes_are_named() -> None:

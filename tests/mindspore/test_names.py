@@ -32,6 +32,7 @@ def _default_context() -> Iterator[None]:
 
 X, Y, CUBE = r(4, 6), r(4, 6) + 0.1, r(2, 4, 6)
 IMAGE, MASK, IDS = r(2, 4, 6, 6), r(4, 6) > 0, i(6, 4)
+RAMP = torch.arange(64.0).reshape(1, 1, 8, 8) + 2 * torch.arange(8.0).reshape(8, 1)  # 10 y + x
 # Calls in the reference's words, and their formulas.
 CALLS: list[tuple[Any, Any]] = [
     (ops.where(condition=MASK, input=X, other=0.0), X * MASK),
@@ -85,6 +86,10 @@ CALLS: list[tuple[Any, Any]] = [
         X, MASK.double(), reduction="sum")), (ops.isin(IDS, IDS[:1]), IDS[0] == IDS), (ops.Trunc()(X), X.trunc()),
     (ops.ScatterNdUpdate()(X.clone(), IDS[:1, None], Y[:1]), X.index_copy(0, IDS[:1], Y[:1])),
     (ops.TensorScatterElements(1)(X, IDS[:, None], Y[:, :1]), X.scatter(1, IDS[:, None], Y[:, :1])),
+    (ops.MatrixPower(2)(X[:, :4]), X[:, :4] @ X[:, :4]),
+    (ops.Renorm(2, 0, 0.5)(X), 0.5 * X / X.norm(dim=1, keepdim=True)),
+    (ops.AdaptiveMaxPool2D(3)(IMAGE), F.max_pool2d(IMAGE, 2, return_indices=True)), (ops.Im2Col(2, 2)(IMAGE), F.unfold(
+        IMAGE, 2, stride=2)), (ops.UnravelIndex()(IDS, (2, 3)), (IDS // 3, IDS % 3)),
     (ops.MatrixBandPart()(X, 1, 0), X.tril().triu(-1)), (ms.recompute(torch.sin, X), X.sin()),
     (nn.ReplicationPad3d(1)(IMAGE[None]), F.pad(IMAGE[None], (1,) * 6, "replicate")),
     (ops.Size()(X), 24), (ops.Rank()(X), 2), (ops.MaskedFill()(X, MASK, 1.0), torch.where(MASK, 1.0, X)),
@@ -115,6 +120,32 @@ CALLS: list[tuple[Any, Any]] = [
     (nn.KLDivLoss("sum")(X.log_softmax(1), Y.softmax(1)), F.kl_div(X.log_softmax(1), Y.softmax(1), reduction="sum")),
     (nn.InstanceNorm2d(4, dtype=torch.float64)(IMAGE), F.instance_norm(IMAGE)),
     (nn.TripletMarginLoss()(X, Y, -X), F.triplet_margin_loss(X, Y, -X)),
+    (nn.PSNR(2.0)(IMAGE, IMAGE + 0.2), torch.full((2,), 20.0)), (nn.SSIM(filter_size=5)(IMAGE, IMAGE), torch.ones(2)),
+    (nn.SSIM(filter_size=5)(0 * IMAGE + 1, 0 * IMAGE), torch.full((2,), 1e-4 / (1 + 1e-4))),
+    (nn.MSSSIM(power_factors=(0.5, 0.5), filter_size=3)(0 * IMAGE + 1, 0 * IMAGE),
+     torch.full((2,), 0.01 / 1.0001**0.5)),
+    (nn.ImageGradients()(IMAGE), (F.pad(IMAGE[:, :, 1:] - IMAGE[:, :, :-1], (0, 0, 0, 1)),
+                                  F.pad(IMAGE[..., 1:] - IMAGE[..., :-1], (0, 1)))),
+    (nn.CentralCrop(0.5)(IMAGE), IMAGE[..., 1:5, 1:5]),
+    # boxes: those of a ramp are the values in their middles
+    (ops.ROIAlign(2, 2, 0.5)(torch.tensor([[[[1.0, 2], [3, 4]]]]), torch.tensor([[0, 0.2, 0.3, 0.2, 0.3]])),
+     torch.tensor([[[[1.775, 2.025], [2.275, 2.525]]]])),
+    (ops.ROIAlign(2, 1, 1.0, 3, 0)(RAMP, torch.tensor([[0, 1.0, 1, 5, 3], [0, 2, 2, 2, 2]])),
+     torch.tensor([[[[18.0], [28]]], [[[25.0], [30]]]])),
+    (ops.crop_and_resize(RAMP.movedim(1, -1), torch.tensor([[0.0, 0, 1, 1], [0.2, 0.2, 1.8, 0.6]]),
+                         torch.zeros(2).int(), (2, 2), extrapolation_value=-1.0)[..., 0],
+     torch.tensor([[[0.0, 7], [70, 77]], [[15.4, 18.2], [-1, -1]]])),
+    (ops.NMSWithMask(0.5)(torch.tensor([[0, 0, 9, 9, 0.6], [1, 1, 10, 10, 0.9], [2, 2, 11, 11, 0.5]]))[1:],
+     (torch.tensor([1, 0, 2]), torch.tensor([True, False, False]))),
+    (ops.NMSWithMask(0.5)(torch.tensor([[0, 0, 9, 9, 0.9], [2, 0, 11, 9, 0.6], [5, 0, 14, 9, 0.5]]))[2],
+     torch.tensor([True, False, True])),  # what stands for another is itself gone
+    (ops.check_valid(torch.tensor([[0.0, 0, 7, 5], [0, 0, 8, 5], [-1, 0, 3, 3]]), torch.tensor([6.0, 8, 1])),
+     torch.tensor([True, False, False])),
+    (ops.RandomChoiceWithMask(4)(torch.tensor([[False, False], [True, False]])),
+     (torch.tensor([[1, 0], [0, 0], [0, 0], [0, 0]]), torch.tensor([True, False, False, False]))),
+    (ops.CTCGreedyDecoder()(torch.tensor([[[0.6, 0.4, 0.2], [0.8, 0.6, 0.3]], [[0.0, 0.6, 0.0], [0.5, 0.4, 0.5]]]),
+                            torch.tensor([2, 2])), (torch.tensor([[0, 0], [0, 1], [1, 0]]), torch.tensor([0, 1, 0]),
+                                                    torch.tensor([2, 2]), torch.tensor([[-1.2], [-1.3]]))),
     # numpy
     (ms.numpy.concatenate((X, Y), 1), torch.cat((X, Y), 1)), (ms.numpy.mean([1.0, 2.0]), torch.tensor(1.5)),
     (ms.numpy.array([1, 2]), torch.tensor([1, 2])), (ms.numpy.power(X, 2), X**2),
@@ -131,6 +162,20 @@ def test_calls_in_the_words_of_the_reference_are_their_formulas() -> None:
                 torch.testing.assert_close(a.as_subclass(Tensor), b.as_subclass(Tensor), check_dtype=False, msg=told)
             else:
                 assert a == b, told
+
+
+@pytest.mark.parametrize("mode", ["same", "valid", "pad"])
+def test_transposed_convolutions_of_volumes_are_gradients_of_convolutions(mode: str) -> None:
+    sizes = {"same": (8, 6, 4), "valid": (9, 7, 5), "pad": (8, 6, 4)}[mode]  # which the strides 2 make of 4, 3, 2
+    settings: dict[str, Any] = {"stride": 2, "pad_mode": mode, "padding": int(mode == "pad"), "dtype": torch.float64}
+    grows, shrinks = (
+        nn.Conv3dTranspose(4, 3, 3, output_padding=int(mode == "pad"), **settings),
+        nn.Conv3d(3, 4, 3, **settings),
+    )
+    shrinks.weight.set_data(grows.weight)
+    x, y = r(2, 3, *sizes).requires_grad_(), r(2, 4, 4, 3, 2)
+    (want,) = torch.autograd.grad(shrinks(x), x, y)
+    torch.testing.assert_close(grows(y).as_subclass(Tensor), want)
 
 
 def test_places_of_the_largest_are_those_of_the_image() -> None:
@@ -161,7 +206,7 @@ def test_absent_names_say_the_nearest_one(capsys: pytest.CaptureFixture[str]) ->
     for path, name, nearest in (
         ("ops", "Mattmul", "MatMul"), ("ops", "reduce_summ", "reduce_sum"), ("nn", "Dence", "Dense"),
         ("nn", "SoftmaxCrossEntropy", "SoftmaxCrossEntropyWithLogits"),
-        ("dataset", "TFRecordDataset", "GeneratorDataset"),
+        ("dataset", "IMDBDataset", "GeneratorDataset"),
         ("dataset.vision", "RandomCropp", "RandomCrop"), ("train", "SummaryColector", "SummaryCollector"),
         ("ops.operations", "Sigmoidd", "Sigmoid"), ("numpy", "aranje", "arange"), ("", "set_contxt", "set_context"),
         ("", "transform_checkpoint", "transform_checkpoints"),
@@ -405,3 +450,31 @@ def test_methods_of_tensors_hold_inside_construct_and_under_a_plan() -> None:
     net = Words(recurrent=False)
     assert sw.verify(net, x, planning.planned(net, (x,))).ok
     assert isinstance(ops.zeros((2, 3), ms.float32).asnumpy(), np.ndarray)
+
+
+class Looks(nn.Cell):
+    """Numbers in tuples, and operators whose results depend on which boxes stay, inside of a split cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.pad = nn.Dense(8, 8), ops.Pad(((0, 0), (0, 0), (1, 0), (0, 2)))
+        self.mirror = nn.Pad(((0, 0), (0, 0), (1, 1), (1, 1)), "SYMMETRIC")
+        self.align, self.keeps, self.ctc = ops.ROIAlign(2, 2, 1.0), ops.NMSWithMask(0.3), ops.CTCLoss()
+
+    def construct(self, x: Tensor, boxes: Tensor, places: Tensor, classes: Tensor) -> Tensor:
+        y = self.mirror(self.pad(ops.space_to_batch_nd(self.dense(x), [2, 2], [[0, 0], [0, 0]])))
+        found, _, kept = self.keeps(boxes)
+        parts = self.align(y, ops.cat((torch.zeros(5, 1), found[:, :4]), 1)).mean((1, 2, 3)) * kept
+        lengths = torch.full((y.shape[1],), y.shape[0])
+        return (
+            self.ctc(y[..., 0], places, classes, lengths)[0].sum() + parts.sum() + nn.SSIM(filter_size=3)(y, -y).mean()
+        )
+
+
+def test_paddings_boxes_and_sequences_hold_under_a_plan() -> None:
+    ms.set_seed(0)
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=2)
+    corners = 3 * torch.rand(5, 2)
+    boxes = torch.cat((corners, corners + 1.5, torch.rand(5, 1)), 1)
+    net, inputs = Looks(), (r(2, 3, 8, 8).float(), boxes, torch.tensor([[0, 0], [2, 0]]), torch.tensor([1, 2]))
+    assert sw.verify(net, inputs, planning.planned(net, inputs)).ok

@@ -354,6 +354,14 @@ def test_ctc_losses_come_with_their_table_and_rolls_and_triplets_take_the_refere
     assert float(loss) == pytest.approx(-whole, rel=1e-5)
     assert table.shape == (1, 3, 5)
     assert np.logaddexp(*table.asnumpy()[0, -1, -2:]) == pytest.approx(whole, rel=1e-5)
+    scores = Tensor(np.roll(logits, -1, -1))  # the older operator's blank is the last class, its labels are sparse
+    scores.requires_grad = True
+    older, slope = ops.CTCLoss()(scores, Tensor([[0, 0], [0, 1]]), Tensor([0, 1], ms.int32), Tensor([3], ms.int32))
+    assert older.asnumpy() == pytest.approx([-whole], rel=1e-5)
+    older.sum().backward()
+    np.testing.assert_allclose(scores.grad, slope.asnumpy(), atol=1e-6)
+    with pytest.raises(NotImplementedError, match="ctc_merge_repeated=False"):
+        ops.CTCLoss(ctc_merge_repeated=False)(scores, Tensor([[0, 0]]), Tensor([0]), Tensor([3]))
     shifted = nn.Roll(shift_size=1, shift_axis=0)(Tensor([1, 2, 3]))
     assert shifted.asnumpy().tolist() == [3, 1, 2]
     near, far = Tensor([[1.0, 0.0]]), Tensor([[3.0, 0.0]])

@@ -207,6 +207,28 @@ def test_a_callback_stops_the_training() -> None:
     assert stops.steps == 3
 
 
+class Follows(Stops):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_eval_end(self, run_context: ms.train.RunContext) -> None:
+        told = run_context.original_args()
+        self.found.append((told.mode, told.cur_epoch_num, told.metrics["mse"]))
+
+
+def test_fit_tells_callbacks_of_its_evaluations_and_the_old_names_of_training_alone() -> None:
+    net, follows = Net(), Follows()
+    ends: list[str] = []
+    model = ms.Model(net, ms.nn.MSELoss(), ms.nn.Momentum(net.trainable_params(), 0.05, 0.9), metrics={"mse"})
+    also = ms.train.LambdaCallback(on_eval_step_end=lambda run_context: ends.append(run_context.original_args().mode))
+    data, kept = batches(), ms.train.History()
+    model.fit(3, data, data, callbacks=[follows, also, kept])
+    assert follows.steps == 3  # and then it stopped
+    assert [entry[:2] for entry in follows.found] == [("eval", n + 1) for n in range(len(follows.found))]
+    assert [entry[2] for entry in follows.found] == kept.history["eval_mse"]
+    assert ends == ["eval"] * len(follows.found) * len(data) != []
+
+
 def planned_alone(settings: dict[str, Any]) -> None:
     ms.set_auto_parallel_context(**settings, device_num=4)
     Net()(torch.zeros(2, 12, dtype=torch.float64))

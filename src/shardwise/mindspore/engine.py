@@ -135,16 +135,8 @@ def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
 def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float = 1.0) -> tuple[Split, Any]:
     """The part of a split cell on this rank, and what it returned: whole tensors, differentiable. ``scale``: what the
     loss is multiplied by before its gradient is computed, where a cell in stages computes it at once."""
-    options, micro_size = context.options(), getattr(cell, "micro_size", 0)
-    if staged.is_on():
-        if not micro_size or kwargs:
-            what = f"{type(cell).__name__} is trained with pipeline_stages={options.pipeline_stages}"
-            fix = "nn.PipelineCell(net_with_loss, micro_size), called with its inputs by position"
-            raise RuntimeError(problem(what, fix=fix))
-        args = staged.fed(args, micro_size, options)
-    split = _SPLITS.get(cell)
-    if split is None:
-        split = _SPLITS[cell] = _split(cell, args, kwargs)
+    args, micro_size = _fed(cell, args, kwargs), getattr(cell, "micro_size", 0)
+    split = split_of(cell, args, kwargs)
     if split.par.training != cell.training:
         split.par.train(cell.training)
     with inside():
@@ -157,6 +149,38 @@ def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: f
         split.written = len(split.par.compiled)
         ir.save(cell, split.par)
     return split, result
+
+
+def _fed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The inputs of a cell, where it is in stages those of all micro-batches. Raises RuntimeError for a cell in stages
+    that is no PipelineCell."""
+    if not staged.is_on():
+        return args
+    options, micro_size = context.options(), getattr(cell, "micro_size", 0)
+    if not micro_size or kwargs:
+        what = f"{type(cell).__name__} is trained with pipeline_stages={options.pipeline_stages}"
+        fix = "nn.PipelineCell(net_with_loss, micro_size), called with its inputs by position"
+        raise RuntimeError(problem(what, fix=fix))
+    return staged.fed(args, micro_size, options)
+
+
+def split_of(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
+    """A cell as it is split for its inputs, which happens once."""
+    split = _SPLITS.get(cell)
+    if split is None:
+        split = _SPLITS[cell] = _split(cell, args, kwargs)
+    return split
+
+
+def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
+    """How the parameters of a cell are split, by their names in checkpoints; it is split as its first call will do
+    it. Raises RuntimeError in modes that split nothing."""
+    if not is_split():
+        what = f"parallel_mode {context.options().parallel_mode!r} splits no parameters"
+        raise RuntimeError(problem(what, op=type(cell).__name__, fix="semi_auto_parallel or auto_parallel mode"))
+    split_of(cell, _fed(cell, tuple(plain(x) for x in inputs), {}), {})
+    held = ((name, holding_of(parameter)) for name, parameter in cell.parameters_dict().items())
+    return {name: holding.layout for name, holding in held if holding is not None}
 
 
 def plan_of(cell: nn.Module) -> sw.Plan:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from shardwise.mindspore.dataset import config, text, transforms, vision
+from shardwise.mindspore.dataset.annotated import CocoDataset, Schema, Shuffle, TFRecordDataset, VOCDataset
 from shardwise.mindspore.dataset.files import (
     Cifar10Dataset,
     Cifar100Dataset,
@@ -33,10 +34,35 @@ def zip(datasets: Sequence[Dataset]) -> Dataset:
 
 
 __all__ = [
-    "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "Dataset", "DistributedSampler", "FashionMnistDataset",
-    "GeneratorDataset", "ImageFolderDataset", "MindDataset", "MnistDataset", "NumpySlicesDataset", "RandomSampler",
-    "Sampler", "SequentialSampler", "SubsetRandomSampler", "SubsetSampler", "TextFileDataset",
-    "WeightedRandomSampler", "config", "text", "transforms", "vision", "zip",
+    "CSVDataset",
+    "Cifar10Dataset",
+    "Cifar100Dataset",
+    "CocoDataset",
+    "Dataset",
+    "DistributedSampler",
+    "FashionMnistDataset",
+    "GeneratorDataset",
+    "ImageFolderDataset",
+    "MindDataset",
+    "MnistDataset",
+    "NumpySlicesDataset",
+    "RandomSampler",
+    "Sampler",
+    "Schema",
+    "SequentialSampler",
+    "Shuffle",
+    "SubsetRandomSampler",
+    "SubsetSampler",
+    "TFRecordDataset",
+    "TextFileDataset",
+    "VOCDataset",
+    "WeightedRandomSampler",
+    "config",
+    "text",
+    "transforms",
+    "vision",
+    "zip",
 ]  # fmt: skip
 _FILES = "GeneratorDataset, with a function that reads such files"
-__getattr__ = absent(__name__, lambda: __all__, {"TFRecordDataset": _FILES})
+_OTHERS = ("CelebADataset", "CityscapesDataset", "IMDBDataset", "SpeechCommandsDataset")
+__getattr__ = absent(__name__, lambda: __all__, dict.fromkeys(_OTHERS, _FILES))

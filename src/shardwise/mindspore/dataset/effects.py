@@ -3,6 +3,7 @@ the image, keyword-only ones are settings (``named.settings_of``)."""
 
 from __future__ import annotations
 
+import colorsys
 import enum
 from typing import Any
 
@@ -18,6 +19,10 @@ try:
 except ImportError as error:
     what = "the MindSpore dialect reads images with Pillow: it is missing"
     raise ImportError(problem(what, fix='pip install "shardwise[mindspore]"')) from error
+
+
+FILTERS = {0: Image.Resampling.NEAREST, 1: Image.Resampling.LANCZOS, 2: Image.Resampling.BILINEAR,
+           3: Image.Resampling.BICUBIC, 4: Image.Resampling.BOX}  # of vision.Inter # fmt: skip
 
 
 class ConvertMode(enum.Enum):
@@ -83,22 +88,10 @@ def _erased(image: Any, prob: float, scale: Any, ratio: Any, value: Any) -> Arra
 
 
 def _affine(image: Any, degrees: Any, translate: Any, scale: Any, shear: Any, resample: Any, fill_value: Any) -> Any:
-    angle = np.deg2rad(_drawn(*_span(degrees)))
-    zoom = _drawn(*scale) if scale is not None else 1.0
-    skew = np.tan(np.deg2rad(_drawn(*_span(shear)))) if shear is not None else 0.0
-    moves = translate if translate is not None else (0.0, 0.0)
-
-    def change(picture: Image.Image) -> Image.Image:
-        x, y = ((size * _drawn(-move, move)) for size, move in zip(picture.size, moves, strict=False))
-        forward = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-        back = np.linalg.inv(forward @ np.array([[1, skew], [0, 1]]))
-        middle = np.array(picture.size) / 2
-        offset = middle - back @ (middle + np.array([x, y]))
-        rows = (*back[0], offset[0], *back[1], offset[1])
-        filters = Image.Resampling.BILINEAR if int(resample) else Image.Resampling.NEAREST
-        return picture.transform(picture.size, Image.Transform.AFFINE, rows, filters, fillcolor=fill_value)
-
-    return _by_image(image, change)
+    turn, zoom = _drawn(*_span(degrees)), _drawn(*scale) if scale is not None else 1.0
+    skew = _drawn(*_span(shear)) if shear is not None else 0.0
+    moves = [_drawn(-move, move) for move in translate] if translate is not None else (0.0, 0.0)
+    return _moved(image, turn, moves, zoom, skew, resample, fill_value)
 
 
 def _crops(image: Any, size: Any) -> tuple[Array, ...]:
@@ -139,7 +132,161 @@ def _cut_and_pasted(
     return pasted, kept * labels + (1 - kept) * labels[order]
 
 
+def turned(image: Image.Image, part: float) -> Image.Image:
+    """An image whose hues are further along the colour circle."""
+    hue, *others = image.convert("HSV").split()
+    further = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
+    return Image.merge("HSV", (further, *others)).convert(image.mode)
+
+
+def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resample: Any, fill_value: Any) -> Any:
+    """Turned around the middle, moved by shares of its sizes, made larger, and skewed by degrees."""
+    angle, skewed = np.deg2rad(degrees), np.tan(np.deg2rad(skew[0] if isinstance(skew, (list, tuple)) else skew))
+
+    def change(picture: Image.Image) -> Image.Image:
+        x, y = (size * move for size, move in zip(picture.size, moves, strict=False))
+        forward = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+        back = np.linalg.inv(forward @ np.array([[1, skewed], [0, 1]]))
+        middle = np.array(picture.size) / 2
+        offset = middle - back @ (middle + np.array([x, y]))
+        rows = (*back[0], offset[0], *back[1], offset[1])
+        filters = Image.Resampling.BILINEAR if int(resample) else Image.Resampling.NEAREST
+        return picture.transform(picture.size, Image.Transform.AFFINE, rows, filters, fillcolor=fill_value)
+
+    return _by_image(image, change)
+
+
+def _perspective(image: Any, start: Any, end: Any, interpolation: Any) -> Any:
+    """The corners ``start`` (x, y) come to lie at ``end``."""
+    rows = []
+    for (x, y), (u, v) in zip(start, end, strict=True):
+        rows += [[u, v, 1, 0, 0, 0, -x * u, -x * v], [0, 0, 0, u, v, 1, -y * u, -y * v]]
+    numbers = np.linalg.solve(np.array(rows, float), np.array(start, float).reshape(-1))
+    kind, how = Image.Transform.PERSPECTIVE, FILTERS[int(interpolation)]
+    return _by_image(image, lambda picture: picture.transform(picture.size, kind, tuple(numbers), how))
+
+
+def _distorted(image: Any, scale: float, interpolation: Any) -> Any:
+    height, width = np.asarray(image).shape[:2]
+    far = np.random.random((4, 2)) * scale * (width / 2, height / 2)
+    start = [(0, 0), (width - 1, 0), (width - 1, height - 1), (0, height - 1)]
+    inward = np.array([(1, 1), (-1, 1), (-1, -1), (1, -1)])
+    return _perspective(image, start, np.array(start) + inward * far, interpolation)
+
+
+def _of_size(image: Any, box: Any, size: Any, interpolation: Any) -> Any:
+    """A part (top, left, height, width), resized to (height, width)."""
+    top, left, high, wide = box
+    height, width = (size, size) if isinstance(size, int) else size
+    corners = (left, top, left + wide, top + high)
+    return _by_image(image, lambda picture: picture.resize((width, height), FILTERS[int(interpolation)], corners))
+
+
+def _blanked(image: Any, box: Any, value: Any) -> Array:
+    top, left, height, width = box
+    array = np.array(image)
+    array[top : top + height, left : left + width] = value
+    return array
+
+
+def _by_channels(image: Any, function: Any, is_hwc: bool) -> Array:
+    """Colours of single pixels, from 0 to 1, by another way to count them."""
+    channels = np.moveaxis(np.asarray(image, np.float32), -1 if is_hwc else -3, 0)
+    return np.stack(np.vectorize(function)(*channels), -1 if is_hwc else -3).astype(np.float32)
+
+
+def _filled(image: Any, size: Any, offset: Any, fill_value: Any) -> Array:
+    array = np.asarray(image)
+    height, width = (size, size) if isinstance(size, int) else size
+    free = (height - array.shape[0], width - array.shape[1])
+    if min(free) < 0:
+        what = f"PadToSize(size={size}) of an image of {array.shape[0]} x {array.shape[1]}"
+        raise RuntimeError(problem(what, fix="a size that is at least the image's"))
+    top, left = (n // 2 for n in free) if offset is None else (offset, offset) if isinstance(offset, int) else offset
+    padded = np.full((height, width, *array.shape[2:]), fill_value, array.dtype)
+    padded[top : top + array.shape[0], left : left + array.shape[1]] = array
+    return padded
+
+
+def _lit(image: Any, alpha: float) -> Array:
+    """The colours moved along ImageNet's principal ones (Krizhevsky et al. 2012)."""
+    along = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+    moved = np.asarray(image) + along @ (np.array([55.46, 4.794, 1.148]) * np.random.normal(0, alpha, 3))
+    return np.clip(moved, 0, 255).astype(np.asarray(image).dtype)
+
+
+def _chosen(image: Any, policy: Any) -> Any:
+    """By one of several lists of (function, probability)."""
+    for function, probability in policy[np.random.randint(len(policy))]:
+        image = _at_times(probability, image, function)
+    return image
+
+
+def _some(image: Any, transforms: Any, count: int) -> Any:
+    for place in np.random.permutation(len(transforms))[:count]:
+        image = transforms[place](image) if np.random.random() < 0.5 else image
+    return image
+
+
+# By how much the functions of RandAugment (Cubuk et al. 2020) change an image, of a magnitude from 0 to 1.
+_SIGNED: dict[str, Function] = {
+    "ShearX": lambda image, by: _moved(image, 0, (0, 0), 1, np.rad2deg(np.arctan(0.3 * by)), 0, 0),
+    "TranslateX": lambda image, by: _moved(image, 0, (150 / 331 * by, 0), 1, 0, 0, 0),
+    "TranslateY": lambda image, by: _moved(image, 0, (0, 150 / 331 * by), 1, 0, 0, 0),
+    "Rotate": lambda image, by: _moved(image, -30 * by, (0, 0), 1, 0, 0, 0),
+    "Brightness": lambda image, by: _enhanced(ImageEnhance.Brightness)(image, 1 + 0.9 * by),
+    "Color": lambda image, by: _enhanced(ImageEnhance.Color)(image, 1 + 0.9 * by),
+    "Contrast": lambda image, by: _enhanced(ImageEnhance.Contrast)(image, 1 + 0.9 * by),
+    "Sharpness": lambda image, by: _enhanced(ImageEnhance.Sharpness)(image, 1 + 0.9 * by),
+}  # fmt: skip
+_UNSIGNED: dict[str, Function] = {
+    "Identity": lambda image, by: image,
+    "Posterize": lambda image, by: _by_image(image, lambda picture: ImageOps.posterize(picture, 8 - round(4 * by))),
+    "Solarize": lambda image, by: _solarized(image, (255 * (1 - by), 255)),
+    "AutoContrast": lambda image, by: _by_image(image, ImageOps.autocontrast),
+    "Equalize": lambda image, by: _by_image(image, ImageOps.equalize),
+}
+
+
+def _augmented(image: Any, count: int, magnitude: float) -> Any:
+    kinds = [*_SIGNED, *_UNSIGNED]
+    for _ in range(count):
+        name = kinds[np.random.randint(len(kinds))]
+        sign = 1 if np.random.random() < 0.5 else -1
+        image = _SIGNED[name](image, sign * magnitude) if name in _SIGNED else _UNSIGNED[name](image, magnitude)
+    return image
+
+
 EFFECTS: dict[str, Function] = {
+    "AdjustHue": lambda image, *, hue_factor: _by_image(image, lambda picture: turned(picture, hue_factor)),
+    "Affine": lambda image, *, degrees, translate, scale, shear, resample=0, fill_value=0: _moved(
+        image, degrees, translate, scale, shear, resample, fill_value),
+    "Erase": lambda image, *, top, left, height, width, value=0, inplace=False: _blanked(
+        image, (top, left, height, width), value),
+    "HsvToRgb": lambda image, *, is_hwc=False: _by_channels(image, colorsys.hsv_to_rgb, is_hwc),
+    "RgbToHsv": lambda image, *, is_hwc=False: _by_channels(image, colorsys.rgb_to_hsv, is_hwc),
+    "LinearTransformation": lambda image, *, transformation_matrix, mean_vector: (
+        (np.asarray(image).reshape(-1) - mean_vector) @ transformation_matrix).reshape(np.shape(image)).astype(
+        np.float32),
+    "PadToSize": lambda image, *, size, offset=None, fill_value=0: _filled(image, size, offset, fill_value),
+    "Perspective": lambda image, *, start_points, end_points, interpolation=2: _perspective(
+        image, start_points, end_points, interpolation),
+    "PILToTensor": lambda image: np.ascontiguousarray(np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0)),
+    "RandAugment": lambda image, *, num_ops=2, magnitude=9, num_magnitude_bins=31: _augmented(
+        image, num_ops, magnitude / (num_magnitude_bins - 1)),
+    "RandomLighting": lambda image, *, alpha=0.05: _lit(image, alpha),
+    "RandomPerspective": lambda image, *, distortion_scale=0.5, prob=0.5, interpolation=3: _at_times(
+        prob, image, lambda picture: _distorted(picture, distortion_scale, interpolation)),
+    "RandomResize": lambda image, *, size: _of_size(
+        image, (0, 0, *np.shape(image)[:2]), size, np.random.choice((0, 2, 3, 4))),
+    "RandomSelectSubpolicy": lambda image, *, policy: _chosen(image, policy),
+    "ResizedCrop": lambda image, *, top, left, height, width, size, interpolation=2: _of_size(
+        image, (top, left, height, width), size, interpolation),
+    "TenCrop": lambda image, *, size, use_vertical_flip=False: (*_crops(image, size), *_crops(
+        np.asarray(image)[::-1] if use_vertical_flip else np.asarray(image)[:, ::-1], size)),
+    "TrivialAugmentWide": lambda image, *, num_magnitude_bins=31: _augmented(
+        image, 1, np.random.randint(num_magnitude_bins) / (num_magnitude_bins - 1)),
+    "UniformAugment": lambda image, *, transforms, num_ops=2: _some(image, transforms, num_ops),
     "AdjustBrightness": lambda image, *, brightness_factor: _enhanced(ImageEnhance.Brightness)(
         image, brightness_factor),
     "AdjustContrast": lambda image, *, contrast_factor: _enhanced(ImageEnhance.Contrast)(image, contrast_factor),
@@ -214,4 +361,4 @@ class Effect(WithSettings):
 
 CLASSES = classes_of(EFFECTS, Effect, __name__)
 
-__all__ = ["CLASSES", "ConvertMode", "Image", "ImageEnhance", "ImageOps"]
+__all__ = ["CLASSES", "FILTERS", "ConvertMode", "Image", "ImageEnhance", "ImageOps", "turned"]

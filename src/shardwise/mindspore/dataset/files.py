@@ -30,7 +30,7 @@ class Listed:
         return self.rows[index] if self.read is None else self.read(self.rows[index])
 
 
-class _Files(GeneratorDataset):
+class Files(GeneratorDataset):
     """``num_samples``, ``shuffle``, ``sampler``, ``num_shards`` and ``shard_id``: as of GeneratorDataset."""
 
     columns: tuple[str, ...] = ("image", "label")
@@ -54,7 +54,7 @@ class _Files(GeneratorDataset):
         )  # fmt: skip
 
 
-def _folder(dataset_dir: Any) -> Path:
+def folder_of(dataset_dir: Any) -> Path:
     folder = Path(dataset_dir)
     if not folder.is_dir():
         raise ValueError(problem(f"there is no folder {folder}", fix="the folder of the data set's files"))
@@ -78,11 +78,11 @@ def _idx(path: Path) -> Array:
     return np.frombuffer(data, np.uint8, -1, 4 + 4 * rank).reshape(shape)
 
 
-class MnistDataset(_Files):
+class MnistDataset(Files):
     """MNIST's files: images (28, 28, 1) of bytes and labels. ``usage``: "train", "test" or "all"."""
 
     def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
-        folder, wanted = _folder(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
+        folder, wanted = folder_of(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
         images, labels = (
             np.concatenate([_idx(path) for path in _found(folder, [f"{part}-{kind}*ubyte*" for part in wanted], kind)])
             for kind in ("images", "labels")
@@ -104,7 +104,7 @@ def _usage(usage: str | None, known: dict[str, tuple[str, ...]]) -> tuple[str, .
     return known[str(usage)]
 
 
-class Cifar10Dataset(_Files):
+class Cifar10Dataset(Files):
     """CIFAR-10's files (binary or Python's): images (32, 32, 3) of bytes and labels."""
 
     names: ClassVar[dict[str, tuple[str, ...]]] = {"train": ("data_batch_*",), "test": ("test_batch*",)}
@@ -112,7 +112,7 @@ class Cifar10Dataset(_Files):
 
     def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
         rows: list[tuple[Array, ...]] = []
-        for path in _found(_folder(dataset_dir), _usage(usage, self.names), "batch"):
+        for path in _found(folder_of(dataset_dir), _usage(usage, self.names), "batch"):
             rows += self._rows(path)
         super().__init__(rows, None, None, *args, **kwargs)
 
@@ -136,7 +136,7 @@ class Cifar100Dataset(Cifar10Dataset):
     columns = ("image", "fine_label", "coarse_label")
 
 
-class ImageFolderDataset(_Files):
+class ImageFolderDataset(Files):
     """A folder per class, with images inside: their bytes, or pixels if ``decode``, and the number of the class, in the
     order of names or as ``class_indexing`` says."""
 
@@ -154,7 +154,7 @@ class ImageFolderDataset(_Files):
         shard_id: int | None = None,
         cache: Any = None,
     ) -> None:
-        folder = _folder(dataset_dir)
+        folder = folder_of(dataset_dir)
         names = sorted(path.name for path in folder.iterdir() if path.is_dir())
         self._numbers = class_indexing or {name: i for i, name in enumerate(names)}
         endings = tuple(extension.lower() for extension in extensions or (".jpg", ".jpeg", ".png", ".bmp"))
@@ -181,7 +181,7 @@ class ImageFolderDataset(_Files):
         return len(self._numbers)
 
 
-class CSVDataset(_Files):
+class CSVDataset(Files):
     """Lines of files with fields. ``column_defaults``: values whose types are those of the columns (else text);
     ``column_names``: by default the first line."""
 
@@ -209,7 +209,7 @@ class CSVDataset(_Files):
         super().__init__(rows, None, column_names, num_samples, None, bool(shuffle), None, num_shards, shard_id)
 
 
-class TextFileDataset(_Files):
+class TextFileDataset(Files):
     """Lines of files: the column "text"."""
 
     columns = ("text",)

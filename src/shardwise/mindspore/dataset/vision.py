@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.effects import CLASSES, ConvertMode, Effect, Image, ImageEnhance, ImageOps
+from shardwise.mindspore.dataset.effects import (
+    CLASSES,
+    FILTERS,
+    ConvertMode,
+    Effect,
+    Image,
+    ImageEnhance,
+    ImageOps,
+    turned,
+)
 from shardwise.mindspore.dataset.transforms import Array, TypeCast
 from shardwise.mindspore.named import WithSettings, absent, classes_of
 
@@ -45,11 +54,6 @@ class Border(enum.Enum):
     EDGE = "edge"
     REFLECT = "reflect"
     SYMMETRIC = "symmetric"
-
-
-_PILLOWS = {Inter.NEAREST: Image.Resampling.NEAREST, Inter.LINEAR: Image.Resampling.BILINEAR,
-            Inter.CUBIC: Image.Resampling.BICUBIC, Inter.AREA: Image.Resampling.BOX,
-            Inter.ANTIALIAS: Image.Resampling.LANCZOS}  # fmt: skip
 
 
 def _array(image: Any) -> Array:
@@ -100,7 +104,7 @@ class Resize(WithSettings, size=..., interpolation=Inter.LINEAR):
     """Another size: (height, width), or that of the shorter side."""
 
     def _settle(self) -> None:
-        self.filter = _PILLOWS[self.interpolation]
+        self.filter = FILTERS[self.interpolation]
 
     def __call__(self, image: Any) -> Any:
         height, width = _array(image).shape[:2]
@@ -213,7 +217,7 @@ class Rotate(WithSettings, degrees=..., resample=Inter.NEAREST, expand=False):
     """Turned by degrees, counter-clockwise."""
 
     def _settle(self) -> None:
-        self.filter = _PILLOWS[self.resample]
+        self.filter = FILTERS[self.resample]
 
     def __call__(self, image: Any) -> Any:
         return self.turned(image, self.degrees)
@@ -252,14 +256,7 @@ class RandomColorAdjust(WithSettings, brightness=(1, 1), contrast=(1, 1), satura
             factor = float(np.random.uniform(*bounds))
             if factor != 1:
                 image = _by_pillow(image, lambda picture, change=change, factor=factor: change(picture).enhance(factor))
-        return _by_pillow(image, partial(_turned, part=float(np.random.uniform(*self.hue)))) if any(self.hue) else image
-
-
-def _turned(image: Image.Image, part: float) -> Image.Image:
-    """An image whose hues are further along the colour circle."""
-    hue, *others = image.convert("HSV").split()
-    turned = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
-    return Image.merge("HSV", (turned, *others)).convert(image.mode)
+        return _by_pillow(image, partial(turned, part=float(np.random.uniform(*self.hue)))) if any(self.hue) else image
 
 
 class Normalize(WithSettings, mean=..., std=..., is_hwc=True):

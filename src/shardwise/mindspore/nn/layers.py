@@ -20,7 +20,7 @@ from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, Max
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.resizing import pool, same_padding
+from shardwise.mindspore.ops.resizing import pool, same_padding, transposed
 from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
@@ -226,6 +226,38 @@ class Conv3d(
         return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
 
 
+class Conv3dTranspose(Conv3d):
+    """The transposed convolution of volumes, with a weight of (in, out / group, depth, height, width)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        pad_mode: str = "same",
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        group: int = 1,
+        output_padding: Sizes = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group, *args, **kwargs
+        )
+        self.output_padding = output_padding
+
+    @property
+    def _channels(self) -> tuple[int, int]:
+        return self.in_channels, self.out_channels // self.group
+
+    def construct(self, x: Any) -> Any:
+        y = transposed(x, self.weight, self.stride, self.pad_mode, self.sides, self.output_padding, self.dilation,
+                       self.group)  # fmt: skip
+        return y + self.bias.reshape(-1, 1, 1, 1) if self.has_bias else y
+
+
 class Conv2dTranspose(
     _Convolution, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
     output_padding=0, dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
@@ -347,6 +379,6 @@ class Identity(Cell):
 
 
 __all__ = [
-    "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Dense", "Dropout", "Embedding",
-    "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
+    "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Conv3dTranspose", "Dense",
+    "Dropout", "Embedding", "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
 ]  # fmt: skip

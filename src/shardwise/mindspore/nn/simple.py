@@ -13,6 +13,7 @@ from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
 from shardwise.mindspore.named import Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.loss import REDUCTIONS, LossOfFunction
+from shardwise.mindspore.nn.quality import QUALITY
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.resizing import bilinear, mirrored, pool
@@ -99,6 +100,9 @@ _CELLS_OF_FUNCTIONS = {
     "ChannelShuffle": "channel_shuffle groups", "PixelShuffle": "pixel_shuffle upscale_factor",
     "PixelUnshuffle": "pixel_unshuffle downscale_factor", "CosineSimilarity": "cosine_similarity dim=1 eps=1e-8",
     "ReduceLogSumExp": "logsumexp axis keep_dims=False",
+    "PairwiseDistance": "pairwise_distance p=2.0 eps=1e-6 keepdim=False",
+    "LGamma": "lgamma", "DiGamma": "digamma", "MatInverse": "inverse", "MatDet": "det", "MatrixDiag": "matrix_diag",
+    "MatrixDiagPart": "matrix_diag_part", "MatrixSetDiag": "matrix_set_diag",
 }  # fmt: skip
 _LOSSES_OF_FUNCTIONS = {
     "CosineEmbeddingLoss": "cosine_embedding_loss margin=0.0 reduction='mean'",
@@ -113,6 +117,7 @@ _LOSSES_OF_FUNCTIONS = {
 }
 CELLS: dict[str, Function] = {
     **{name: OfFunction(line) for name, line in _CELLS_OF_FUNCTIONS.items()},
+    **QUALITY,
     # -- activations
     "Softmax2d": lambda x: torch.softmax(x, -3),
     "Threshold": lambda x, *, threshold, value: F.threshold(x, threshold, value),

@@ -16,6 +16,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import calls
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
+from shardwise.mindspore.ops.boxes import BOXES
 from shardwise.mindspore.ops.clip import clip_by_norm
 from shardwise.mindspore.ops.further import FURTHER
 from shardwise.mindspore.ops.indexing import (
@@ -236,6 +237,7 @@ FUNCTIONS: dict[str, Function] = {
     "unique": lambda input: torch.unique(input, return_inverse=True),
     "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: UnsortedSegmentSum()(
         input_x, segment_ids, num_segments),
+    **BOXES,
     **FURTHER,
     **NETWORKS,
     **TENSOR_SCATTERS,

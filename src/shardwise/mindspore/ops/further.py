@@ -14,6 +14,7 @@ from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function
 from shardwise.mindspore.ops.networks import as_int, sizes_of
+from shardwise.mindspore.ops.resizing import pairs_of
 from shardwise.mindspore.tensor import as_torch
 
 Tensor = torch.Tensor
@@ -44,7 +45,7 @@ def _padded_unique(x: Tensor, pad_num: Any) -> tuple[Tensor, Tensor]:
 def _blocks_to_batch(x: Tensor, block_shape: Any, paddings: Any) -> Tensor:
     """(n, c, h, w) -> (n * b0 * b1, c, h / b0, w / b1), padded before: the batch counts blocks' places first."""
     rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
-    (top, bottom), (left, right) = as_torch(paddings).tolist()
+    (top, bottom), (left, right) = pairs_of(paddings)
     n, c, h, w = (x := F.pad(x, (left, right, top, bottom))).shape
     if h % rows or w % columns:
         raise ValueError(problem(f"{h} by {w} in blocks of {rows} by {columns}", fix="paddings that make them divide"))
@@ -55,7 +56,7 @@ def _blocks_to_batch(x: Tensor, block_shape: Any, paddings: Any) -> Tensor:
 def _batch_to_blocks(x: Tensor, block_shape: Any, crops: Any) -> Tensor:
     """The inverse, and rows and columns are cut off at the ends."""
     rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
-    (top, bottom), (left, right) = as_torch(crops).tolist()
+    (top, bottom), (left, right) = pairs_of(crops)
     n, c, h, w = x.shape
     apart = x.reshape(rows, columns, n // rows // columns, c, h, w).permute(2, 3, 4, 0, 5, 1)
     whole = apart.reshape(n // rows // columns, c, h * rows, w * columns)
@@ -115,7 +116,7 @@ def _scanned(loop_func: Function, init: Any, xs: Any, length: int | None = None)
     return init, torch.stack(ys) if ys and isinstance(ys[0], Tensor) else ys
 
 
-def _overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
+def overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
     """Of boxes (x0, y0, x1, y1), every one with every other: what both have, of what either has ("iof": of what the
     true one has)."""
     one_of("iou", "iof")("mode", mode)
@@ -154,7 +155,7 @@ FURTHER: dict[str, Function] = {
     # -- control
     "fori_loop": _for, "scan": _scanned, "while_loop": _while,
     # -- boxes
-    "bounding_box_decode": _decoded, "bounding_box_encode": _encoded, "iou": _overlap,
+    "bounding_box_decode": _decoded, "bounding_box_encode": _encoded, "iou": overlap,
     # -- elements
     "invert": lambda x: torch.bitwise_not(x),
     "mul_no_nan": lambda x, y: torch.where(y == 0, 0, x * y),
@@ -193,6 +194,8 @@ FURTHER: dict[str, Function] = {
     "random_gamma": lambda shape, alpha, seed=None: _gamma(shape, alpha, 1.0, seed),
     "random_poisson": lambda shape, rate, seed=None: torch.poisson(
         as_torch(rate).float().expand(*sizes_of(shape), *as_torch(rate).shape).contiguous(), generator=drawn(seed)),
+    "truncated_normal": lambda shape, seed=None: torch.nn.init.trunc_normal_(
+        torch.empty(sizes_of(shape)), generator=drawn(seed)),
     "standard_laplace": lambda shape, seed=None: _laplace(shape, 0.0, 1.0, seed),
     # -- others
     "eps": lambda x: torch.full_like(x, torch.finfo(x.dtype).eps),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.errors import problem
 from shardwise.mindspore.named import Function
 from shardwise.mindspore.ops.attention import attention
 from shardwise.mindspore.ops.images import Conv2D
@@ -54,6 +55,49 @@ def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> T
     return table
 
 
+def classes_loss(
+    x: Tensor,
+    labels_indices: Tensor,
+    labels_values: Tensor,
+    sequence_length: Tensor,
+    ignore_longer: bool,
+    merging: tuple[bool, bool] = (False, True),
+) -> tuple[Tensor, Tensor | None]:
+    """The losses [n] of logits [t, n, classes], of which the last is the blank, and labels at (row, place) [k, 2], and
+    the gradient of the logits; None in a split cell."""
+    if merging != (False, True):
+        what = f"CTCLoss(preprocess_collapse_repeated={merging[0]}, ctc_merge_repeated={merging[1]})"
+        raise NotImplementedError(problem(what, fix="labels as they are meant, with False and True"))
+    rows, places = as_int(labels_indices).unbind(1)
+    width = len(rows) if torch.compiler.is_exporting() else int(places.max()) + 1
+    count, blank = x.shape[1], x.shape[2] - 1
+    targets = torch.zeros(count, width, dtype=torch.int64).index_put((rows, places), as_int(labels_values))
+    lengths = torch.zeros(count, dtype=torch.int64).index_add(0, rows, torch.ones_like(rows))
+    given = (targets, as_int(sequence_length), lengths, blank)
+    logarithms = x.log_softmax(2)
+    losses = F.ctc_loss(logarithms, *given, reduction="none", zero_infinity=ignore_longer)
+    if torch.compiler.is_exporting():
+        return losses, None
+    found = torch._ctc_loss(logarithms.detach(), *given, ignore_longer)
+    call = torch.ops.aten._ctc_loss_backward.Tensor
+    one = torch.ones_like(losses.detach())
+    return losses, call(one, logarithms.detach(), *given[:3], *found, blank, ignore_longer)
+
+
+def _best_classes(inputs: Tensor, sequence_length: Tensor, merge_repeated: bool = True) -> tuple[Tensor, ...]:
+    """The likeliest classes of steps [t, n, classes] without blanks, which are the last class: their (row, place), the
+    classes, the shape of the table of them, and the sums of what they are likely to be."""
+    best, classes = torch.max(inputs, 2)
+    lives = torch.arange(len(inputs)).unsqueeze(1) < sequence_length
+    kept = lives & (classes != inputs.shape[2] - 1)
+    if merge_repeated:
+        kept[1:] &= classes[1:] != classes[:-1]
+    rows, steps = torch.nonzero(kept.T, as_tuple=True)
+    places = kept.cumsum(0)[steps, rows] - 1
+    shape = torch.tensor([inputs.shape[1], int(kept.sum(0).max())])
+    return torch.stack((rows, places), 1), classes[steps, rows], shape, -(best * lives).sum(0).unsqueeze(1)
+
+
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     inverse = torch.rsqrt(torch.mean(torch.square(x), -1, keepdim=True) + epsilon)
     return x * inverse * gamma, inverse
@@ -86,6 +130,7 @@ NETWORKS: dict[str, Function] = {
         query, key, value, attn_mask, head_num,
         (real_shift, drop_mask, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen), keep_prob, scalar_value,
         pre_tokens, next_tokens, input_layout, sparse_mode),
+    "ctc_greedy_decoder": _best_classes,
     "grid_sample": lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
         input, grid, mode, padding_mode, align_corners),
     "group_norm": lambda input, num_groups, weight=None, bias=None, eps=1e-5: F.group_norm(

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
-from shardwise.mindspore.tensor import as_torch
 
 MODES = ("valid", "same", "pad")
 AVERAGES: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}  # over how many dims
@@ -62,10 +61,41 @@ def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[in
     return places
 
 
+def transposed(
+    x: Any, weight: Any, stride: Any, mode: str, sides: Sequence[int], more: Any, dilation: Any, group: int
+) -> Any:
+    """The gradient of a convolution by its input (N, C, ...), of the weight (in, out / group, ...). In mode "same"
+    each dim grows by the stride, in mode "pad" ``sides`` are cut off before and behind each dim and ``more`` is added
+    behind: what padding would have given."""
+    dims = weight.dim() - 2
+    stride, more, dilation = (_each(value, dims) for value in (stride, more, dilation))
+    function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[dims]
+    whole = function(x, weight, None, stride, 0, 0, group, dilation)
+    for dim in range(dims):
+        size, reach = x.shape[2 + dim], (weight.shape[2 + dim] - 1) * dilation[dim] + 1
+        begin, wanted = 0, size * stride[dim] + max(reach - stride[dim], 0)
+        if mode == "same":
+            wanted = size * stride[dim]
+            begin = same_padding(wanted, reach, stride[dim])[0]
+        elif mode == "pad":
+            begin = sides[2 * dim]
+            wanted = (size - 1) * stride[dim] + reach - begin - sides[2 * dim + 1] + more[dim]
+        missing = max(begin + wanted - whole.shape[2 + dim], 0)
+        whole = F.pad(whole, (0, 0) * (dims - 1 - dim) + (0, missing)) if missing else whole
+        whole = whole.narrow(2 + dim, begin, wanted)
+    return whole
+
+
+def pairs_of(paddings: Any) -> list[tuple[int, int]]:
+    """Before and behind each dim. Numbers stay Python's: in a captured cell those of a new tensor are not known."""
+    pairs = paddings.tolist() if isinstance(paddings, torch.Tensor) else paddings
+    return [(int(before), int(behind)) for before, behind in pairs]
+
+
 def mirrored(x: Any, paddings: Any, mode: str) -> Any:
     """``x`` padded by pairs per dim: with 0 ("CONSTANT"), or with what is there, turned round, without the element at
     the edge ("REFLECT") or with it ("SYMMETRIC")."""
-    pairs = [[int(n) for n in pair] for pair in as_torch(paddings).tolist()]
+    pairs = pairs_of(paddings)
     if mode == "CONSTANT":
         return F.pad(x, [n for pair in reversed(pairs) for n in pair])
     if mode not in ("REFLECT", "SYMMETRIC"):

@@ -16,10 +16,12 @@ from shardwise.mindspore.amp import init_status
 from shardwise.mindspore.named import Function, classes_of, parameters_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
+from shardwise.mindspore.ops.boxes import suppressed
 from shardwise.mindspore.ops.functions import FUNCTIONS
+from shardwise.mindspore.ops.networks import classes_loss
 from shardwise.mindspore.ops.primitive import Simple
-from shardwise.mindspore.ops.resizing import bilinear, mirrored, nearest, pool
-from shardwise.mindspore.tensor import Tensor, as_torch
+from shardwise.mindspore.ops.resizing import bilinear, mirrored, nearest, pairs_of, pool, transposed
+from shardwise.mindspore.tensor import Tensor
 from shardwise.mindspore.tensor_methods import dtype_of
 
 
@@ -60,7 +62,7 @@ def _unwritten(name: Any, value: Any) -> None:
 
 def _flat(paddings: Any) -> list[int]:
     """Pairs of a padding per dim, as torch takes them: last dim first."""
-    return [int(n) for pair in reversed(as_torch(paddings).tolist()) for n in pair]
+    return [n for pair in reversed(pairs_of(paddings)) for n in pair]
 
 
 # Primitives that compute a function of ``ops.functions``: its name, and the settings that the constructor takes.
@@ -101,6 +103,29 @@ _OF_FUNCTIONS = {
     "TensorScatterSub": "tensor_scatter_sub",
     **{f"{family}{kind}": line.format(kind.lower()) for kind in ("Max", "Min", "Mul", "Div") for family, line in (
         ("TensorScatter", "tensor_scatter_{}"), ("Scatter", "scatter_{} use_locking=False"))},
+    **{f"ScatterNd{kind}": f"scatter_nd_{kind.lower()} use_locking=False" for kind in ("Max", "Min", "Mul", "Div")},
+    "AdaptiveAvgPool3D": "adaptive_avg_pool3d output_size", "AffineGrid": "affine_grid align_corners=False",
+    "AdaptiveMaxPool2D": "adaptive_max_pool2d output_size return_indices=True", "Angle": "angle",
+    "Bucketize": "bucketize boundaries right=False", "Cholesky": "cholesky upper=False", "Complex": "complex",
+    "CholeskyInverse": "cholesky_inverse upper=False", "ComplexAbs": "abs", "CheckValid": "check_valid",
+    "CropAndResize": "crop_and_resize method='bilinear' extrapolation_value=0.0", "Eps": "eps", "Ger": "outer",
+    "CTCGreedyDecoder": "ctc_greedy_decoder merge_repeated=True", "Igamma": "igamma", "Igammac": "igammac",
+    "CTCLossV2": "ctc_loss blank=0 reduction='none' zero_infinity=False", "HammingWindow": "hamming_window",
+    "GridSampler2D": "grid_sample mode='bilinear' padding_mode='zeros' align_corners=False",
+    "GridSampler3D": "grid_sample mode='bilinear' padding_mode='zeros' align_corners=False", "Heaviside": "heaviside",
+    "IndexFill": "index_fill", "IsClose": "isclose rtol=1e-5 atol=1e-8 equal_nan=True",
+    "LeftShift": "bitwise_left_shift", "RightShift": "bitwise_right_shift", "MaskedScatter": "masked_scatter",
+    "MatrixDeterminant": "det", "MatrixExp": "matrix_exp", "MatrixPower": "matrix_power n", "NextAfter": "nextafter",
+    "Median": "median axis=-1 keepdims=False", "Mvlgamma": "mvlgamma p", "Polar": "polar",
+    "Polygamma": "polygamma", "Qr": "qr", "Quantile": "quantile", "RandomChoiceWithMask": "choice_with_mask count=256",
+    "RandomGamma": "random_gamma seed=None", "RandomPoisson": "random_poisson seed=None", "Zeta": "zeta",
+    "RandomShuffle": "shuffle seed=None", "Renorm": "renorm p dim maxnorm",
+    "ROIAlign": "roi_align pooled_height pooled_width spatial_scale sample_num=2 roi_end_mode=1",
+    "SoftMarginLoss": "soft_margin_loss reduction='mean'", "UnravelIndex": "unravel_index",
+    "TripletMarginLoss": "triplet_margin_loss p=2 swap=False eps=1e-6 reduction='mean'",
+    "UniqueConsecutive": "unique_consecutive return_idx=False return_counts=False axis=None",
+    "TruncatedNormal": "truncated_normal seed=None", "ReduceLogSumExp": "logsumexp axis keep_dims=False",
+    "Im2Col": "unfold kernel_size stride=1 dilation=1 padding=0",
     **{f"UnsortedSegment{kind}": f"unsorted_segment_{kind.lower()}" for kind in ("Max", "Min", "Prod")},
 }  # fmt: skip
 
@@ -143,6 +168,9 @@ SIMPLE: dict[str, Function] = {
     # -- networks
     "Conv3D": lambda x, weight, *, out_channel, kernel_size, mode=1, pad_mode="valid", pad=0, stride=1, dilation=1,
     group=1: F.conv3d(x, weight, None, stride, pad if pad_mode == "pad" else pad_mode, dilation, group),
+    "Conv3DTranspose": lambda x, weight, bias=None, *, in_channel, out_channel, kernel_size, mode=1, pad_mode="valid",
+    pad=0, stride=1, dilation=1, group=1, output_padding=0: transposed(
+        x, weight, stride, pad_mode, (pad,) * 6 if isinstance(pad, int) else pad, output_padding, dilation, group),
     "Dropout2D": lambda x, *, keep_prob=0.5: (y := F.dropout2d(x, 1 - keep_prob, True), y != 0),
     "FlashAttentionScore": lambda query, key, value, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None,
     prefix=None, *, head_num, keep_prob=1.0, scale_value=1.0, pre_tokens=2**31 - 1, next_tokens=2**31 - 1,
@@ -156,7 +184,13 @@ SIMPLE: dict[str, Function] = {
     "ResizeBilinear": lambda x, *, size, align_corners=False, half_pixel_centers=False: bilinear(
         x, size, align_corners, half_pixel_centers),
     "ResizeNearestNeighbor": lambda x, *, size, align_corners=False: nearest(x, size, align_corners),
+    # -- boxes
+    "NMSWithMask": lambda bboxes, *, iou_threshold=0.5: suppressed(bboxes, iou_threshold),
     # -- losses
+    "CTCLoss": lambda x, labels_indices, labels_values, sequence_length, *, preprocess_collapse_repeated=False,
+    ctc_merge_repeated=True, ignore_longer_outputs_than_inputs=False: classes_loss(
+        x, labels_indices, labels_values, sequence_length, ignore_longer_outputs_than_inputs,
+        (preprocess_collapse_repeated, ctc_merge_repeated)),
     "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
         F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
     # -- parameters

@@ -43,6 +43,12 @@ def _is_in_auto_parallel_mode() -> bool:
     return context.options().distributed
 
 
+def _is_sharding_propagation() -> bool:
+    """Whether auto mode lets strategies that are set spread to other operators."""
+    is_auto = _get_parallel_mode() == ParallelMode.AUTO_PARALLEL
+    return is_auto and context.options().search_mode == "sharding_propagation"
+
+
 def _is_in_data_parallel_mode() -> bool:
     """Whether every rank has the whole network and a part of the batch."""
     return _get_parallel_mode() == ParallelMode.DATA_PARALLEL

@@ -121,6 +121,16 @@ def told(callbacks: Iterable[Callback], moment: str, run_context: RunContext) ->
         getattr(callback, moment)(run_context)
 
 
+class WhileTraining(Callback):
+    """What ``Model.fit`` tells a callback of an evaluation: what it overrides. The old names are those of training."""
+
+    def __init__(self, callback: Callback) -> None:
+        for moment in ("on_eval_begin", "on_eval_step_begin", "on_eval_step_end", "on_eval_end"):
+            own = getattr(callback, moment)
+            if getattr(own, "__func__", own) is not getattr(Callback, moment):
+                setattr(self, moment, own)
+
+
 def callbacks_of(argument: Any) -> list[Callback]:
     """One callback, several or none, as a list. Raises TypeError for what is none."""
     listed = [] if argument is None else list(argument) if isinstance(argument, Iterable) else [argument]

@@ -15,9 +15,10 @@ from shardwise.mindspore import context
 from shardwise.mindspore.amp import DynamicLossScaleManager, at_level
 from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import it from here
+from shardwise.mindspore.engine import layouts_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
-from shardwise.mindspore.train.callback import CallbackParams, RunContext, callbacks_of, told
+from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, told
 from shardwise.mindspore.train.metrics import metrics_of
 from shardwise.mindspore.train.rows import size_of, steps_of
 
@@ -168,7 +169,8 @@ class Model:
                         break
                 params.eval_results = {}
                 if evaluated is not None and evaluated[1](number):
-                    params.eval_results = params.metrics = self.eval(evaluated[0])
+                    told_too = [WhileTraining(callback) for callback in listed]
+                    params.eval_results = params.metrics = self._evaluated(evaluated[0], told_too, number)
                     network.train()
                 told(listed, "on_train_epoch_end", run)
                 if run.get_stop_requested():
@@ -177,13 +179,17 @@ class Model:
 
     def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
         """The metrics over a dataset: name -> value."""
+        return self._evaluated(valid_dataset, callbacks_of(callbacks), 0)
+
+    def _evaluated(self, valid_dataset: Any, listed: Sequence[Callback], epoch: int) -> dict[str, Any]:
+        """``epoch``: the number of the one that training is in."""
         if self._eval_network is None:
             raise ValueError(problem("Model.eval has nothing to measure", fix="Model(..., metrics={'loss'})"))
         network = self._eval_network
         network.eval()
-        params = CallbackParams(network=self._network, valid_dataset=valid_dataset, mode="eval",
-                                batch_num=size_of(valid_dataset, -1))  # fmt: skip
-        run, listed = RunContext(params), callbacks_of(callbacks)
+        params = CallbackParams(network=self._network, valid_dataset=valid_dataset, mode="eval", cur_epoch_num=epoch,
+                                batch_num=size_of(valid_dataset, -1), eval_network=network)  # fmt: skip
+        run = RunContext(params)
         with ExitStack() as opened:
             for callback in listed:
                 opened.enter_context(callback)
@@ -207,6 +213,24 @@ class Model:
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:
         """Kept for programs that call it: networks are captured in their first step."""
+
+    def infer_predict_layout(self, *predict_data: Any, skip_backend_compile: bool = False) -> dict[str, Any]:
+        """Parameter -> how it is split for predictions, into which the network is split now: before a checkpoint is
+        loaded (``load_distributed_checkpoint(model.predict_network, files, layout)``)."""
+        self._network.eval()
+        return layouts_of(self._network, predict_data)
+
+    def infer_train_layout(
+        self, train_dataset: Any, dataset_sink_mode: bool = True, sink_size: int = -1
+    ) -> dict[str, Any]:
+        """The same for training, by the first row of a dataset."""
+        if not hasattr(self._train_network, "network"):
+            what = f"{type(self._train_network).__name__} holds no network to train"
+            raise RuntimeError(
+                problem(what, fix="Model(network, loss, optimizer), or a cell made from TrainOneStepCell")
+            )
+        self._train_network.train()
+        return layouts_of(self._train_network.network, next(iter(steps_of(train_dataset, -1))))
 
     def predict(self, *predict_data: Any, backend: Any = None, config: Any = None) -> Any:
         """What the network returns in evaluation mode."""
