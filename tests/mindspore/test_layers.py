@@ -111,6 +111,10 @@ LAYERS: dict[str, tuple[Callable[[], Any], Tensor, Callable[[Any, Tensor], Tenso
         lambda: nn.Conv3d(3, 2, 3, 2, **F64), IMAGES[..., None],
         lambda c, x: F.conv3d(F.pad(x, (1, 1, 0, 1, 0, 1)), c.weight, stride=2), "weight",
     ),
+    "Conv3dTranspose": (
+        lambda: nn.Conv3dTranspose(3, 2, 4, 2, has_bias=True, **F64), IMAGES[..., None],
+        lambda c, x: F.conv_transpose3d(x, c.weight, c.bias, stride=2, padding=1), "weight bias",
+    ),
     "LayerNorm": (lambda: nn.LayerNorm((6,), **F64), CUBE, lambda c, x: norm(x, 2, 1e-7), "gamma beta"),
     "LayerNorm, two dims": (
         lambda: nn.LayerNorm([4, 6], 1, 1, gamma_init="normal", **F64), CUBE,

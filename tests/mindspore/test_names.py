@@ -471,10 +471,22 @@ class Looks(nn.Cell):
         )
 
 
+class Hooked(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.insert = nn.Dense(8, 8), ops.InsertGradientOf(lambda dx: dx)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.insert(self.dense(x))
+
+
 def test_paddings_boxes_and_sequences_hold_under_a_plan() -> None:
     ms.set_seed(0)
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=2)
     corners = 3 * torch.rand(5, 2)
     boxes = torch.cat((corners, corners + 1.5, torch.rand(5, 1)), 1)
+    hooked = Hooked()
+    with pytest.raises(sw.CaptureError, match=r"bprop\(self, x, out, dout\)"):
+        planning.planned(hooked, (r(2, 8).float(),))
     net, inputs = Looks(), (r(2, 3, 8, 8).float(), boxes, torch.tensor([[0, 0], [2, 0]]), torch.tensor([1, 2]))
     assert sw.verify(net, inputs, planning.planned(net, inputs)).ok

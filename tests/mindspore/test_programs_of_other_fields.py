@@ -66,7 +66,9 @@ def test_programs_on_four_ranks_are_those_of_one_process(name: str, run_ranks: R
     _same(name, 4, run_ranks)
 
 
-SPLIT = ("lstm_crf", "ssd_head", "double_dqn", "bert_classifier")
+SPLIT = (
+    "lstm_crf", "ssd_head", "double_dqn", "bert_classifier", "speech_ctc", "super_resolution", "graph_attention",
+)  # fmt: skip
 
 
 def _split(mode: str | None) -> dict[str, list[float]]:

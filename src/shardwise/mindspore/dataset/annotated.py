@@ -220,8 +220,8 @@ class VOCDataset(_Annotated):
         found = []
         for entry in ElementTree.parse(path).getroot().iter("object"):
             x0, y0, x1, y1 = (float(entry.findtext(f"bndbox/{side}", "0")) for side in ("xmin", "ymin", "xmax", "ymax"))
-            flags = (int(entry.findtext(flag, "0")) for flag in ("difficult", "truncated"))
-            found.append((entry.findtext("name", ""), [x0, y0, x1 - x0, y1 - y0], *flags))
+            difficult, cut = (int(entry.findtext(flag, "0")) for flag in ("difficult", "truncated"))
+            found.append((entry.findtext("name", ""), [x0, y0, x1 - x0, y1 - y0], difficult, cut))
         return found
 
     def get_class_indexing(self) -> dict[str, int]:

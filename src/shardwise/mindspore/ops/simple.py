@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.errors import CaptureError, problem
 from shardwise.mindspore import overflow
 from shardwise.mindspore.amp import init_status
 from shardwise.mindspore.named import Function, classes_of, parameters_of
@@ -44,7 +45,13 @@ def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any,
 
 
 def _hooked(x: Any, hook: Function) -> Any:
-    """``x``, whose gradient is what ``hook`` makes of it, given as a tuple of one; None leaves it as it is."""
+    """``x``, whose gradient is what ``hook`` makes of it, given as a tuple of one; None leaves it as it is. Raises
+    CaptureError in a split cell, where hooks of tensors do not fire."""
+    if torch.compiler.is_exporting():
+        fix = "a cell of its own with bprop(self, x, out, dout), which returns (dx,)"
+        raise CaptureError(
+            problem("a function of a gradient (InsertGradientOf, HookBackward) in a split cell", fix=fix)
+        )
 
     def called(gradient: Any) -> Any:
         changed = hook((gradient.as_subclass(Tensor),))

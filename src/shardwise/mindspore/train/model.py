@@ -224,13 +224,13 @@ class Model:
         self, train_dataset: Any, dataset_sink_mode: bool = True, sink_size: int = -1
     ) -> dict[str, Any]:
         """The same for training, by the first row of a dataset."""
-        if not hasattr(self._train_network, "network"):
+        network = getattr(self._train_network, "network", None)
+        if network is None:
             what = f"{type(self._train_network).__name__} holds no network to train"
-            raise RuntimeError(
-                problem(what, fix="Model(network, loss, optimizer), or a cell made from TrainOneStepCell")
-            )
-        self._train_network.train()
-        return layouts_of(self._train_network.network, next(iter(steps_of(train_dataset, -1))))
+            fix = "Model(network, loss, optimizer), or a cell made from TrainOneStepCell"
+            raise RuntimeError(problem(what, fix=fix))
+        network.train()
+        return layouts_of(network, next(iter(steps_of(train_dataset, -1))))
 
     def predict(self, *predict_data: Any, backend: Any = None, config: Any = None) -> Any:
         """What the network returns in evaluation mode."""
