@@ -17,7 +17,7 @@ from shardwise.plans.intervals import said, said_bytes
 from shardwise.plans.plan import CollectiveEntry, Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 
-WIDTH = 140
+WIDTH = 240
 
 
 @dataclass(frozen=True, slots=True)

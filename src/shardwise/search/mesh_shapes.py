@@ -13,9 +13,12 @@ from shardwise.layouts.mesh import Mesh, prime_factors
 
 
 def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
-    """The meshes that a search tries where the user names none: axes are called after the level that they lie in."""
+    """The meshes that a search tries where the user names none: axes are called after the level that they lie in. The
+    last is that of one axis: what shapes of several price alike may take two messages there (a gather over one axis,
+    then over the other), of which the second waits for the first, and neither leaves early."""
     meshes = []
-    for shape in mesh_shapes(cluster, max_axes):
+    shapes = mesh_shapes(cluster, max_axes)
+    for shape in dict.fromkeys((*shapes, *mesh_shapes(cluster, 1))):
         names = [level.name for level in cluster.levels]
         left = [level.size for level in cluster.levels]
         axes: list[tuple[str, int]] = []
