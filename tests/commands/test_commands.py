@@ -96,6 +96,9 @@ def test_a_trace_is_the_simulated_step(folder: Path, capsys: pytest.CaptureFixtu
         own = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == row)
         assert all(a + b <= c + 1e-6 for (a, b), (c, _) in pairwise(own))
     assert {e["args"]["part"] for e in events} == {"forward", "backward", "update"}
+    held = [e for e in json.loads((folder / "step.json").read_text())["traceEvents"] if e["ph"] == "C"]
+    assert max(sum(e["args"].values()) for e in held) == prediction.peak_bytes
+    assert [e["ts"] for e in held] == sorted(e["ts"] for e in held)
     with pytest.raises(sw.PlanError, match="a plan file has no search in it"):
         sw.Plan.load("plan.json").trace("step.json")
 

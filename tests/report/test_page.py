@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,28 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     )
     rest = re.sub(r"<p>A timeline, memory over the step, types .*?</p>", "", of_file, flags=re.S)
     assert plain(re.sub(only_known, "", text, flags=re.S)).split() == plain(rest).split()
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4), ("Interleaved1F1B", 4), ("", 1)])
+def test_a_trace_has_the_printed_seconds_and_memory(tmp_path: Path, schedule: str, stages: int) -> None:
+    own = planned(stages=stages, schedule=schedule, micro_batch=4) if schedule else planned()
+    own.trace(tmp_path / "step.json")
+    entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    events = [entry for entry in entries if entry["ph"] == "X"]
+    held = [entry for entry in entries if entry["ph"] == "C"]
+    expected = own.prediction if own.pipeline is None else own.pipeline
+    seconds = expected.simulated_seconds if own.pipeline is None else expected.step_seconds
+    assert max(entry["ts"] + entry["dur"] for entry in events) / 1e6 == pytest.approx(seconds, rel=1e-9)
+    assert max(sum(entry["args"].values()) for entry in held) == pytest.approx(expected.memory_bytes, abs=1)
+    for row in {(entry["pid"], entry["tid"]) for entry in events}:
+        own_row = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == row)
+        assert all(start + taken <= after + 1e-6 for (start, taken), (after, _) in pairwise(own_row))
+    computed = [entry for entry in events if entry["name"].endswith("linear")]
+    assert {entry["args"]["line"].partition(":")[0] for entry in computed} == {"net.py"}
+    if schedule:
+        assert {entry["pid"] for entry in events} == {0, 1}, "a track per place"
+        done = [entry for entry in events if entry["name"].startswith("stage ") and entry["cat"] == "forward"]
+        assert len(done) == stages * own.micro_batches
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shardwise.plans.joint import Joint
 from shardwise.plans.plan import Plan
@@ -45,6 +46,14 @@ class Joined(Known):
             return self.found.top(k, joint=self.joint)
         ranking: Ranking = self.found.top(k)
         return ranking
+
+    def cost_graph(self, path: str | Path) -> None:
+        """As the plan of the setting that was taken writes it."""
+        self.found.cost_graph(path)
+
+    def trace(self, path: str | Path) -> None:
+        """As the plan of the setting that was taken writes it."""
+        self.found.trace(path)
 
     def known(self) -> tuple[Pass, ...]:
         """What is known of the plan of the setting that was taken."""

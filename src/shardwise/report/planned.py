@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import busiest_program, memory_of_program
-from shardwise.costs.timeline import SimulatedStep, simulate, simulate_program
-from shardwise.costs.trace import write_trace
+from shardwise.costs.timeline import SimulatedStep, simulate_program
+from shardwise.costs.trace import Track, write_trace
 from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_layout
@@ -32,6 +32,7 @@ from shardwise.report.outline import alternatives
 from shardwise.report.page import Pass, Told, write_page
 from shardwise.report.pipelines import PipelineRanking
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
+from shardwise.report.stage_traces import tracks_of
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
 from shardwise.search.auto import Search
@@ -118,22 +119,25 @@ class Planned(Known):
 
     def trace(self, path: str | Path) -> None:
         """Write a simulated pass as a trace, which https://ui.perfetto.dev and chrome://tracing open: operators, and
-        the messages of every group of devices."""
-        write_trace(path, {f"a rank of {self.mesh}, simulated": self._simulated().events}, self.mesh)
+        the messages of every group of devices, with lines of the model, and the memory that is held meanwhile."""
+        program, step, over = self._simulated()
+        lines = {op.name: op.source for op in program.spmd.graph.ops}
+        write_trace(path, [Track.of(f"a rank of {self.mesh}, simulated", step.events, self.mesh, lines, over)])
 
     def known(self) -> tuple[Pass, ...]:
         """What the search says of the plan, for a page."""
-        graph, prices = self.finished_search.cost.domains.graph, prices_of(self)
-        program = busiest_program(program_of(self, graph), Kinds())
-        step, over = simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
+        program, step, over = self._simulated()
 
         def why(name: str) -> Mapping[str, Any]:
             return alternatives_of(self.finished_search, name)
 
-        return (Pass(step, over, *_told_by(graph, program), why),)
+        return (Pass(step, over, *_told_by(self.finished_search.cost.domains.graph, program), why),)
 
-    def _simulated(self) -> SimulatedStep:
-        return simulate(program_of(self, self.finished_search.cost.domains.graph), prices_of(self))
+    def _simulated(self) -> tuple[Program, SimulatedStep, tuple[Peak, ...]]:
+        """The program of the fullest rank, a pass of it, and the most that is held at every operator."""
+        program = busiest_program(program_of(self, self.finished_search.cost.domains.graph), Kinds())
+        prices = prices_of(self)
+        return program, simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,12 @@ class Staged(Known):
     def passes(self) -> tuple[StagePass, ...]:
         """Every stage with a simulated pass over a micro-batch."""
         return stage_passes(self, self.found.graph, self.found.prelude)
+
+    def trace(self, path: str | Path) -> None:
+        """Write a simulated step as a trace, which https://ui.perfetto.dev and chrome://tracing open: of every place
+        its actions, what its stages send, the operators and messages of the first micro-batch, with lines of the model,
+        and the memory that a device holds meanwhile. Raises PlanError for stages that were not chosen by price."""
+        write_trace(path, tracks_of(self, self.passes()))
 
     def known(self) -> tuple[Pass, ...]:
         """Of every stage a simulated pass; of its operators the types, what they read and the alternatives there."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwise.costs.pipeline import Kind, Order, StageSeconds, simulate_pipeline, stage_seconds
 from shardwise.costs.timeline import Event
-from shardwise.costs.trace import write_trace
+from shardwise.costs.trace import Track, write_trace
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
 from shardwise.plans.prices import prices_of
@@ -55,12 +55,12 @@ class PipelineProfile:
     def trace(self, path: str | Path) -> None:
         """Write both steps as one trace, which https://ui.perfetto.dev opens: a row per place."""
         titles = ("measured", "predicted")
-        rows = {
-            f"place {place}, {title}": events
+        tracks = [
+            Track.of(f"place {place}, {title}", events, self.mesh)
             for title, places in zip(titles, self.events, strict=True)
             for place, events in enumerate(places)
-        }
-        write_trace(path, rows, self.mesh)
+        ]
+        write_trace(path, tracks)
 
     def __str__(self) -> str:
         seconds, expected = map(format_seconds, self.step_seconds)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.costs.collectives import Links
 from shardwise.costs.kernels import Called, work_of
 from shardwise.costs.timeline import ONCE, Event, added_up, simulate_program
-from shardwise.costs.trace import write_trace
+from shardwise.costs.trace import Track, write_trace
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
 from shardwise.plans.prices import prices_of
@@ -77,7 +77,8 @@ class StepProfile:
         """Write both steps as one trace, which https://ui.perfetto.dev opens: measured above predicted, with the same
         names. What is measured lies one behind the other."""
         measured, predicted = self.events
-        write_trace(path, {"measured, one by one": measured, "predicted": predicted}, self.mesh)
+        steps = {"measured, one by one": measured, "predicted": predicted}
+        write_trace(path, [Track.of(title, events, self.mesh) for title, events in steps.items()])
 
     def __str__(self) -> str:
         measured, predicted = map(format_seconds, self.step_seconds)
