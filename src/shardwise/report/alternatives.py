@@ -26,7 +26,7 @@ from shardwise.search.k_best import k_best
 
 # How many times ``k`` assignments of least bound are looked at until the k best steps are proven to be among them.
 WIDENING = (1, 8, 64)
-WIDTH = 240
+WIDTH = 120
 SHOWN = 3  # changes of one plan that a table names
 
 

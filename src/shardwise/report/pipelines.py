@@ -12,7 +12,7 @@ from rich.table import Table
 from shardwise.plans.intervals import priced_cluster, said_bytes, said_seconds
 from shardwise.plans.other_pipelines import RankedPipeline
 
-WIDTH = 240
+WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
