@@ -103,7 +103,9 @@ OF_THE_DIALECT = "mindspore/"  # MindSpore's own
 AS_OPERATORS_ARE = {
     "graph/operators.py": {"dropout", "uniform", "stream_dropout", "stream_uniform"},
     "graph/widen.py": {"_attention"},
+    "graph/within.py": {"_attention_within"},
     "rules/attention_kernels.py": {"_attention_rows"},
+    "rules/lowerings/attention.py": {"attention_within"},
     "rules/kernels.py": {"_scatter_rows", "_index_put_rows", "_triangle", "_cumulated"},
     "rules/lowerings/normalization.py": {"batch_norm", "instance_norm"},
     "rules/ring.py": {"__call__", "zigzag"},
