@@ -34,7 +34,7 @@ NEAR_WITH_LEVERS = 1.2
 # Of one mesh, and of all meshes together.
 MAX_PER_MESH = 5
 MAX_CANDIDATES = 8
-# Operators in all the programs that are built for one plan: about ten seconds. A model of more than this many operators
+# Operators in all the programs that are built for one mesh: about ten seconds. A model of more than this many operators
 # gets no simulation, only its peak is looked at.
 MAX_OPERATORS = 12_000
 # Variables in all the assignments that ``k_best`` lists for one mesh: some tenths of a second.
@@ -77,7 +77,7 @@ def candidates(searches: Sequence[Search], name: str, limit: float, share: float
     size = max(len(ordered[0].cost.domains.graph.ops), 1)
     per_mesh = [list(_of_mesh(search, name, limit, most)) for search in ordered]
     turns = [of_one_mesh[turn] for turn in range(MAX_PER_MESH) for of_one_mesh in per_mesh if turn < len(of_one_mesh)]
-    return turns[: min(MAX_CANDIDATES, max(1, MAX_OPERATORS // size))]
+    return turns[: min(MAX_CANDIDATES, max(1, MAX_OPERATORS // size) * len(per_mesh))]
 
 
 def _of_mesh(search: Search, name: str, limit: float, most: float) -> Iterator[Candidate]:
