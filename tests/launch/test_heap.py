@@ -10,7 +10,7 @@ import sys
 import pytest
 
 # Faults of joining 20 MiB four times, after twelve more: the heap grows until parts that are let go lie side by side
-# and are large enough for an aligned one. After two it had not settled in 7 of 25 processes, after twelve in none of 24.
+# and are large enough for an aligned one. After two it had not settled in 7 of 25 processes, after twelve in all of 24.
 FAULTS = """
 import resource, torch
 from shardwise.launch.ranks import init_ranks
