@@ -324,6 +324,10 @@ def test_arguments_are_those_of_the_class_statement_and_initial_values_are_not_k
     assert list(inspect.signature(nn.Conv1d).parameters)[:4] == ["in_channels", "out_channels", "kernel_size", "stride"]
     with pytest.raises(TypeError, match=r"Dense: missing a required argument: 'out_channels'[\s\S]*Dense\(in_channels"):
         nn.Dense(3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slope'"):
+        ms.ops.ReLU(slope=0.1)
+    volumes = nn.Conv3d(2, 2, 1, has_bias=True)
+    assert not hasattr(volumes, "bias_add"), "it adds its bias itself"
     layer = nn.Dense(2, 3, weight_init="ones", activation="relu")
     assert layer.in_channels == 2
     assert not hasattr(layer, "weight_init")

@@ -18,8 +18,8 @@ FIRST = 0  # the micro-batch whose operators are shown
 
 def tracks_of(plan: Plan, passes: Sequence[StagePass]) -> list[Track]:
     """One track per place: its actions, what its stages send to the next, the operators and messages of its first
-    micro-batch, and the memory of a device. ``passes``: of all stages. Raises PlanError for a plan that was not
-    simulated."""
+    micro-batch (of a backward in two parts none), and the memory of a device. ``passes``: of all stages. Raises
+    PlanError for a plan that was not simulated."""
     simulated = simulated_order(plan)
     if simulated is None or plan.pipeline is None:
         raise PlanError(
@@ -54,14 +54,13 @@ def _track(
             rows[title].append(Event(name, action.kind, (), start + taken, send))
         if action.micro_batch == FIRST and action.kind in ("forward", "backward"):
             inside += _inside(passes[number], action, start)
-    for number, stage in enumerate(seconds):
-        if place_of[number] == place:
-            actions.append(Event(f"stage {number}, update", "update", (), last, stage.update))
-            last += stage.update
-    mesh = next(passes[action.stage] for action, _ in timed).program.spmd.mesh
-    first = {f"micro-batch {FIRST}: {title}": events for title, events in by_stream(inside, mesh).items()}
-    lines = {op.name: op.source for action in order[place] for op in passes[action.stage].program.spmd.graph.ops}
     own = [number for number, home in enumerate(place_of) if home == place]
+    spmds = [passes[number].program.spmd for number in own]
+    first = {f"micro-batch {FIRST}: {title}": events for title, events in by_stream(inside, spmds[0].mesh).items()}
+    lines = {op.name: op.source for spmd in spmds for op in spmd.graph.ops}
+    for number in own:
+        actions.append(Event(f"stage {number}, update", "update", (), last, seconds[number].update))
+        last += seconds[number].update
     held = tuple(_held(timed, seconds, own, passes))
     return Track(f"place {place}, simulated", {t: e for t, e in (rows | first).items() if e}, lines, held)
 

@@ -152,14 +152,22 @@ class _Convolution(Layer):
         self.weight = _weight(weight_init, shape, dtype)
         if self.has_bias:
             self.bias = _bias(bias_init, self.out_channels, math.prod(shape[1:]), dtype)
-            self.bias_add = BiasAdd()
 
     def _check_channels(self, title: str) -> None:
         positive(title, in_channels=self.in_channels, out_channels=self.out_channels, group=self.group)
 
 
+class _OfImages(_Convolution):
+    """What convolutions of images share: the bias is added by an operator of its own."""
+
+    def _set_weights(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
+        super()._set_weights(weight_init, bias_init, dtype)
+        if self.has_bias:
+            self.bias_add = BiasAdd()
+
+
 class Conv2d(
-    _Convolution, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0, dilation=1,
+    _OfImages, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0, dilation=1,
     group=1, has_bias=False, weight_init=None, bias_init=None, data_format="NCHW", dtype=torch.float32,
 ):  # fmt: skip
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
@@ -259,7 +267,7 @@ class Conv3dTranspose(Conv3d):
 
 
 class Conv2dTranspose(
-    _Convolution, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
+    _OfImages, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
     output_padding=0, dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
 ):  # fmt: skip
     """The transposed convolution, with a weight of (in, out / group, height, width). In mode "same" images grow by the

@@ -43,7 +43,8 @@ class _Communication(WithSettings, Primitive):
 
     def _take(self, values: dict[str, Any]) -> None:
         group = values.pop("group")
-        Primitive.__init__(self, group=group)
+        Primitive.__init__(self)
+        self.attrs["group"] = group
         if group is not None and not isinstance(group, str):
             what = f"{type(self).__name__}: the group is {group!r}, of type {type(group).__name__}"
             raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))

@@ -94,8 +94,8 @@ class Primitive:
     splittable = True
     lead: int | None = None
 
-    def __init__(self, **attrs: Any) -> None:
-        self.attrs: dict[str, Any] = attrs
+    def __init__(self) -> None:
+        self.attrs: dict[str, Any] = {}
         self.in_strategy: Strategy | None = None
         self.out_strategy: Strategy | None = None
         self.in_layouts: Layouts | None = None  # where strategies are layouts
@@ -290,7 +290,8 @@ class OfSettings(WithSettings, Primitive):
     """A primitive whose constructor takes the settings of its class statement: ``class Sort(OfSettings, axis=-1)``."""
 
     def _take(self, values: dict[str, Any]) -> None:
-        Primitive.__init__(self, **values)
+        Primitive.__init__(self)
+        self.attrs.update(values)
         vars(self).update(values)
 
 
