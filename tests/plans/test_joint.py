@@ -4,7 +4,9 @@ hold, and what it says of itself is true."""
 from __future__ import annotations
 
 import copy
+from math import inf
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,11 +19,12 @@ import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
-from shardwise.plans import joint
+from shardwise.plans import chosen, joint
 from shardwise.plans.joint import Floor, Joint, Setting, least_share
 from shardwise.plans.schedule import schedule_of
 from shardwise.rules.bands import Band
 from shardwise.runtime.torch_schedules import order_of
+from shardwise.search.fitting import plan_within
 
 BATCH = staged_batch(8)
 
@@ -85,6 +88,22 @@ def test_one_device_and_primes_have_few_settings_and_all_are_planned(devices: in
     assert min(said.considered, key=lambda one: one.step_seconds or float("inf")).setting == said.taken
 
 
+def test_equal_stages_of_a_place_count_together_against_a_known_step() -> None:
+    asked: list[tuple[float, int]] = []
+
+    def planned(planner: Any, *args: Any) -> Any:
+        asked.append((planner.settings.known, planner.settings.turns))
+        return plan_within(planner, *args)
+
+    with mock.patch.object(chosen, "plan_within", planned):
+        found = sw.plan(Staged(layers=6), BATCH, 2, stages="auto", schedule="Interleaved1F1B:3", mesh=sw.Mesh(dp=1))
+    said = found.explain("stages")
+    assert isinstance(said, Joint)
+    steps = [one.step_seconds for one in said.considered if one.step_seconds]
+    shares = {round(step / known) for known, turns in asked for step in steps if known < inf and turns == 3}
+    assert 2 in shares or 3 in shares, "a place has several equal stages, and each may take its share of the known step"
+
+
 def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
     found = sw.plan(
         Staged(layers=4), BATCH, 2, stages="auto", schedule="ZBVZeroBubble", micro_batch=2, mesh=sw.Mesh(dp=1)
@@ -107,6 +126,44 @@ def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not said.is_complete
     assert "left out: no step below" in str(said)
     assert "plans of what was left out may be faster" in str(said)
+
+
+def test_settings_are_estimated_as_far_as_they_may_be_the_least_and_few_stages_come_first() -> None:
+    floor, cluster = Floor(1.0, 300, 1e9, blocks=80), sw.Cluster.load("h100-32x8")
+    found = [
+        Setting(stages, "1F1B" if stages > 1 else "", size, 256 // size) for stages in (1, 2, 64) for size in (16, 64)
+    ]
+    asked: list[tuple[str, Setting]] = []
+
+    def estimate(setting: Setting, more: float, name: str) -> float:
+        """Half as much again as the rough one for a whole sample of a device, and the more the less of it there is."""
+        asked.append((name, setting))
+        shared = max(1.0, 256 / setting.places / setting.micro_batch) ** 0.2
+        return 1.5 * more * shared * floor.estimate(setting, cluster)
+
+    queue = joint._Queue(
+        found, floor, cluster, (lambda one: estimate(one, 1.0, "first"), lambda one: estimate(one, 1.02, "last"))
+    )
+    assert all(rough >= floor.bound(one) for rough, one in zip(queue.rough, queue.settings, strict=True))
+    order = [queue.pop(refines=True, first=True)]
+    assert ("last", order[0][0]) in asked
+    assert not any(name == "last" and one.stages == 64 for name, one in asked), "none of 64 stages may be the least"
+    order += [queue.pop(refines=True, first=False) for _ in found[1:]]
+    assert {setting for setting, _ in order} == set(found)
+    last = dict(order)
+    least = min(last.values())
+    alike = [setting for setting, seconds in last.items() if seconds <= joint.ALIKE * least]
+    assert order[0][0].stages == min(setting.stages for setting in alike)
+    assert [seconds for _, seconds in order[1:]] == sorted(seconds for _, seconds in order[1:])
+
+
+def test_blocks_that_stages_can_not_have_evenly_are_waited_for() -> None:
+    cluster, setting = sw.Cluster.load("h100-32x8"), Setting(64, "1F1B", 1, 256)
+    even, uneven = (Floor(1.0, 0, 0.0, blocks=blocks).estimate(setting, cluster) for blocks in (64, 80))
+    assert uneven / even == pytest.approx(2 / (80 / 64)), "some stage has two blocks of 80"
+    assert Floor(1.0, 0, 0.0).estimate(setting, cluster) == pytest.approx(even), "no blocks: cut anywhere"
+    full = Setting(32, "Interleaved1F1B:8", 256, 1)
+    assert Floor(1.0, 0, 0.0, blocks=80).estimate(full, cluster) >= Floor(1.0, 0, 0.0).bound(full)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 4, 7])

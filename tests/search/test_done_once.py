@@ -22,6 +22,8 @@ from shardwise.plans import example
 from shardwise.report.options import without_mends
 from shardwise.search import domains, dynamic_programming
 from shardwise.search.cost_graph import BYTES
+from shardwise.search.fitting import LADDER
+from shardwise.search.levers import Levers
 from shardwise.search.planner import Planner
 from shardwise.search.settings import Settings
 from shardwise.search.solving import minimise
@@ -65,6 +67,26 @@ def test_meshes_share_what_depends_on_none_of_them() -> None:
         assert cost.factors == alone.factors
         for one, other in zip(cost.kinds, alone.kinds, strict=True):
             assert all(np.array_equal(*own) for own in zip(one, other, strict=True) if own[0] is not None)
+
+
+def test_rungs_share_what_tables_are_and_have_those_of_a_graph_by_itself() -> None:
+    graph, mesh = graph_of(), MESHES[1]
+    planner = Planner.of(graph, (), CLUSTER, (mesh,), Settings(passes=2, in_flight=3))
+    known, different = planner, set()
+    for how, gathered, _ in LADDER:
+        settings = replace(planner.settings, levers=Levers.of(graph, (), how, gathered))
+        cost = replace(known, settings=settings).cost_graph(mesh)
+        alone = Planner.of(graph, (), CLUSTER, (mesh,), settings).cost_graph(mesh)
+        assert cost.factors == alone.factors
+        assert [variable.size for variable in cost.variables] == [variable.size for variable in alone.variables]
+        for one, other in zip(cost.kinds, alone.kinds, strict=True):
+            for table, by_itself in zip(one, other, strict=True):
+                assert (table is None) == (by_itself is None)
+                assert table is None or np.array_equal(table, by_itself)
+        assert cost.transients.keys() == alone.transients.keys()
+        different.add(tuple(float(table.sum()) for kind in cost.kinds for table in kind if table is not None))
+    assert len(different) > len(LADDER) / 2, "the rungs differ in their tables"
+    assert len(known.tables) == 1
 
 
 @pytest.mark.parametrize("seed", range(1, 7))

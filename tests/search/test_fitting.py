@@ -190,11 +190,14 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 
 
-def rung(how: How, fits_at: float) -> fitting._Rung:
-    """A setting of the ladder whose plan that fits has this price."""
+def rung(how: How, fits_at: float, cheapest_fits: bool = False) -> fitting._Rung:
+    """A setting of the ladder whose plan that fits has this price, twice that of its cheapest."""
     found = fitting._Rung(cast("Planner", SimpleNamespace(settings=SimpleNamespace(levers=Levers()))), how, ())
     best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))
-    vars(found)["answer"] = SimpleNamespace(ranking=SimpleNamespace(best=best))
+    cheapest = SimpleNamespace(
+        num_bytes=0.5 if cheapest_fits else 2.0, candidate=SimpleNamespace(additive_price=fits_at / 2)
+    )
+    vars(found)["answer"] = SimpleNamespace(ranking=SimpleNamespace(best=best, cheapest=cheapest, limit=1.0))
     return found
 
 
@@ -204,6 +207,8 @@ def test_what_fits_only_at_a_higher_price_does_not_rule_out_what_makes_more_agai
     assert not full.is_ruled_out(3.0, [cheap])
     assert not cheap.is_ruled_out(9.0, [full]), "it makes less again"
     assert not full.is_ruled_out(9.0, [])
+    assert full.is_ruled_out(3.0, [rung("cheap", 4.0, cheapest_fits=True)]), "its cheapest plan fits, and costs 2"
+    assert not full.is_ruled_out(1.5, [rung("cheap", 4.0, cheapest_fits=True)])
 
 
 @pytest.mark.parametrize("shape", ["a line", "nearly", "bent", "steps", "flat, then a cliff"])

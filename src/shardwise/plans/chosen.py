@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardwise.costs.routing import Router
 from shardwise.graph.annotate import Annotation
@@ -76,12 +77,13 @@ def meant_in(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotat
 @dataclass
 class Chooser:
     """``meant``: of the whole graph; ``known``: what decides a part's plan -> the first part that it was made for, and
-    what was chosen."""
+    what was chosen; ``together``: what a part is -> how many equal ones a place has, which run one after the other."""
 
     how: Pipelining
     kinds: Kinds
     meant: Meant
     known: dict[Hashable, tuple[GraphForm, Chosen]] = field(default_factory=dict)
+    together: dict[Hashable, int] = field(default_factory=dict)
 
     def of_all(self, parts: tuple[Graph, ...], in_flight: tuple[int, ...], limit: float) -> list[Chosen]:
         """The choices for all parts. ``in_flight``: the micro-batches that each keeps at once."""
@@ -89,6 +91,10 @@ class Chooser:
         most: dict[Hashable, int] = {}
         for form, count in zip(forms, in_flight, strict=True):
             most[form.key] = max(most.get(form.key, 0), count)
+        place_of = partial(self.how.schedule.place_of, num_places=self.how.num_places)
+        counts = Counter((form.key, place_of(stage)) for stage, form in enumerate(forms))
+        for (key, _), count in counts.items():
+            self.together[key] = max(self.together.get(key, 0), count)
         chosen: list[Chosen] = []
         for part, form in zip(reversed(parts), reversed(forms), strict=True):
             doing("planning a stage", len(chosen), len(parts))
@@ -112,7 +118,8 @@ class Chooser:
         key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
         if key not in self.known:
             turns = self.how.schedule.stages_per_place
-            settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken)
+            best = self.how.settings.known / self.together.get(form.key, 1)
+            settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken, known=best)
             how = replace(self.how, settings=settings, annotations=annotations)
             chosen = _choose(how, part, limit, self.kinds)
             self.known[key] = form, chosen

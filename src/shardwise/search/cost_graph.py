@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.layouts.routes import Floats, Ints
 from shardwise.search.domains import Domains
-from shardwise.search.elimination import Elimination, Interner, Problem, Scope, Solution
+from shardwise.search.elimination import Interner, Problem, Scope, Solution
 from shardwise.search.solving import Solver
 from shardwise.search.variables import Variable
 
@@ -82,7 +82,7 @@ class CostGraph:
             shape = next(table.shape for table in components if table is not None)
             weighted.append(np.zeros(shape) if total is None else total)
         sizes = [variable.size for variable in self.variables]
-        return Problem(sizes, self._scopes, Interner(weighted), self._eliminations)
+        return Problem(sizes, self._scopes, Interner(weighted), self.domains.eliminations)
 
     @cached_property
     def _distinct(self) -> dict[int, int]:
@@ -101,11 +101,6 @@ class CostGraph:
     @cached_property
     def _scopes(self) -> list[tuple[Scope, int]]:
         return [(scope, self._distinct[kind]) for scope, kind in self.factors]
-
-    @cached_property
-    def _eliminations(self) -> dict[tuple[tuple[Scope, int], ...], Elimination]:
-        """Whatever the weights, variables are eliminated in the same steps (``Problem.known``)."""
-        return {}
 
     @cached_property
     def solutions(self) -> dict[tuple[Solver, Weights], Solution]:

@@ -1,15 +1,21 @@
-"""Builds the cost graph of a model on one mesh: which choices are variables, and the tables of their prices."""
+"""Builds the cost graphs of a model on one mesh: which choices are variables, and the tables of their prices.
+
+Variables and what tables are over depend on no lever. What is made again decides what some of the tables hold, so that
+a cost graph of a further lever is a few looks into what is known (``Tables.priced``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from shardwise.costs.kernels import is_view
-from shardwise.graph.ir import Op
+from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
@@ -29,44 +35,72 @@ from shardwise.search.elimination import Scope
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 
-def build(
-    domains: Domains,
-    fixed: Choices,
-    storage: Mapping[str, Layout] | None = None,
-    again: Again | None = None,
-    in_flight: int = 1,
-    taken: Mapping[str, Layout] | None = None,
-) -> CostGraph:
-    """The cost graph. ``fixed``: what the user decided; ``storage``: parameters whose layout is decided;
-    ``in_flight``: passes whose values are kept for backward at once; ``taken``: the layouts in which the next stage
-    takes values, those that are known."""
-    return _Builder(domains, fixed, storage or {}, again or Again(), in_flight, taken or {}).run()
+def build(domains: Domains, fixed: Choices, again: Again | None = None) -> CostGraph:
+    """The cost graph. ``fixed``: what the user decided."""
+    return Tables(domains, fixed).priced(again or Again())
 
 
-class _Builder:
-    def __init__(
-        self,
-        domains: Domains,
-        fixed: Choices,
-        storage: Mapping[str, Layout],
-        again: Again,
-        in_flight: int,
-        taken: Mapping[str, Layout],
-    ) -> None:
-        self.domains, self.graph = domains, domains.graph
-        self.fixed, self.storage, self.again, self.in_flight, self.taken = fixed, storage, again, in_flight, taken
+class _Levers:
+    """What tables depend on besides choices. ``in_flight``: passes whose values are kept for backward at once;
+    ``dropped``: values that are made again, or wait on the host; ``local``: those of them that are kept where a message
+    brought them."""
+
+    def __init__(self, graph: Graph, again: Again, in_flight: int) -> None:
+        self.again, self.gathered, self.in_flight = again, again.gathered, in_flight
         away = again.operators | again.offloaded
-        self.dropped = {name for op in self.graph.ops if op.name in away for name in op.results}
-        self.local = {name for op in self.graph.ops if op.name in again.local for name in op.results}
+        self.dropped = {name for op in graph.ops if op.name in away for name in op.results}
+        self.local = {name for op in graph.ops if op.name in again.local for name in op.results}
+
+
+# What of the levers decides a table; equal ones mean equal tables.
+How = tuple[bool, ...]
+
+
+def _always(levers: _Levers) -> How:
+    """Of a table that depends on no lever."""
+    return ()
+
+
+class _Factor(NamedTuple):
+    """A table of the cost graphs. ``number``: of what it is, the same for equal ones; ``how``: what of the levers
+    decides it; ``table``: makes it, given that and the levers, of which it may read what is the same for all tables;
+    ``transient``: as in ``CostGraph``."""
+
+    scope: Scope
+    number: int
+    how: Callable[[_Levers], How]
+    table: Callable[[_Levers, How], Components]
+    transient: Callable[[], Floats] | None
+
+
+class _Often(NamedTuple):
+    """How often there is a conversion of a pass, by layouts. ``in_flight``: passes that hold what it makes; ``share``:
+    a pass's share of what a step does once, which nothing hides; ``times``: ``Tables._times``, of which what is more
+    than once is in backward; ``sums``: ``Tables._whole_sums``."""
+
+    in_flight: int
+    share: Floats | float
+    times: Floats | float
+    sums: tuple[Floats, Floats] | None
+
+
+class Tables:
+    """The cost graphs over some domains. ``taken``: the layouts in which the next stage takes values, those that are
+    known."""
+
+    def __init__(self, domains: Domains, fixed: Choices, taken: Mapping[str, Layout] | None = None) -> None:
+        self.domains, self.graph = domains, domains.graph
+        self.fixed, self.taken = fixed, taken or {}
         self.cost = CostGraph(domains)
-        self._kinds: dict[object, int] = {}
         self.consumers = domains.consumers
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
-
-    def run(self) -> CostGraph:
-        for name in self.domains.received:
+        self._factors: list[_Factor] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._longest: dict[Hashable, float] = {}
+        self._made: dict[Hashable, Components] = {}
+        for name in domains.received:
             self._receive(name)
-        for op in self.domains.operators:
+        for op in domains.operators:
             for name in dict.fromkeys(op.operands):
                 if name in self.parameter and name not in self.cost.home:
                     self._store(name)
@@ -75,7 +109,24 @@ class _Builder:
             if name not in self.cost.home:
                 self._store(name)
         self._deliver()
-        return self.cost
+
+    def priced(self, again: Again, in_flight: int = 1) -> CostGraph:
+        """The cost graph under some levers. ``in_flight``: passes whose values are kept for backward at once."""
+        cost, levers = replace(self.cost, factors=[], kinds=[], transients={}), _Levers(self.graph, again, in_flight)
+        kinds: dict[tuple[int, How], int] = {}
+        for scope, number, how_of, table, transient in self._factors:
+            key = number, how_of(levers)
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = len(cost.kinds)
+                for_all = key, levers.gathered, in_flight
+                if for_all not in self._made:
+                    self._made[for_all] = table(levers, key[1])
+                cost.kinds.append(self._made[for_all])
+                if transient is not None:
+                    cost.transients[kind] = transient
+            cost.factors.append((scope, kind))
+        return cost
 
     # -- variables -----------------------------------------------------------------------------------------------------
 
@@ -90,13 +141,9 @@ class _Builder:
         domains, routes = self.domains, self.domains.routes(name)
         value, updated = self.graph.by_name[name], name in self.graph.updated
         nodes = sendable(routes)
-        if name in self.storage:
-            node = routes.node_of(self.storage[name])
-            assert node is not None, f"{name} is stored as {self.storage[name]}, which is none of its layouts"
-            nodes = np.array([node])
         variable = self._add(StorageVariable(name, routes, nodes))
 
-        def table() -> Components:
+        def table(levers: _Levers, how: How) -> Components:
             numel = routes.numel[nodes].astype(np.float64)
             seconds = numel * domains.prices.casts(value, 1.0, updated)
             if updated:
@@ -104,7 +151,7 @@ class _Builder:
             return seconds, None, None, numel * domains.prices.state_bytes(value, updated)
 
         dtypes = value.dtype, value.stored, value.reduced
-        self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), table)
+        self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), _always, table)
         self._arrive(name, variable, nodes, traffic=True)
 
     def _receive(self, name: str) -> None:
@@ -114,12 +161,12 @@ class _Builder:
         nodes = sendable(routes)
         variable = self._add(ReceivedVariable(name, routes, nodes))
 
-        def table() -> Components:
+        def table(levers: _Levers, how: How) -> Components:
             level = self.domains.prices.links.cluster.levels[-1]
             num_bytes = routes.numel[nodes].astype(np.float64) * routes.tensor.itemsize
             return 2 * num_bytes * level.shared_by / level.link_bandwidth(level.size), None, None, None
 
-        self._factor((variable,), ("receive", id(routes), nodes.tobytes()), table)
+        self._factor((variable,), ("receive", id(routes), nodes.tobytes()), _always, table)
         self._arrive(name, variable, nodes, traffic=False)
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
@@ -150,14 +197,16 @@ class _Builder:
             return
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._add(OperatorVariable(op.name, domain))
-        again, waits = op.name in self.again.operators, op.name in self.again.offloaded
 
-        def table() -> Components:
+        def how_of(levers: _Levers) -> How:
+            return op.name in levers.again.operators, op.name in levers.again.offloaded
+
+        def table(levers: _Levers, how: How) -> Components:
+            again, waits = how
             compute = domain.compute + domain.forward if again else domain.compute
-            return domain.exposed, compute, None, None if again or waits else domain.kept * self.in_flight
+            return domain.exposed, compute, None, None if again or waits else domain.kept * levers.in_flight
 
-        key = ("operator", id(domain), again, waits)
-        self._factor((variable,), key, table, partial(self._worked_on, op, domain))
+        self._factor((variable,), ("operator", id(domain)), how_of, table, partial(self._worked_on, op, domain))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
         for i, name in enumerate(op.results):
@@ -179,34 +228,39 @@ class _Builder:
         routes = self.domains.routes(name)
         variable = self._add(SharedVariable(name, routes, nodes))
         consumers = self._kept_by(name)
-        dropped = self._is_dropped(name) and name not in self.local
-        kept = bool(consumers) and not dropped
-        only_copies = name in self.local or (traffic and self.graph.by_name[name].stored is None)
-        dtype = self.graph.by_name[name].kept_dtype if traffic else None
-        resent = bool(consumers) and not traffic and self.again.resent.issuperset(consumers)
-        beside = self.again.operators.isdisjoint(consumers)
-        how = kept, traffic, only_copies, dtype, resent, beside
-        key: object = "share", id(routes), starts.tobytes(), nodes.tobytes(), *how
-        window = self._window(name, key, lambda: routes.prices(nodes)[starts]) if traffic else inf
+        value = self.graph.by_name[name]
 
-        def table() -> Components:
+        def how_of(levers: _Levers) -> How:
+            again, is_local = levers.again, name in levers.local
+            dropped = not is_local and self._is_dropped(name, levers)
+            only_copies = is_local or (traffic and value.stored is None)
+            resent = bool(consumers) and not traffic and again.resent.issuperset(consumers)
+            return bool(consumers) and not dropped, dropped, only_copies, resent, again.operators.isdisjoint(consumers)
+
+        static = "share", id(routes), starts.tobytes(), nodes.tobytes(), traffic, value.kept_dtype if traffic else None
+        window = self._window(name, static, lambda: routes.prices(nodes)[starts]) if traffic else inf
+
+        def table(levers: _Levers, how: How) -> Components:
+            kept, dropped, only_copies, resent, beside = how
             seconds = routes.prices(nodes)[starts]
             # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is made
             # again only copies.
             numel, again = kept_of(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
-            share = self._share_of_pass(routes, starts, nodes, traffic)
-            sums = self._whole_sums(name, starts, nodes, traffic)
-            times = self._times(routes, starts, nodes, traffic)
-            once = self._placed(seconds, kept_bytes, traffic, window, share, sums, times)
-            return self._resent(once, seconds, again, beside)
+            often = _Often(
+                levers.in_flight,
+                self._share_of_pass(routes, starts, nodes, traffic, levers),
+                self._times(routes, starts, nodes, traffic, levers),
+                self._whole_sums(name, starts, nodes, traffic, levers),
+            )
+            return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, again, beside)
 
-        self._factor((maker, variable), (key, window), table, partial(bytes_sent, routes, starts, nodes))
+        self._factor((maker, variable), (*static, window), how_of, table, partial(bytes_sent, routes, starts, nodes))
         self.cost.home[name] = variable, nodes
 
-    def _is_dropped(self, name: str) -> bool:
+    def _is_dropped(self, name: str, levers: _Levers) -> bool:
         """Whether what is converted of a value is not held for backward."""
-        return name in self.dropped or (self.again.gathered == "again" and name in self.parameter)
+        return name in levers.dropped or (levers.gathered == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
         """The operators that keep a value for their backward."""
@@ -225,18 +279,20 @@ class _Builder:
         routes = self.domains.routes(name)
         positions = tuple(i for i, operand in enumerate(op.operands) if operand == name)
         traffic = name in self.parameter
-        maker = self.cost.variables[home]
-        computed = name not in self.local and (
-            isinstance(maker, (OperatorVariable, ReceivedVariable))
-            or (isinstance(maker, StorageVariable) and self.graph.by_name[name].stored is not None)
+        maker, value = self.cost.variables[home], self.graph.by_name[name]
+        is_made = isinstance(maker, (OperatorVariable, ReceivedVariable)) or (
+            isinstance(maker, StorageVariable) and value.stored is not None
         )
-        dropped = self._is_dropped(name) and name not in self.local
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
-        kept = self.graph.by_name[name].kept_dtype if is_once else None
-        resent = not traffic and op.name in self.again.resent
-        beside = op.name not in self.again.operators
-        how = traffic, computed, dropped, kept, resent, beside
-        key: object = "edge", id(routes), starts.tobytes(), id(domain), positions, *how
+        dtype = value.kept_dtype if is_once else None
+
+        def how_of(levers: _Levers) -> How:
+            again, is_local = levers.again, name in levers.local
+            dropped = not is_local and self._is_dropped(name, levers)
+            resent = not traffic and op.name in again.resent
+            return is_made and not is_local, dropped, resent, op.name not in again.operators
+
+        static = "edge", id(routes), starts.tobytes(), id(domain), positions, traffic, is_made, dtype
 
         def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
             done: list[Ints] = []
@@ -255,13 +311,14 @@ class _Builder:
                 seconds += seconds_between(routes, starts, nodes) * fresh[None, :]
             return seconds
 
-        window = self._window(name, key, taken) if traffic else inf
+        window = self._window(name, static, taken) if traffic else inf
 
-        def table() -> Components:
+        def table(levers: _Levers, how: How) -> Components:
+            computed, dropped, resent, beside = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
             times: Floats | float = 1.0
             for position, nodes, fresh in fresh_nodes():
-                times = np.maximum(times, self._times(routes, starts, nodes, traffic))
+                times = np.maximum(times, self._times(routes, starts, nodes, traffic, levers))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_of(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
@@ -271,17 +328,17 @@ class _Builder:
             sums: tuple[Floats, Floats] | None = None
             if is_once:
                 ((_, nodes, _),) = fresh_nodes()
-                share = self._share_of_pass(routes, starts, nodes, is_once)
-                sums = self._whole_sums(name, starts, nodes, is_once)
-            once = self._placed(taken(), kept_bytes, traffic, window, share, sums, times)
-            return self._resent(once, taken(), repeated, beside)
+                share = self._share_of_pass(routes, starts, nodes, is_once, levers)
+                sums = self._whole_sums(name, starts, nodes, is_once, levers)
+            seconds, often = taken(), _Often(levers.in_flight, share, times, sums)
+            return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, repeated, beside)
 
         def transient() -> Floats:
             tables = [bytes_sent(routes, starts, nodes) for i in positions if (nodes := domain.operands[i]) is not None]
             most: Floats = np.max(tables, axis=0)
             return most
 
-        self._factor((home, variable), (key, window), table, transient)
+        self._factor((home, variable), (*static, window), how_of, table, transient)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
         """[strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
@@ -295,32 +352,36 @@ class _Builder:
                 total += routes.numel[nodes] * routes.tensor.grad_itemsize
         return total
 
-    def _share_of_pass(self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool) -> Floats | float:
+    def _share_of_pass(
+        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, levers: _Levers
+    ) -> Floats | float:
         """[starts, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
         that is no smaller than what operators use, or wherever that is asked for, but not what is gathered again
         (``programs.once``)."""
         passes = self.domains.prices.passes
         if not is_once or passes == 1:
             return 1.0
-        if self.again.gathered == "once":
+        if levers.gathered == "once":
             return np.full((len(starts), len(nodes)), 1 / passes)
         is_once_a_step = keeps_size(routes, starts, nodes)
-        if self.again.gathered == "again":
+        if levers.gathered == "again":
             is_once_a_step &= ~is_brought(routes, starts, nodes)
         return np.where(is_once_a_step, 1 / passes, 1.0)
 
-    def _times(self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool) -> Floats | float:
+    def _times(self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, levers: _Levers) -> Floats | float:
         """[starts, nodes] How often a parameter's conversions send what they send once: those that bring what a device
         does not have do so again in backward, where that is asked for."""
-        if not traffic or self.again.gathered != "again":
+        if not traffic or levers.gathered != "again":
             return 1.0
         return np.where(is_brought(routes, starts, nodes), GATHERED_AGAIN, 1.0)
 
-    def _whole_sums(self, name: str, starts: Ints, nodes: Ints, is_once: bool) -> tuple[Floats, Floats] | None:
+    def _whole_sums(
+        self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _Levers
+    ) -> tuple[Floats, Floats] | None:
         """Of a parameter's gradient that adds up over the passes in a larger layout than that in which it is stored, in
         the dtype of what is stored: ``larger``, of which a step has some more seconds to add."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
-        if not is_once or is_one_pass or not routes.tensor.differentiable or self.again.gathered != "once":
+        if not is_once or is_one_pass or not routes.tensor.differentiable or levers.gathered != "once":
             return None
         return larger(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 
@@ -333,10 +394,10 @@ class _Builder:
                 continue
             (home, starts), routes = self.cost.home[name], self.domains.routes(name)
 
-            def table(routes: Routes = routes, starts: Ints = starts) -> Components:
+            def table(levers: _Levers, how: How, routes: Routes = routes, starts: Ints = starts) -> Components:
                 return routes.prices(np.array([routes.whole]))[starts, 0], None, None, None
 
-            self._factor((home,), ("deliver", id(routes), starts.tobytes()), table)
+            self._factor((home,), ("deliver", id(routes), starts.tobytes()), _always, table)
         for name in self.graph.cotangents or ():
             if name in self.cost.home:
                 self._send(name)
@@ -351,35 +412,29 @@ class _Builder:
         least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
         self.cost.sent[name] = home, nodes[least]
 
-        def table() -> Components:
+        def table(levers: _Levers, how: How) -> Components:
             return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
 
-        self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), table)
+        self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), _always, table)
 
-    def _window(self, name: str, key: object, seconds: Callable[[], Floats]) -> float:
-        """What messages of a parameter can hide behind; inf where no conversion of ``key`` is longer."""
-        longest = self.domains.longest
-        if key not in longest:
-            longest[key] = float(seconds().max(initial=0.0))
+    def _window(self, name: str, static: Hashable, seconds: Callable[[], Floats]) -> float:
+        """What messages of a parameter can hide behind; inf where no conversion of these is longer."""
+        if static not in self._longest:
+            self._longest[static] = float(seconds().max(initial=0.0))
         window = self.domains.windows[name]
-        return window if window < longest[key] else inf
+        return window if window < self._longest[static] else inf
 
-    def _placed(
-        self, seconds: Floats, kept_bytes: Floats, traffic: bool, window: float, share: Floats | float,
-        sums: tuple[Floats, Floats] | None, times: Floats | float,
-    ) -> Components:  # fmt: skip
+    def _placed(self, seconds: Floats, kept_bytes: Floats, traffic: bool, window: float, often: _Often) -> Components:
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
-        once and as there is any in its window, that of values does not. ``share``: a pass's share of what a step does
-        once, which nothing hides; ``sums``: ``_whole_sums``; ``times``: ``_times``, of which what is more than once is
-        in backward."""
-        whole, more = sums or (0.0, 0.0)
+        once and as there is any in its window, that of values does not."""
+        whole, more = often.sums or (0.0, 0.0)
         some = kept_bytes + whole if kept_bytes.any() or np.any(whole) else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
-        hidden = overlap * (np.minimum(seconds, window) + (times - 1) * seconds)
-        exposed = times * seconds - hidden
-        is_once = np.less(share, 1)  # and kept once
-        some = None if some is None else some * np.where(is_once, 1, self.in_flight)
-        hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * share, exposed)
+        hidden = overlap * (np.minimum(seconds, window) + (often.times - 1) * seconds)
+        exposed = often.times * seconds - hidden
+        is_once = np.less(often.share, 1)  # and kept once
+        some = None if some is None else some * np.where(is_once, 1, often.in_flight)
+        hidden, exposed = np.where(is_once, 0.0, hidden), np.where(is_once, seconds * often.share, exposed)
         exposed = exposed + self.domains.prices.added(1.0) * more
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
@@ -397,23 +452,15 @@ class _Builder:
     def _factor(
         self,
         scope: Scope,
-        key: object,
-        table: Callable[[], Components],
+        static: Hashable,
+        how: Callable[[_Levers], How],
+        table: Callable[[_Levers, How], Components],
         transient: Callable[[], Floats] | None = None,
     ) -> None:
-        """A table over ``scope``; equal keys mean equal tables, which are made once for all cost graphs over the same
-        domains."""
+        """A table over ``scope``; ``static``: what it is, whatever the levers."""
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
-        number = self._kinds.get(key)
-        if number is None:
-            number = self._kinds[key] = len(self.cost.kinds)
-            tables, for_all = self.domains.tables, (key, self.again.gathered, self.in_flight)
-            if for_all not in tables:
-                tables[for_all] = table()
-            self.cost.kinds.append(tables[for_all])
-            if transient is not None:
-                self.cost.transients[number] = transient
-        self.cost.factors.append((scope, number))
+        number = self._numbers.setdefault(static, len(self._numbers))
+        self._factors.append(_Factor(scope, number, how, table, transient))
 
 
-__all__ = ["build"]
+__all__ = ["Tables", "build"]

@@ -29,6 +29,7 @@ from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule, base_name
+from shardwise.search.elimination import Elimination, Shape
 from shardwise.search.wishes import num_blockers
 
 # Of the seconds of a lowered operator forward has one part in so many: as many as for each of two operands.
@@ -164,8 +165,8 @@ class Choosing:
 
 
 class Domains:
-    """The domains of all operators of a graph on one mesh. ``tables``, ``longest``: what cost graphs over them have
-    priced so far (``search.cost_tables``)."""
+    """The domains of all operators of a graph on one mesh. ``eliminations``: of the problems of cost graphs over them,
+    which differ in prices mostly."""
 
     def __init__(self, choosing: Choosing, router: Router) -> None:
         self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
@@ -173,8 +174,7 @@ class Domains:
         self.operators, self.consumers = choosing.operators, choosing.consumers
         self.router, self.axes, self.prices = router, router.axes, router.prices
         self.fragments = Fragments(self.graph, router)
-        self.tables: dict[object, tuple[Floats | None, ...]] = {}
-        self.longest: dict[object, float] = {}
+        self.eliminations: dict[Shape, Elimination] = {}
         self._routes: dict[str, Routes] = {}
         self._domains: dict[object, Domain] = {}
         self._renamed: dict[int, Ints | None] = {}

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
 Scope = tuple[int, ...]
+# Of a problem: the sizes of its variables, and its factors.
+Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...]]
 
 # Elements of a block that stays in the second-level cache of today's processors (512 KiB of float64).
 BLOCK = 65_536
@@ -60,14 +62,14 @@ class Problem:
     """Variables 0, 1, ... with ``sizes`` values each, and tables over them.
 
     ``factors``: pairs of a scope (variables in ascending order: the axes of the table) and the number of a table in
-    ``interner``. Infinite prices forbid a combination. ``known``: eliminations of problems of these sizes, by their
-    factors; they may share them, whatever their tables.
+    ``interner``. Infinite prices forbid a combination. ``known``: eliminations, by sizes and factors; problems may
+    share them, whatever their tables.
     """
 
     sizes: Sequence[int]
     factors: Sequence[tuple[Scope, int]]
     interner: Interner
-    known: dict[tuple[tuple[Scope, int], ...], Elimination] = field(default_factory=dict)
+    known: dict[Shape, Elimination] = field(default_factory=dict)
 
     def value(self, assignment: Sequence[int]) -> float:
         """The price of a complete assignment, from the tables as they were given."""
@@ -261,7 +263,7 @@ def beside(step: _Least, tables: Sequence[Table], neighbours: Sequence[int]) -> 
 def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT) -> Elimination:
     """How a problem is eliminated; those that leave no variable to the last are remembered. Raises TooWide when a joint
     table would have more than ``max_joint`` combinations."""
-    key = tuple(problem.factors)
+    key = tuple(problem.sizes), tuple(problem.factors)
     elimination = problem.known.get(key) if last is None else None
     if elimination is None:
         elimination = Elimination(problem, last)

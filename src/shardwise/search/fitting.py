@@ -61,8 +61,11 @@ EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
 GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
-# Simulated steps of plans with levers were 0.95 to 1.25 times their prices (``search.candidates``).
+# Simulated steps of plans with levers were 0.95 to 1.25 times their prices (``search.candidates``), and no less than
+# this share of what they were, at least, for the other rungs of the same model.
 CLEARLY_ABOVE = 1 / 0.9
+# Steps that come from programs of few blocks are within this of those of whole programs (``search.folded``).
+FOLDED = 1.01
 BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
 
 
@@ -84,13 +87,16 @@ def plan_within(
     refused: list[_Rung] = []
     # Rungs are looked at in the order of their price; one is searched under the limit when its bound is the least of
     # all that is left.
+    known = planner.settings.known / planner.settings.passes
     left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
     heapify(left)
     while left:
         price, number, is_settled = heappop(left)
         rung = rungs[number]
-        if not fitting:
-            _refuse_slower(price, planner.settings)
+        if known <= (least := _at_least(price, [*fitting, *refused])) < inf:
+            if not fitting:
+                raise _slower(least, planner.settings)
+            break
         if fitting and price >= min(_seconds(other.answer.ranking) for other in fitting):
             break
         if rung.is_ruled_out(price, fitting):
@@ -105,10 +111,14 @@ def plan_within(
     eased: list[tuple[_Rung, Planner, Ranked]] = []
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
         least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
-        fastest = min((_seconds(result) for _, _, result in eased), default=inf)
+        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED * known)
         if least < fastest:
             eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
+    if not eased:
+        raise _slower(min(_seconds(rung.answer.ranking) for rung in fitting), planner.settings)
     rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
+    if _seconds(ranking) > FOLDED * known:
+        raise _slower(_seconds(ranking), planner.settings)
     best = easier.planned(Answer(ranking, rung.answer.searches))
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
         return plan_within(replace(planner, folded=None), segments, gathered, offload)
@@ -117,13 +127,17 @@ def plan_within(
     return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
 
 
-def _refuse_slower(price: float, settings: Settings) -> None:
-    """``price``: of a pass, at least."""
-    step = price * settings.passes
-    if CLEARLY_ABOVE * settings.known <= step < inf:
-        raise PlanError(
-            problem(f"steps are priced at {step:.3g} s at least, and one of {settings.known:.3g} s is known")
-        )
+def _at_least(price: float, answered: Sequence[_Rung]) -> float:
+    """About how long a step of a price is, at least, given rungs whose steps were simulated."""
+    simulated = [rung.answer.ranking.best for rung in answered]
+    ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
+    return price / CLEARLY_ABOVE * max(1.0, min(ratios, default=1.0))
+
+
+def _slower(seconds: float, settings: Settings) -> PlanError:
+    """``seconds``: of a pass, at least."""
+    step = seconds * settings.passes
+    return PlanError(problem(f"steps come to about {step:.3g} s, and one of {settings.known:.3g} s is known"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +165,13 @@ class _Rung:
         done = [search for search in self.searches[0] if not search.outcome.stopped]
         return min((max(search.outcome.seconds, self._copies(search)) for search in done), default=inf)
 
+    @property
+    def least_that_fits(self) -> float:
+        """The price of its cheapest plan, or of the one that is taken if that is too large."""
+        ranking = self.answer.ranking
+        is_cheapest = ranking.cheapest.num_bytes <= ranking.limit
+        return (ranking.cheapest if is_cheapest else ranking.best).candidate.additive_price
+
     def _copies(self, search: Search) -> float:
         """Seconds of the copies to the host and back of what waits there: the bytes by which a device would hold more
         if nothing did."""
@@ -162,12 +183,9 @@ class _Rung:
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
     def is_ruled_out(self, price: float, fitting: Sequence[_Rung]) -> bool:
-        """Whether it makes more again than a plan that fits of another, at no lower price than that (which is above the
-        other's ``price`` where its cheapest plan was too large)."""
-        return any(
-            self._makes_more_again(other) and price >= other.answer.ranking.best.candidate.additive_price
-            for other in fitting
-        )
+        """Whether it makes more again than another does, at no lower price than the least of that one's plans that are
+        known to fit."""
+        return any(self._makes_more_again(other) and price >= other.least_that_fits for other in fitting)
 
     def _makes_more_again(self, other: _Rung) -> bool:
         """Whether it does all that another does, and more."""

@@ -24,7 +24,6 @@ from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
-from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
@@ -47,8 +46,8 @@ from shardwise.search.candidates import (
     candidates,
 )
 from shardwise.search.cost_graph import CostGraph
-from shardwise.search.cost_tables import build
-from shardwise.search.domains import Choosing, Domains
+from shardwise.search.cost_tables import Tables
+from shardwise.search.domains import Choosing
 from shardwise.search.dynamic_programming import EXACT, DoesNotFit
 from shardwise.search.fixed import annotated_rules, fixed_choices
 from shardwise.search.folded import Folded
@@ -93,10 +92,10 @@ class Answer:
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
     ``factored``: the same, divided; ``choosing``: what of the model is to be chosen; ``folded``: estimates for models
-    of many equal blocks (None: every candidate is built as a whole). What is known so far: ``domains`` of the meshes,
-    with what the user fixed, which depend on no lever; ``choices`` that assignments stand for, by mesh; ``stored``:
-    programs of fewer blocks before lifetimes, which many levers share; ``programs`` of the candidates, by levers, mesh
-    and assignment."""
+    of many equal blocks (None: every candidate is built as a whole). What is known so far: ``tables`` of the meshes,
+    which planners share that differ in levers and limits alone; ``choices`` that assignments stand for, by mesh;
+    ``stored``: programs of fewer blocks before lifetimes, which many levers share; ``programs`` of the candidates, by
+    levers, mesh and assignment."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -108,7 +107,7 @@ class Planner:
     settings: Settings
     kinds: Kinds = field(default_factory=Kinds)
     folded: Folded | None = None
-    domains: dict[Mesh, tuple[Choices, Domains]] = field(default_factory=dict)
+    tables: dict[Mesh, Tables] = field(default_factory=dict)
     programs: dict[Hashable, Simulated] = field(default_factory=dict)
     choices: dict[Hashable, Choice] = field(default_factory=dict)
     stored: dict[Hashable, Stored] = field(default_factory=dict)
@@ -169,16 +168,16 @@ class Planner:
 
     def cost_graph(self, mesh: Mesh) -> CostGraph:
         """The choices on a mesh and their prices."""
-        if mesh not in self.domains:
+        settings = self.settings
+        if mesh not in self.tables:
             fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
-            axes = Axes.of(mesh, separate_axes(fixed, mesh))
-            self.domains[mesh] = fixed, domains_of(self.choosing, axes, self.prices(mesh))
-        (fixed, domains), settings = self.domains[mesh], self.settings
-        taken = {
-            name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape) for name, layout in settings.taken.items()
-        }
-        again = settings.levers.priced(self.graph)
-        return build(domains, fixed, again=again, in_flight=settings.in_flight, taken=taken)
+            domains = domains_of(self.choosing, Axes.of(mesh, separate_axes(fixed, mesh)), self.prices(mesh))
+            taken = {
+                name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape)
+                for name, layout in settings.taken.items()
+            }
+            self.tables[mesh] = Tables(domains, fixed, taken)
+        return self.tables[mesh].priced(settings.levers.priced(self.graph), settings.in_flight)
 
     def prices(self, mesh: Mesh) -> Prices:
         """The prices on a mesh of the cluster."""
