@@ -170,6 +170,9 @@ def is_view(instruction: Compute) -> bool:
 def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> Instruction:
     """The instruction with the names of what it reads replaced."""
     if isinstance(instruction, Compute):
+        named = (*instruction.operands, *instruction.writes, *(name for name in instruction.shares if name is not None))
+        if all(name_of(name) == name for name in named):
+            return instruction
 
         def renamed(name: str) -> Arg:
             return Ref(name_of(name))
