@@ -7,6 +7,11 @@ model, devices and batch, on meshes among which the published one is. Printed ar
 predictions, CPU seconds of planning and the peak memory of the process. No device is needed; every case runs in a
 process of its own, and takes minutes.
 
+Such a plan is not run as the published software ran it. What is compared with a published step of Megatron is therefore
+the same setting as ``published_prices`` prices it: whole layers are computed again (a plan leaves out the product at a
+layer's end and its all-reduce, which nothing reads), messages wait, gradients are added up in the dtype of that
+software. Of other software the plan's step is compared.
+
 ``--data FILE`` (``published_runs.py``): predictions are multiplied by the factor of the case's hardware and software,
 where the file has four groups of its runs. It comes from every fourth of these groups, none of which is a case here.
 
@@ -43,6 +48,7 @@ from published_rows import Row, read
 from published_runs import Factor, Found, group_of, quarter
 
 import shardwise as sw
+from shardwise.plans.schedule import schedule_of
 
 SELENE = ("A100-80GB", "NVLink3; 8x HDR200 IB (Selene)")
 JEAN_ZAY = ("A100-80GB", "NVLink 4 inter-GPU connects; 4x Omni-Path 100 per node (Jean Zay)")
@@ -58,7 +64,8 @@ DROPPING = Software(dropout=True)
 class Case:
     """``model``: a ``Shape`` is Megatron's GPT, whose batch and sequence are the case's; ``hardware``: as published
     runs name GPU and interconnect; ``published``: seconds of a step, from ``source``; ``setting``: arguments of
-    ``sw.plan`` that fix it; ``software``: what of it attention and dropout are."""
+    ``sw.plan`` that fix it; ``software``: what of it attention and dropout are;
+    ``framework``: Megatron's, whose steps are priced as rows of that file (empty: another), in ``precision``."""
 
     model: LlamaConfig | Shape
     hardware: tuple[str, str]
@@ -69,6 +76,27 @@ class Case:
     setting: Mapping[str, Any] = field(compare=False)
     source: str
     software: Software = PLAIN
+    framework: str = ""
+    precision: str = "fp16"
+
+    @property
+    def row(self) -> Row:
+        """The published setting as a row of published runs (of a framework that has such)."""
+        assert isinstance(self.model, Shape), "rows of Megatron are GPT"
+        sizes, width = dict(self.setting["mesh"].axes), self.model.width
+        vpp = schedule_of(self.setting.get("schedule", "1F1B")).stages_per_place
+        dp = sizes.get("dp", 1)
+        return {
+            "arch": {
+                "layers": self.model.layers, "hidden": width, "heads": self.model.heads, "kv_heads": self.model.heads,
+                "ffn": 4 * width, "vocab": self.model.vocab,
+            },
+            "seq": self.length, "micro_batch": self.setting["micro_batch"] // dp, "global_batch": self.batch,
+            "gpu": self.hardware[0], "gpus": self.num_gpus, "gpus_per_node": 8, "interconnect": self.hardware[1],
+            "tp": sizes["tp"], "pp": self.setting["stages"] // vpp, "dp": dp, "vpp": vpp,
+            "zero": self.setting.get("zero", 0), "recompute": self.setting["recompute"], "precision": self.precision,
+            "framework": self.framework,
+        }  # fmt: skip
 
     @property
     def cluster(self) -> sw.Cluster:
@@ -157,7 +185,8 @@ def korthikanti(model: Shape, num_gpus: int, published: float, setting: Mapping[
     """A micro-batch of one sequence; a step has as many as GPUs."""
     source = "Korthikanti et al. 2022 (arXiv:2205.05198), table 5, full recompute"
     fixed = {"mesh": sw.Mesh(tp=8), "micro_batch": 1, "recompute": "full", "strategies": {**SPLITS, **WHOLE}}
-    return Case(model, SELENE, num_gpus, num_gpus, 2048, published, {**fixed, **setting}, source, DROPPING)
+    setting = {**fixed, **setting}
+    return Case(model, SELENE, num_gpus, num_gpus, 2048, published, setting, source, DROPPING, "Megatron-LM")
 
 
 CASES = {
@@ -168,12 +197,14 @@ CASES = {
     "turing-530b-280": korthikanti(gpt(105, 20480, 128), 280, 49.05, {"stages": 105, "schedule": "Interleaved1F1B:3"}),
     "megatron-1t-512": korthikanti(gpt(128, 25600, 160), 512, 94.42, {"stages": 64}),
     "bloom-176b-384": Case(
-        gpt(70, 14336, 112, 250880), JEAN_ZAY, 384, 2048, 2048, 6.021e18 / (384 * 156e12),
+        gpt(70, 14336, 112, 250880), JEAN_ZAY, 384, 2048, 2048, 104.50,
         {
             "stages": 12, "mesh": sw.Mesh(dp=8, tp=4), "micro_batch": 16, "recompute": "full", "zero": 1,
             "strategies": SPLITS,
         },
-        "BigScience 2022 (arXiv:2211.05100), 156 TFLOP/s a GPU, recomputed forward counted as Narayanan et al. 2021 do",
+        "bigscience-workshop/bigscience, train/tr11-176B-ml: chronicles-prequel.md, 02-28, 176B with 112 heads (150 "
+        "TFLOP/s; the 156 of arXiv:2211.05100 are another model's); its script sets no dropout: Megatron's 0.1",
+        DROPPING, "Megatron-DeepSpeed, 1F1B", "bf16 (fp32 grad accumulation)",
     ),
     "mpt-70b-64": Case(
         gpt(80, 8192, 64, 50368, scores=False), COMPOSER, 64, 2048, 2048, 63.076,
@@ -218,7 +249,7 @@ def run(name: str, only_published: bool, factor: float) -> str:
         try:
             plan, took = planned(case, setting)
         except sw.ShardwiseError as error:
-            cells += [f"refused: {str(error).splitlines()[0]}", *([""] if setting is not case.setting else ["", ""])]
+            cells += [f"refused: {str(error).splitlines()[0]}", *[""] * (3 if setting is case.setting else 1)]
             continue
         what = (
             f"{len(plan.stages)} stages, {plan.schedule or 'none'}, {plan.stages[0].mesh}, {plan.micro_batches} passes"
@@ -226,7 +257,8 @@ def run(name: str, only_published: bool, factor: float) -> str:
         seconds = seconds_of(plan)
         cells.append(f"{seconds:.2f} ({what})")
         if setting is case.setting:
-            cells.append(f"{factor:.2f}: {factor * seconds / case.published - 1:+.0%}")
+            there = priced(case.row) if case.framework else seconds
+            cells += [f"{there:.2f}", f"{factor:.2f}: {factor * there / case.published - 1:+.0%}"]
         cells.append(f"{took:.0f}")
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return "| " + " | ".join([*cells, f"{held:.0f}"]) + " |"
@@ -240,8 +272,8 @@ def main() -> None:
     chosen = parser.parse_args()
     rows = [] if chosen.data is None else read(chosen.data)
     print(
-        "| case | published s | its setting, predicted s | factor: error | CPU s | the plan found, predicted s | CPU s "
-        "| MB |\n|---|---|---|---|---|---|---|---|"
+        "| case | published s | its setting, predicted s | as its software runs it | factor: error | CPU s "
+        "| the plan found, predicted s | CPU s | MB |\n|---|---|---|---|---|---|---|---|---|"
     )
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for name in chosen.cases or CASES:

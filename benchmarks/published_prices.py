@@ -6,8 +6,8 @@ loss. The rest of a step is closed form:
 
 * a layer takes as long as its kernels and messages one after the other, or as long as its host needs to start them;
 * stages: one pass after the other (1F1B): ``passes`` times the slowest, and the others once, by the chunks of a stage;
-* full recompute: forward once more; selective: attention's scores once more, which is counted as nothing; of operators
-  (torchtitan's ``op``): every second product once more, counted as half of forward;
+* full recompute: forward once more; selective: attention from its scores on once more; of operators (torchtitan's
+  ``op``): every second product once more, counted as half of forward;
 * gradients are added up from pass to pass, and reduced after the last one (Megatron), or parameters are gathered and
   gradients scattered beside each layer's computation (FSDP), of which the longer counts;
 * context parallelism: tokens are split in their order (assumed: no source says what balances ranks), so that the last
@@ -54,9 +54,6 @@ from shardwise.runtime.compiled import compiled_program, priced
 # Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
 MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}
 REACHED = 0.92  # of a network card, as in the bundled clusters
-# B/s in each direction between the two boards of a node whose GPUs are joined by NVLink in fours (rows that say
-# "NVLink 4"; assumed): half of PCIe 4.0 x16, as what passes a board on in a ring sends and receives.
-BETWEEN_BOARDS = 15.75e9
 # Part of the peak that attention reached in the software of the runs (recalled): FlashAttention on A100 .25 to .40
 # (Dao, "FlashAttention-2", 2023), FlashAttention-2 on H100 .35 (Shah and others, "FlashAttention-3", 2024).
 FLASH = 0.35
@@ -71,6 +68,8 @@ KNOWN = ("composer", "torchtitan", *MEGATRON_LIKE)
 # float32 (cuBLAS of 2021; BigScience's chronicle compares heads of 108, 144 and 216 elements).
 ROW_BYTES = 16
 UNALIGNED = 2.0
+# Operators of attention, from its scores on, by their names.
+OF_CORE = re.compile(r"layers\.\d+/(matmul|softmax|dropout|scaled_dot_product_attention)(_\d+)?$")
 # What a row's list of stages of their own has of each.
 OF_STAGES = re.compile(r"layer_partitions (\[[\d, ]*\]), .*?per-stage \[[^]]*\] (\[\[[\d., ]*\](?:, \[[\d., ]*\])*\])")
 
@@ -165,11 +164,7 @@ def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster
         rate = float(match[1]) * float(match[2])
     if rate is not None:
         network = [replace(level, bandwidth=rate * 1e9 / 8 / inside * REACHED) for level in network]
-    boards = [node]
-    if "NVLink 4 " in interconnect and node.size == 8:
-        between = replace(node, name="node", size=2, bandwidth=BETWEEN_BOARDS, lines=())
-        boards = [replace(node, name="board", size=4), between]
-    return replace(cluster, device=replace(cluster.device, memory_bandwidth=bandwidth), levels=(*boards, *network))
+    return replace(cluster, device=replace(cluster.device, memory_bandwidth=bandwidth), levels=(node, *network))
 
 
 @dataclass(frozen=True)
@@ -204,10 +199,12 @@ def attending(device: Device, share: float) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class OnePass:
-    """Forward and backward of a pass, and the bytes that a device keeps between them."""
+    """Forward and backward of a pass, and the bytes that a device keeps between them. ``core``: seconds of forward in
+    attention, from its scores on."""
 
     halves: tuple[Half, Half]
     kept_bytes: float
+    core: float
 
 
 @cache
@@ -237,7 +234,8 @@ def one_pass(model: Model, recompute: str) -> OnePass:
     prices = OwnPrices(Links(cluster, plan.mesh), "none", model=model)
     step = simulate_program(program, prices)
     halves = _half(step, "forward"), _half(step, "backward")
-    return OnePass(halves, memory_of_program(program, prices).kept_bytes)
+    core = sum(event.seconds for event in step.events if event.part == "forward" and OF_CORE.search(event.name))
+    return OnePass(halves, memory_of_program(program, prices).kept_bytes, core)
 
 
 def _half(step: SimulatedStep, part: str) -> Half:
@@ -247,11 +245,12 @@ def _half(step: SimulatedStep, part: str) -> Half:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of a layer, forward and backward, and of all else."""
+    """Seconds of a layer, forward and backward, of all else, and of a layer's attention from its scores on."""
 
     forward: float
     backward: float
     rest: float
+    core: float
 
 
 def pass_of(row: Row, micro_batch: int) -> Pass:
@@ -270,7 +269,7 @@ def pass_of(row: Row, micro_batch: int) -> Pass:
         products = 4 * tokens * shape.sequence * shape.width / model.tp
         more = products * (1 / device.matmul_flops("f32") - 1 / device.matmul_flops("bf16"))
         layer = [layer[0] + more, layer[1] + 2 * more]
-    return Pass(*layer, rest)
+    return Pass(*layer, rest, two.core - one.core)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +286,15 @@ class Stage:
 
 
 def stages_of(row: Row) -> list[Stage]:
-    """The stages of a row, the last one with the head. Where they differ, the row's notes list them; empty where these
-    cannot be read."""
+    """The stages of a row, the last one with the head, and with what is left where layers do not divide (as BigScience
+    says of DeepSpeed: 78 layers in 12 stages are 11 times 7 and one). Where they differ otherwise, the row's notes list
+    them; empty where these cannot be read."""
     recompute, pp = row["recompute"], row["pp"]
     if not recompute.startswith("per stage"):
-        layers = ceil(row["arch"]["layers"] / pp)
-        again = layers * {"full": 1.0, "selective(op)": 0.5}.get(recompute, 0.0)
-        return [Stage(layers, again, row["micro_batch"], row["dp"])] * pp
+        most, total = ceil(row["arch"]["layers"] / pp), row["arch"]["layers"]
+        again = {"full": 1.0, "selective(op)": 0.5}.get(recompute, 0.0)
+        counts = [max(0, min(most, total - most * number)) for number in range(pp)]
+        return [Stage(layers, again * layers, row["micro_batch"], row["dp"]) for layers in counts]
     found = OF_STAGES.search(row.get("notes") or "")
     again = re.fullmatch(r"per stage: (\[[\d, ]*\])", recompute)
     if found is None or again is None:
@@ -412,7 +413,10 @@ def seconds_of(row: Row) -> float:
             outer = vpp * moves.sent(2 * stage.micro_batch * row["seq"] / cp * row["arch"]["hidden"] / tp)
         else:
             outer = 0.0
-        taken.append(stage.layers * (forward + backward) + stage.again * own.forward + outer)
+        again = stage.again * own.forward
+        if row["recompute"] == "selective(attention core)":
+            again = stage.layers * own.core
+        taken.append(stage.layers * (forward + backward) + again + outer)
         behind = moves.gathered(held) + moves.scattered(held) if shards else moves.reduced(held)
         once.append(update + (0.0 if shards and pp == 1 else behind))
     taken[-1] += own.rest

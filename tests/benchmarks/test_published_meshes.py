@@ -63,3 +63,15 @@ def test_two_axes_would_leave_some_of_them_out(known: ModuleType) -> None:
         if not any(makes(mesh, case.setting["mesh"], case.place) for mesh in candidate_meshes(case.place, 2))
     }
     assert without == {"llama3-405b-131k", "bloom-176b-384"}
+
+
+def test_a_setting_of_megatron_is_priced_as_a_row(known: ModuleType) -> None:
+    """Its degrees multiply to the GPUs, and nothing of the row is missing."""
+    prices = importlib.import_module("published_prices")
+    rows = {name: case.row for name, case in known.CASES.items() if case.framework}
+    assert {name: prices.unplanned(row) for name, row in rows.items()} == dict.fromkeys(rows, "")
+    bloom, gpt = rows["bloom-176b-384"], rows["gpt3-175b-64"]
+    assert (bloom["micro_batch"], bloom["pp"], bloom["vpp"]) == (2, 12, 1)
+    assert (gpt["micro_batch"], gpt["pp"], gpt["vpp"], gpt["dp"]) == (1, 8, 3, 1)
+    assert [stage.layers for stage in prices.stages_of(bloom)] == [6] * 11 + [4], "the last has what is left"
+    assert sum(stage.layers for stage in prices.stages_of(gpt)) == 96

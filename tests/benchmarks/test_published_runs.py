@@ -80,6 +80,8 @@ def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
         assert prices.unpriced({**row, "notes": other}) == "stages that differ and are not listed"
     assert prices.unpriced({**row, "notes": None}) == "stages that differ and are not listed"
     assert prices.stages_of(TINY) == [prices.Stage(2, 2, 2, 1)] * 2
+    uneven = {**TINY, "arch": {**TINY["arch"], "layers": 3}}
+    assert [stage.layers for stage in prices.stages_of(uneven)] == [2, 1], "the last stage has what is left"
     assert prices.stages_of({**TINY, "recompute": "selective(op)"})[0].again == 1
 
 
@@ -115,19 +117,6 @@ def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
 def test_what_is_not_priced_has_a_reason(prices: ModuleType, change: dict[str, Any], why: str) -> None:
     assert prices.unpriced(TINY) == ""
     assert prices.unpriced({**TINY, **change}) == why
-
-
-def test_boards_of_four_are_slower_than_one_of_eight(prices: ModuleType) -> None:
-    whole = prices.cluster_of("A100-80GB", 8, 8, "NVLink3 in node")
-    boards = prices.cluster_of("A100-80GB", 8, 8, "NVLink 4 inter-GPU connects")
-    assert [level.size for level in boards.levels] == [4, 2]
-    assert boards.num_devices == whole.num_devices
-    assert not boards.levels[1].lines
-    import shardwise as sw
-    from shardwise.costs.collectives import Links
-
-    seconds = [Links(one, sw.Mesh(tp=8)).seconds("all_reduce", ("tp",), 2**28) for one in (whole, boards)]
-    assert seconds[1] > 2 * seconds[0]
 
 
 def test_approximations_are_said(prices: ModuleType) -> None:
@@ -300,3 +289,13 @@ def test_the_peak_is_that_of_published_formulas(memory: ModuleType, scores: bool
     expected = 2 * layer + (1 + 2 * 2) * values + 2 * 64**2 + 6 * tokens * 512
     assert memory.at_loss(shape, 1, 1, 0.1) == pytest.approx(expected, rel=0.02)
     assert memory.at_loss(shape, 1, 1, 0.0) == memory.at_loss(shape, 1, 1, 0.1) - 5 * values
+
+
+def test_selective_recompute_computes_attention_from_its_scores_on_again(prices: ModuleType) -> None:
+    row = {**TINY, "recompute": "none"}
+    own = prices.pass_of(row, row["micro_batch"])
+    more = prices.seconds_of({**TINY, "recompute": "selective(attention core)"}) - prices.seconds_of(row)
+    stage = prices.stages_of(row)[0]
+    turns = row["global_batch"] // (row["micro_batch"] * row["dp"]) + row["pp"] - 1
+    assert 0 < own.core < own.forward
+    assert more == pytest.approx(turns * stage.layers * own.core)

@@ -4,6 +4,7 @@ hold, and what it says of itself is true."""
 from __future__ import annotations
 
 import copy
+import re
 from math import inf
 from typing import Any
 from unittest import mock
@@ -54,6 +55,10 @@ def test_it_finds_what_planning_every_setting_finds() -> None:
             assert one.step_seconds == pytest.approx(alone[one.setting])
     assert said.bound <= alone[said.taken]
     assert f"of {len(said.considered)} settings" in str(said)
+    planned = [line for line in str(said).splitlines() if ": step " in line]
+    interval = re.compile(r"step [\d.]+ \S+ \([\d.]+-[\d.]+\), memory [\d.]+ \S+ \([\d.]+-[\d.]+\)$")
+    assert planned, "something was planned"
+    assert all(interval.search(line) for line in planned), "every step and peak has its interval"
     assert sw.verify(model, BATCH, found).ok
 
 

@@ -70,6 +70,46 @@ def test_the_first_message_to_leave_is_a_small_one():
     assert gradient_messages(plan) == [FIRST_BUCKET_BYTES, 3 * 2**20]
 
 
+def test_what_forward_gathers_ends_its_message_with_a_block_once_it_is_worth_one():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))  # 1 MiB and 2 KiB each
+            self.small = nn.ModuleList(nn.Linear(512, 2) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return sum(small(x).square().mean() for small in self.small)
+
+    plan = sw.plan(Blocks(), torch.randn(8, 512), 2, mode="data_parallel", zero=2)
+    together: dict[int, set[str]] = {}
+    for entry in plan.conversions:
+        if any(one.kind == "all_gather" for one in entry.forward):
+            together.setdefault(entry.bucket, set()).add(entry.value.rpartition(".")[0])
+    assert [sorted(names) for names in together.values()] == [
+        ["layers.0"],
+        ["layers.1"],
+        ["layers.2"],
+        ["layers.3", "small.0", "small.1"],
+    ]
+
+
+def test_a_first_message_is_no_smaller_than_it_need_be():
+    """A bias alone is not worth one: the first message takes what reaches a mebibyte, as DistributedDataParallel's."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(512, 512), nn.Linear(512, 512)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x))).square().mean()
+
+    plan = sw.plan(Head(), torch.randn(8, 512), 4, search="sharding_propagation")
+    assert gradient_messages(plan) == [FIRST_BUCKET_BYTES + 2048] * 2
+
+
 def test_other_dtypes_and_other_axes_travel_in_other_messages():
     class Mixed(nn.Module):
         def __init__(self):

@@ -159,7 +159,8 @@ def test_candidates_are_near_the_cheapest_and_differ() -> None:
     listed = candidates([replace(search, outcome=outcome)], "dynamic_programming", np.inf)
     assert listed[0].assignment == cheapest
     assert 1 < len(listed) <= choosing.MAX_PER_MESH
-    assert all(one.additive_price <= NEAR * outcome.seconds for one in listed)
+    dearer = [one for one in listed if one.additive_price > NEAR * outcome.seconds]
+    assert len(dearer) <= 1, "data parallelism alone, whatever its price"
     assert len({tuple(np.round(one.components, 15)) for one in listed}) == len(listed)
     assert len(candidates([search], "recursive_programming", np.inf)) == 1, "the greedy search answers for itself"
 

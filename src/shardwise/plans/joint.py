@@ -27,6 +27,7 @@ from shardwise.graph.schema import arguments, operator_name
 from shardwise.graph.stages import marks_of
 from shardwise.graph.within import ATTENTION_WITHIN, num_pairs
 from shardwise.layouts.text import format_dtype
+from shardwise.plans.intervals import said_bytes, said_step
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
@@ -90,10 +91,11 @@ class Considered:
     refused: str = ""
     pruned: float = 0.0
     estimate: float = 0.0
+    said: str = ""
 
     def __str__(self) -> str:
         if self.step_seconds:
-            what = f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
+            what = self.said or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
         elif self.pruned:
             what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
         else:
@@ -321,7 +323,8 @@ def joint_search(
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
             continue
         seconds, num_bytes = figures(plan)
-        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes))
+        told = f"step {said_step(plan)}, memory {said_bytes(num_bytes, cluster)}"
+        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, said=told))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan
     if best is None:

@@ -24,7 +24,7 @@ from shardwise.errors import PlanError, listed, problem
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
-from shardwise.plans.intervals import priced_cluster, said, said_bytes, said_step
+from shardwise.plans.intervals import priced_cluster, said, said_bytes, said_seconds, said_step
 from shardwise.plans.precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_seconds as format_seconds
@@ -90,8 +90,9 @@ def _pipeline(plan: Plan) -> list[str]:
             stage_cost = cost.stages[number]
             sent = f", sends {format_bytes(int(stage_cost.sent_bytes))}" if stage_cost.sent_bytes else ""
             row.append(
-                f"forward {format_seconds(stage_cost.forward)}, backward {format_seconds(stage_cost.backward)}, peak "
-                f"{said_bytes(int(stage_cost.peak_bytes), cluster)}{sent}, bubble {stage_cost.bubble:.1%}"
+                f"forward {said_seconds(stage_cost.forward, cluster)}, "
+                f"backward {said_seconds(stage_cost.backward, cluster)}, "
+                f"peak {said_bytes(int(stage_cost.peak_bytes), cluster)}{sent}, bubble {stage_cost.bubble:.1%}"
             )
         rows.append(tuple(row))
     return lines + _columns(rows)

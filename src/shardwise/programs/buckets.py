@@ -6,7 +6,8 @@ share a message too. A message has a price of its own, whatever it carries: few 
 
 Parameters are there from the start, so a bucket of them stands where the first of its members is needed. Backward runs
 the program from its end: a bucket's gradients are complete when its first member has got its own, and its message
-travels while the layers before it are computed. Buckets are therefore filled from the end of the program.
+travels while the layers before it are computed. Buckets are therefore filled from the end of the program. What forward
+gathers is waited for as a whole: such a bucket ends with a block of the model, as soon as it is worth a message.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from shardwise.graph.segments import block_of
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.steps import Conversion, Step, collectives_of
 
-# PyTorch's DistributedDataParallel fills buckets of 25 MiB, the first one to be sent only 1 MiB, so that sending starts
-# early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
+# PyTorch's DistributedDataParallel fills buckets of 25 MiB, the first one to be sent until it has 1 MiB, so that
+# sending starts early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
 AHEAD = 32  # steps within which a conversion is made earlier than it is needed, to share a message
@@ -62,7 +63,7 @@ def fill_buckets(
     """
     if bucket_bytes == 0:
         return tuple(steps)
-    trained, parts = _made_for(steps, ends), _parts(steps) if by_block else {}
+    trained, parts = _made_for(steps, ends), _parts(steps)
 
     def message_kind(conversion: Conversion) -> object:
         """What conversions have in common that share their messages."""
@@ -70,12 +71,12 @@ def fill_buckets(
         forward, backward = (tuple(c.kind for c in side) for side in _both(conversion))
         gradient = (conversion.differentiable, receives_gradient(conversion)) if backward else ()
         value = value_of(conversion.origin)
-        part = parts.get(conversion.result) if conversion.value in sources else None
+        part = parts.get(conversion.result) if by_block and conversion.value in sources else None
         use = conversion.value in sources, conversion.result in trained
         return moves, forward, backward, value.dtype, value.reduced, gradient, use, part
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
-    open_buckets: dict[object, tuple[list[int], int, int]] = {}  # kind of message -> (positions, bytes, limit)
+    open_buckets: dict[object, tuple[list[int], int, bool]] = {}  # of a kind; the last: is it not the first
     for position in reversed(range(len(steps))):
         step = steps[position]
         if (
@@ -88,13 +89,14 @@ def fill_buckets(
         value = value_of(step.value)
         sent = replace(step, itemsize=value.dtype.itemsize, grad_itemsize=value.grad_itemsize)
         size = max(c.num_bytes for side in _both(sent) for c in side)
-        first = bucket_bytes if by_block else min(bucket_bytes, FIRST_BUCKET_BYTES)
-        positions, filled, room = open_buckets.get(message_kind(step), ([], 0, first))
-        if positions and filled + size > room:
+        positions, filled, is_later = open_buckets.get(message_kind(step), ([], 0, by_block))
+        ends_block = positions and step.collectives() and parts[step.result] != parts[_result(steps[positions[-1]])]
+        is_worth_it = filled >= FIRST_BUCKET_BYTES and (ends_block or not is_later)
+        if positions and (is_worth_it or filled + size > bucket_bytes):
             members[positions[-1]] = positions[::-1]
-            positions, filled, room = [], 0, bucket_bytes
+            positions, filled, is_later = [], 0, True
         positions.append(position)
-        open_buckets[message_kind(step)] = positions, filled + size, room
+        open_buckets[message_kind(step)] = positions, filled + size, is_later
     for positions, _, _ in open_buckets.values():
         members[positions[-1]] = positions[::-1]
     of_parameters = frozenset(members)
@@ -171,6 +173,11 @@ def _is_one_message(conversion: Conversion, receives_gradient: Callable[[Convers
 def _value(step: Step | Conversion) -> str:
     assert isinstance(step, Conversion), "only conversions join"
     return step.value
+
+
+def _result(step: Step | Conversion) -> str:
+    assert isinstance(step, Conversion), "only conversions are in buckets"
+    return step.result
 
 
 def _joins(step: Step | Conversion, first: Conversion, message_kind: Callable[[Conversion], object]) -> bool:

@@ -3,7 +3,8 @@ least.
 
 An additive price knows no order. Plans that it prices alike can differ much on a timeline, where traffic is hidden only
 by the operators that happen to run beside it. So not only the cheapest assignment is looked at, but also what other
-searches find: the least sum where nothing hides, the greedy search, data parallelism, and the next best.
+searches find: the least sum where nothing hides, the greedy search, and the next best; and data parallelism, whatever
+its price, so that no plan is slower.
 """
 
 from __future__ import annotations
@@ -89,11 +90,12 @@ def _of_mesh(search: Search, name: str, limit: float, most: float) -> Iterator[C
     if name not in BOUNDED:
         return
     others = [_candidate(search, assignment) for assignment in _of_other_searches(search, limit)]
+    usual = [_candidate(search, assignment) for assignment in _data_parallel(search)]
     next_best = [_candidate(search, assignment) for assignment in chain(outcome.candidates, _listed(search))]
     next_best.sort(key=lambda candidate: candidate.unhidden_seconds)
     taken = [first]
-    for candidate in (*others, *next_best):
-        fits = candidate.additive_price <= most and candidate.num_bytes <= limit
+    for candidate in (*others, *usual, *next_best):
+        fits = (candidate.additive_price <= most or candidate in usual) and candidate.num_bytes <= limit
         if fits and not any(np.allclose(candidate.components, other.components, rtol=1e-9, atol=0) for other in taken):
             taken.append(candidate)
             yield candidate
@@ -104,14 +106,18 @@ def _candidate(search: Search, assignment: list[int]) -> Candidate:
 
 
 def _of_other_searches(search: Search, limit: float) -> Iterator[list[int]]:
-    """The least sum where nothing hides, what the greedy search finds, and data parallelism where it is in the space
-    (what the user fixed may leave it out)."""
-    cost, domains = search.cost, search.cost.domains
+    """The least sum where nothing hides, and what the greedy search finds."""
     yield from _least(search, NOTHING_HIDES, 1)
+    if len(search.cost.domains.graph.ops) <= MAX_OTHERS:
+        with suppress(DoesNotFit):
+            yield halve(search.cost, limit).assignment
+
+
+def _data_parallel(search: Search) -> Iterator[list[int]]:
+    """Data parallelism, where it is in the space (what the user fixed may leave it out)."""
+    cost, domains = search.cost, search.cost.domains
     if len(domains.graph.ops) > MAX_OTHERS:
         return
-    with suppress(DoesNotFit):
-        yield halve(cost, limit).assignment
     factored = Factored(domains.rules, domains.atoms)
     data_parallel = assignment_of(cost, choose(domains.graph, factored, search.mesh, "data_parallel", {}))
     if data_parallel is not None:
