@@ -82,7 +82,7 @@ def fill_buckets(
             not isinstance(step, Conversion)
             or step.value not in sources
             or _cuts_windows(step)
-            or not _is_one_message(step, receives_gradient)
+            or not _sends(step, receives_gradient)
         ):
             continue
         value = value_of(step.value)
@@ -160,12 +160,10 @@ def _cuts_windows(conversion: Conversion) -> bool:
     return any(move.cut is not None or move.reverse is not None for move in conversion.moves)
 
 
-def _is_one_message(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:
-    """Whether a conversion sends one message in forward, or in a backward that happens, and no more than one in
-    either."""
-    forward, backward = map(len, _both(conversion))
-    sends = forward or (backward and receives_gradient(conversion))
-    return bool(sends) and forward <= 1 and backward <= 1
+def _sends(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:
+    """Whether a conversion sends a message in forward, or in a backward that happens."""
+    forward, backward = _both(conversion)
+    return bool(forward) or (bool(backward) and receives_gradient(conversion))
 
 
 def _value(step: Step | Conversion) -> str:

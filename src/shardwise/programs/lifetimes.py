@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.conveyor import slots_of_forward
 from shardwise.programs.entries import cuts_windows
 from shardwise.programs.instructions import (
     Arrive,
@@ -241,24 +241,42 @@ def _waits(instruction: Instruction) -> bool:
 
 
 def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
-    """A message with parameters that backward gathers again leaves before the one ahead of it is waited for."""
-    arrivals = [i for i, x in enumerate(backward) if isinstance(x, Arrive) and x.of_parameters and x.origin.again]
+    """Messages with parameters that backward gathers again leave ahead of their use as those of forward do
+    (``programs.conveyor``), where what they send is there by then."""
+    exchanges = _gathered_again(backward)
+    places = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]  # of the slots
+    ahead: dict[int, list[int]] = {}  # position -> the positions of what goes ahead of it
+    stay: set[int] = set()
+    slots = slots_of_forward([len(legs) - 1 for legs in exchanges]) if exchanges else []
+    for place, slot in zip(places, slots, strict=True):
+        for number, leg in slot:
+            positions = exchanges[number][leg]
+            if leg == 0 and (positions[0] < place or _made_between(backward, place, positions[0])):
+                stay.add(number)
+            if number not in stay:
+                ahead.setdefault(place, []).extend(positions)
+    away = {position for positions in ahead.values() for position in positions}
+    order = (position for i in range(len(backward)) for position in (*ahead.get(i, ()), *(() if i in away else (i,))))
+    return [backward[position] for position in order]
+
+
+def _gathered_again(backward: Sequence[Instruction]) -> list[list[list[int]]]:
+    """The exchanges with parameters that backward gathers again, in the order in which they are needed: per leg the
+    positions of its instructions."""
     leaves = {x.flight: i for i, x in enumerate(backward) if isinstance(x, Depart)}
-    moved: dict[int, int] = {}  # position of an arrival -> that of the departure which goes ahead of it
-    for earlier, later in pairwise(arrivals):
-        arrival = backward[later]
-        assert isinstance(arrival, Arrive)
-        departure = leaves[arrival.flight]
-        if departure > earlier and not _made_between(backward, earlier, departure):
-            moved[earlier] = departure
-    away = set(moved.values())
-    ordered: list[Instruction] = []
+    exchanges: list[list[list[int]]] = []
+    brought: dict[str, list[list[int]]] = {}  # name -> the exchange that brings it
     for i, x in enumerate(backward):
-        if i in moved:
-            ordered.append(backward[moved[i]])
-        if i not in away:
-            ordered.append(x)
-    return ordered
+        if isinstance(x, Arrive) and x.of_parameters and x.origin.again:
+            departure = leaves[x.flight]
+            legs = brought.get(backward[departure].operands[0])
+            if legs is None:
+                legs = [[]]
+                exchanges.append(legs)
+            legs[-1].append(departure)
+            legs.append([i])
+            brought.update(dict.fromkeys(x.results, legs))
+    return sorted(exchanges, key=lambda legs: legs[-1][0])
 
 
 def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:
