@@ -83,7 +83,7 @@ def widened(module: ModuleType) -> Iterator[None]:
         yield
 
 
-# Conversions of parameters that take two messages: of states that every node has, in parts on its GPUs; and as searched.
+# Conversions of parameters that take two messages: states that every node has, in parts on its GPUs; and as searched.
 ON_TWO_AXES: dict[str, dict[str, Any]] = {
     "hybrid": {"cluster": RANKS, "mode": "data_parallel", "zero": sw.Zero(3, over=("gpu",)), "recompute": "full"},
     "two gathers": {"cluster": DESCRIBED.with_nodes(2, 2), "search": "dynamic_programming"},

@@ -19,7 +19,7 @@ import torch
 from shardwise.graph.ir import Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.casts import before_first_use, cast, computed_name
-from shardwise.programs.conveyor import Returning, slots_of_forward
+from shardwise.programs.conveyor import Returning, legs_ahead
 from shardwise.programs.cotangents import Cotangents
 from shardwise.programs.entries import Called, Exchanged, cuts_windows, in_backward_order, renamed
 from shardwise.programs.exchanges import ExchangeWriter, Travellers
@@ -218,7 +218,8 @@ class _Writer:
             if self.overlap and isinstance(entry, Exchanged) and entry.of_parameters and self._sends(entry, False)
         ]
         flights = [self.exchanges.on_its_way(self._travellers(entry, backward=False)) for entry in departing]
-        start, *slots = slots_of_forward([len(legs) - 1 for legs in flights])
+        places = [self.spmd.place_of(entry.conversions) for entry in departing]
+        start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places)
         needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
         forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
         for entry in entries:
@@ -316,7 +317,8 @@ class _Writer:
                 late = []
             if entry.of_parameters and sends and self.overlap:
                 legs = self.exchanges.on_its_way(self._travellers(entry, backward=True))
-                for leg in self.returning.leave(self._sends(entry, False) > 0, legs):
+                place = self.spmd.place_of(entry.conversions)
+                for leg in self.returning.leave(place, self._sends(entry, False) > 0, legs):
                     self._go_on(leg)
             elif sends == 1 and self.overlap and late and not cuts_windows(entry.conversions):
                 departure, arrival = self.exchanges.on_its_way(self._travellers(entry, backward=True))

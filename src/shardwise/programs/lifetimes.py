@@ -15,7 +15,7 @@ import torch
 
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.conversions import Collective
-from shardwise.programs.conveyor import slots_of_forward
+from shardwise.programs.conveyor import legs_ahead
 from shardwise.programs.entries import cuts_windows
 from shardwise.programs.instructions import (
     Arrive,
@@ -33,6 +33,7 @@ from shardwise.programs.offload import offloaded
 from shardwise.programs.opaque import Record
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import Spmd
 
 AGAIN = "^"  # ends the name of what is made again
 
@@ -128,7 +129,7 @@ def _made_again(program: Program) -> Program:
             begins = {op: at + len(early) if at >= leaves else at for op, at in begins.items()}
         backward += late
         backward.append(with_operands(instruction, lambda name: again.get(name, name)))
-    backward = _leaving_early(backward)
+    backward = _leaving_early(backward, program.spmd)
     return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
 
 
@@ -240,21 +241,27 @@ def _waits(instruction: Instruction) -> bool:
     return isinstance(instruction, Arrive) and not instruction.of_parameters
 
 
-def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
+def _leaving_early(backward: Sequence[Instruction], spmd: Spmd) -> list[Instruction]:
     """Messages with parameters that backward gathers again leave ahead of their use as those of forward do
     (``programs.conveyor``), where what they send is there by then."""
+
+    def place(arrival: Instruction) -> int:
+        assert isinstance(arrival, Arrive), "what an exchange ends with"
+        return spmd.place_of(arrival.conversions)
+
     exchanges = _gathered_again(backward)
-    places = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]  # of the slots
+    places = [place(backward[legs[-1][0]]) for legs in exchanges]
+    slots = legs_ahead([len(legs) - 1 for legs in exchanges], places)
+    starts = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]
     ahead: dict[int, list[int]] = {}  # position -> the positions of what goes ahead of it
     stay: set[int] = set()
-    slots = slots_of_forward([len(legs) - 1 for legs in exchanges]) if exchanges else []
-    for place, slot in zip(places, slots, strict=True):
+    for start, slot in zip(starts, slots, strict=False):
         for number, leg in slot:
             positions = exchanges[number][leg]
-            if leg == 0 and (positions[0] < place or _made_between(backward, place, positions[0])):
+            if leg == 0 and (positions[0] < start or _made_between(backward, start, positions[0])):
                 stay.add(number)
             if number not in stay:
-                ahead.setdefault(place, []).extend(positions)
+                ahead.setdefault(start, []).extend(positions)
     away = {position for positions in ahead.values() for position in positions}
     order = (position for i in range(len(backward)) for position in (*ahead.get(i, ()), *(() if i in away else (i,))))
     return [backward[position] for position in order]

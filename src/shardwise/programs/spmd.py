@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeGuard
 
+import torch
+
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
 from shardwise.layouts.conversions import Collective, Move
@@ -19,7 +21,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
 from shardwise.programs.buckets import BUCKET_BYTES, Bucket, fill_buckets
-from shardwise.programs.conveyor import Returning, slots_of_forward
+from shardwise.programs.conveyor import Returning, legs_ahead
 from shardwise.programs.lower import PlacedOp, lower_all
 from shardwise.programs.steps import Conversion, Step
 from shardwise.rules.rule import OpRule
@@ -88,11 +90,32 @@ class Spmd:
         """Whether a step of several passes makes these conversions once (``programs.once``)."""
         return not isinstance(step, Step) and all(c.value in self.lifetimes.once for c in conversions_of(step))
 
+    def place_of(self, conversions: Sequence[Conversion]) -> int:
+        """Where a bucket stands: the products ahead of it (``programs.conveyor``)."""
+        return self._places[conversions[0].result]
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        places: dict[str, int] = {}
+        products, behind = 0, False  # behind a product
+        for step in self.steps:
+            if isinstance(step, Step):
+                behind = step.placed.rule.is_product
+                products += behind
+                continue
+            for conversion in conversions_of(step):
+                op = self.graph.op_by_name.get(conversion.op)
+                is_bias = behind and op is not None and op.target is torch.ops.aten.add.Tensor  # (programs.linears)
+                places[conversion.result] = products - is_bias
+        return places
+
     def forward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
         """Every collective of one forward pass, in order: a message of parameters leaves before the one ahead of it is
         waited for (``programs.conveyor``). ``in_passes``: of the first of several, and of what is done ahead of it."""
         leaving = [step for step in self.steps if _of_parameters(step) and step.collectives()]
-        start, *slots = slots_of_forward([len(bucket.collectives()) for bucket in leaving])
+        start, *slots = legs_ahead(
+            [len(bucket.collectives()) for bucket in leaving], [self.place_of(bucket.conversions) for bucket in leaving]
+        )
         slot_of = dict(zip(map(id, leaving), slots, strict=True))
         ordered: list[tuple[Conversion | Bucket, Collective]] = []
         ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in start]
@@ -118,7 +141,8 @@ class Spmd:
             sent = [(step, collective) for collective in step.collectives(backward=True)]
             if sent and _of_parameters(step):
                 arrival: tuple[()] = ()
-                for leg in returning.leave(bool(step.collectives()), [*((one,) for one in sent), arrival]):
+                legs = [*((one,) for one in sent), arrival]
+                for leg in returning.leave(self.place_of(step.conversions), bool(step.collectives()), legs):
                     ordered += leg
             else:
                 ordered += sent
