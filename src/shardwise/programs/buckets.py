@@ -5,8 +5,9 @@ axes, in buckets of a limited size; other conversions of values that are there a
 share a message too. A message has a price of its own, whatever it carries: few large ones are faster than many small.
 
 Parameters are there from the start, so a bucket of them stands where the first of its members is needed. Backward runs
-the program from its end: a bucket's gradients are complete when its first member has got its own, and its message
-travels while the layers before it are computed. Buckets are therefore filled from the end of the program.
+the program from its end: a bucket's gradients are complete when its first member has got its own, and its messages
+travel while the layers before it are computed (``programs.conveyor``). Buckets are therefore filled from the end of the
+program.
 """
 
 from __future__ import annotations
