@@ -94,11 +94,13 @@ def _largest_before_update(memory: Memory) -> int:
 TENSOR_PARALLEL = {"blocks.*.up": "n@tp", "blocks.*.down": "k@tp"}
 MEGATRONS = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
 SEQUENCES: dict[str, Any] = {"mesh": sw.Mesh(tp=2), "strategies": MEGATRONS, "search": "sharding_propagation"}
+HYBRID: dict[str, Any] = {"mode": "data_parallel", "mesh": sw.Mesh(node=2, gpu=2), "zero": sw.Zero(3, over=("gpu",))}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "large": 2**15}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
+    ("transformer", 4, {**HYBRID, "recompute": "full", "bucket_bytes": 2**20}),
     ("gpt2", 2, {"mode": "data_parallel"}),
     ("gpt2", 2, {"mode": "data_parallel", "zero": 3}),
     ("gpt2", 2, {"mode": "data_parallel", "zero": 2, "micro_batch": 2, "global_batch": 8}),

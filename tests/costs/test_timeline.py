@@ -62,6 +62,29 @@ def test_gradients_are_hidden_behind_the_operators_that_are_left() -> None:
     assert step.seconds == pytest.approx(step.compute + step.exposed)
 
 
+def test_messages_over_two_axes_run_beside_operators_in_the_order_of_the_program() -> None:
+    hybrid = {"mesh": sw.Mesh(node=2, gpu=2), "zero": sw.Zero(2, over=("gpu",)), "mode": "data_parallel"}
+    spmd, prices = program(bucket_bytes=200_000, **hybrid)
+    step = simulate(spmd, prices)
+    sent = [(c.kind, c.axes) for c in (*spmd.forward_collectives(), *spmd.backward_collectives())]
+    messages = [(e.name, e.stream) for e in step.events if e.stream]
+    assert [own for own in messages if own in sent] == [own for own in sent if own in messages]
+    assert {axes for _, axes in sent} >= {("node",), ("gpu",)}
+
+    def overlapping(own: SimulatedStep) -> int:
+        """Pairs of messages inside of nodes and between them that run at once."""
+        pairs = [(a, b) for a in own.events for b in own.events if (a.stream, b.stream) == (("gpu",), ("node",))]
+        return sum(a.start < b.start + b.seconds and b.start < a.start + a.seconds for a, b in pairs)
+
+    assert not overlapping(step), "one network carries both"
+    two_nodes = Cluster.load("h100-2x8").with_nodes(2, 2)
+    assert overlapping(simulate(spmd, Prices(Links(two_nodes, spmd.mesh)))), "links of their own"
+    alone, prices = program(bucket_bytes=0, **hybrid)
+    waited = simulate(alone, prices)
+    assert waited.exposed == pytest.approx(waited.communication)
+    assert 0 < step.exposed < step.communication
+
+
 def test_one_bucket_of_everything_hides_nothing() -> None:
     spmd, prices = program(mode="data_parallel", bucket_bytes=200_000)
     small = simulate(spmd, prices)

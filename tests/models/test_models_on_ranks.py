@@ -47,7 +47,7 @@ LEAST = {"output": 1e-3, "gradient": 1e-6, "parameter": 1e-3, "buffer": 1e-3}
 MODELS = {name: ZOO[name] for name in ("llama", "bert", "mixtral", "unet", "dlrm")}
 MODELS["resnet"] = tiny_models.resnet()
 LABELS: dict[str, tuple[str, ...]] = {
-    "llama": ("searched",),
+    "llama": ("searched", "hybrid", "two gathers"),
     "dlrm": ("by hand", "searched"),
     **dict.fromkeys(("bert", "mixtral"), ("by hand",)),
     "unet": ("rows",),
@@ -83,11 +83,20 @@ def widened(module: ModuleType) -> Iterator[None]:
         yield
 
 
+# Conversions of parameters that take two messages: states that every node has, in parts on its GPUs; and as searched.
+ON_TWO_AXES: dict[str, dict[str, Any]] = {
+    "hybrid": {"cluster": RANKS, "mode": "data_parallel", "zero": sw.Zero(3, over=("gpu",)), "recompute": "full"},
+    "two gathers": {"cluster": DESCRIBED.with_nodes(2, 2), "search": "dynamic_programming"},
+}
+
+
 def plan_of(name: str, label: str, **choices: Any) -> sw.Plan:
-    """By strategies, as searched, or with split rows; or by the caller's choices."""
+    """By strategies, as searched, with split rows, or on two axes; or by the caller's choices."""
     by_hand = ROWS[name] if label == "rows" else MODELS[name].strategies
     if label == "searched":
         choices = {"cluster": DESCRIBED.with_nodes(2, 2), "search": "dynamic_programming"}
+    elif label in ON_TWO_AXES:
+        choices = {**ON_TWO_AXES[label], "mesh": sw.Mesh(node=2, gpu=2), "bucket_bytes": 2**13}
     elif not choices:
         choices = {"cluster": RANKS, "mesh": sw.Mesh(dp=2, tp=2), "strategies": by_hand}
     with widened(api):

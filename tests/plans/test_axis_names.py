@@ -50,9 +50,9 @@ def model(name: str) -> tuple[nn.Module, Any]:
     ("name", "cluster", "expected"),
     [
         ("gpt", H100, "Mesh(dp=8)"),
-        ("resnet", NODES, "Mesh(dp=8)"),
+        ("resnet", NODES, "Mesh(dp1=2, dp2=4)"),
         ("big-embedding", NODES, "Mesh(tp=2, dp=4)"),  # over the network the table alone is split
-        ("dlrm", H100, "Mesh(dp=8)"),
+        ("dlrm", H100, "Mesh(dp=4, tp=2)"),
     ],
 )
 def test_names_say_what_axes_split(name: str, cluster: sw.Cluster, expected: str) -> None:

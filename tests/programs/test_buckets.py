@@ -48,6 +48,17 @@ def test_without_buckets_every_gradient_is_a_message():
     assert not any(entry.bucket for entry in plan.conversions)
 
 
+def test_gradients_that_take_two_messages_share_both():
+    mesh, zero = sw.Mesh(node=2, gpu=2), sw.Zero(2, over=("gpu",))
+    plan = sw.plan(Deep(), X, 4, mesh=mesh, mode="data_parallel", zero=zero, bucket_bytes=4 * LAYER_BYTES)
+    own = [entry for entry in plan.conversions if entry.value.startswith("layers.")]
+    assert all(entry.overlaps and len(entry.backward) == 2 for entry in own)
+    assert {entry.bucket for entry in own} == {1, 2}
+    sent = [(entry.kind, entry.axes, entry.num_bytes) for entry in plan.collectives(backward=True)]
+    half = [("reduce_scatter", "gpu", 4 * LAYER_BYTES), ("all_reduce", "node", 2 * LAYER_BYTES)]
+    assert sent == [*half, *half]
+
+
 def test_buckets_are_filled_from_the_end_and_hold_no_more_than_they_may():
     plan = sw.plan(Deep(), X, 4, bucket_bytes=3 * LAYER_BYTES, search="sharding_propagation")
     assert gradient_messages(plan) == [3 * LAYER_BYTES, 3 * LAYER_BYTES, 2 * LAYER_BYTES]  # in the order of sending

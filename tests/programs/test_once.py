@@ -99,6 +99,18 @@ def test_a_step_sends_once_what_its_passes_can_add_up(zero, ahead, backward, beh
     assert report.ok, str(report)
 
 
+def test_what_is_reduced_once_in_two_messages_is_reduced_in_the_dtype_that_is_wanted():
+    hybrid = {"mesh": sw.Mesh(node=2, gpu=2), "zero": sw.Zero(1, over=("gpu",)), "precision": NARROW}
+    batches = {"global_batch": BATCH, "micro_batch": 4, "bucket_bytes": 300}
+    plan = sw.plan(net(), inputs(), 4, mode="data_parallel", **hybrid, **batches)
+    found = sent(parts_of(plan))
+    assert found["behind"].keys() == {"reduce_scatter", "all_reduce"}
+    assert found["behind"]["reduce_scatter"] == found["behind"]["all_reduce"] > 1
+    assert not found["backward"].keys()
+    report = sw.verify(net(), inputs(), plan)
+    assert report.ok, str(report)
+
+
 def test_sums_are_in_the_dtype_that_is_stored_and_cast_for_the_reduction_once():
     parts = parts_of(planned(precision=NARROW, bucket_bytes=0))
     assert parts.behind.saved, "something is reduced once"

@@ -20,8 +20,10 @@ from shardwise.costs.timeline import simulate
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.check import BrokenProgram, check_program
+from shardwise.programs.conveyor import Returning, legs_ahead
 from shardwise.programs.differentiate import Program, differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, sent_by
+from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.passes import mark_overwrites_of_backward, memories
 from shardwise.programs.program import localize
 from shardwise.programs.spmd import Spmd
@@ -74,6 +76,79 @@ def test_all_ranks_make_the_same_exchanges_in_the_same_order() -> None:
     spmd = steps[0].spmd
     assert tuple(c for i in steps[0].forward for c in sent_by(i)) == spmd.forward_collectives()
     assert tuple(c for i in steps[0].backward for c in sent_by(i)) == spmd.backward_collectives()
+
+
+HYBRID: dict[str, Any] = {"zero": sw.Zero(3, over=("gpu",)), "bucket_bytes": 2048}
+
+
+class Tower(nn.Module):
+    """Blocks with a norm each, whose weights need not travel with those of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block.down(F.gelu(block.up(block.norm(x))))
+        return x.square().mean()
+
+
+def hybrid_step(rank: int, recompute: str) -> Program:
+    """States in parts on the GPUs of a node, the same on every node: a gather in forward; in backward a message inside
+    of the node, then one between nodes."""
+    mesh = sw.Mesh(node=2, gpu=2)
+    plan = sw.plan(Tower(), X, 4, mesh=mesh, mode="data_parallel", recompute=recompute, **HYBRID)  # type: ignore[arg-type]
+    spmd = program_of(plan, capture(Tower(), (X,), {}).graph, training=True)
+    return differentiate(localize(spmd, rank), KINDS)
+
+
+def products_of(step: Program) -> list[int]:
+    kinds = torch.ops.aten.mm.default, torch.ops.aten.linear.default
+    return [k for k, i in enumerate(step.backward) if isinstance(i, Compute) and i.target in kinds]
+
+
+def test_later_messages_of_parameters_leave_where_the_first_has_arrived_and_before_the_end() -> None:
+    steps = [hybrid_step(rank, "none") for rank in range(4)]
+    for step in steps:
+        check_program(step)
+        assert tuple(c for i in step.forward for c in sent_by(i)) == step.spmd.forward_collectives()
+        assert tuple(c for i in step.backward for c in sent_by(i)) == backward_collectives(step)
+    assert len({tuple((c.kind, c.axes) for i in step.backward for c in sent_by(i)) for step in steps}) == 1
+    backward = steps[0].backward
+    between = [k for k, i in enumerate(backward) if isinstance(i, Depart) and i.of_parameters]
+    nodes = [k for k in between if sent_by(backward[k])[0].axes == ("node",)]
+    inside = [k for k in between if sent_by(backward[k])[0].kind == "reduce_scatter"]
+    assert len(nodes) == len(inside) > 4
+    products = products_of(steps[0])
+    assert sum(k < products[-1] for k in nodes) >= len(nodes) * 3 / 4, "all but those of the last block leave early"
+    for own in inside:  # what arrived goes on at once, and something is computed first
+        (arrival,) = [k for k, i in enumerate(backward) if isinstance(i, Arrive) and i.flight == backward[own].flight]  # type: ignore[union-attr]
+        assert set(backward[arrival + 1].operands) == set(backward[arrival].results)
+        if own < products[-1] and arrival < products[-1]:
+            assert any(own < k < arrival for k in products), "a product hides it"
+
+
+def test_what_is_gathered_again_leaves_as_early_as_in_forward() -> None:
+    step = hybrid_step(0, "full")
+    leaves = {i.flight: k for k, i in enumerate(step.backward) if isinstance(i, Depart) and i.origin.again}
+    arrivals = {i.flight: k for k, i in enumerate(step.backward) if isinstance(i, Arrive) and i.flight in leaves}
+    products = products_of(step)
+    hidden = [any(leaves[flight] < k < arrivals[flight] for k in products) for flight in leaves]
+    assert len(leaves) > 6
+    assert sum(hidden) >= len(hidden) * 3 / 4, "all but those of the first block that is done"
+
+
+def test_legs_have_the_time_from_place_to_place() -> None:
+    """Three exchanges of two messages, the last two in one place, and one of one message behind them."""
+    ahead = legs_ahead([2, 2, 2, 1], [0, 4, 4, 9])
+    assert ahead == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)], [(3, 0)], [], []]
+    returning: Returning[str] = Returning()
+    assert [*returning.leave(9, True, ["a", "arrive a"])] == ["a"]
+    assert [*returning.leave(4, True, ["b", "b2", "arrive b"])] == ["b", "arrive a"]
+    assert [*returning.leave(4, True, ["c", "c2", "arrive c"])] == ["c"], "nothing to hide behind was computed"
+    assert [*returning.leave(0, False, ["d", "arrive d"])] == ["d", "b2", "c2"]
+    assert [*returning.end()] == ["arrive b", "arrive c", "arrive d"]
 
 
 def test_the_cotangent_of_an_input_travels_while_gradients_of_parameters_are_computed() -> None:

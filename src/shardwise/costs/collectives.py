@@ -141,7 +141,11 @@ class Links:
 
     def level_names(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The names of the levels that a group over these sub-axes spans, innermost first."""
-        return tuple(self.cluster.levels[level].name for level in self.span(axes).used())
+        names = self._levels.get(axes)
+        if names is None:
+            used = self.span(axes).used()
+            names = self._levels[axes] = tuple(self.cluster.levels[level].name for level in used)
+        return names
 
     def price(self, itemsize: int) -> LinkPrice:
         """What ``redistribute(price=...)`` takes, for tensors of this many bytes per element."""
@@ -149,6 +153,10 @@ class Links:
 
     @cached_property
     def _known(self) -> dict[tuple[str, tuple[str, ...]], tuple[Affine, ...]]:
+        return {}
+
+    @cached_property
+    def _levels(self) -> dict[tuple[str, ...], tuple[str, ...]]:
         return {}
 
     @cached_property

@@ -2,8 +2,8 @@
 
 The search adds seconds up; here they lie on a timeline, in the order in which a rank executes them. Operators run one
 after the other on one stream. The messages of a group (the devices along the same axes) follow each other on a stream
-of their own; the list says where a message leaves and where it is waited for. Copies to the host and from there have
-a stream each.
+of their own, and messages of parameters also where groups use the same links; the list says where a message leaves and
+where it is waited for. Copies to the host and from there have a stream each.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
 class Timeline:
     """A program's step, walked once. ``now``: when the kernels so far are done; ``host``: when the host has started
     them; ``starved``: how long they waited for it; ``free``: axes of a group -> when its messages so far are;
-    ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the copies there are done so
-    far, and likewise every copy by itself; ``recorded``: tape of a call that autograd keeps -> what its backward does;
+    ``links``: level of the cluster -> when its links have carried the messages of parameters so far; ``arrivals``:
+    flight -> when its message is there; ``copied``: "host", "device" -> when the copies there are done so far, and
+    likewise every copy by itself; ``recorded``: tape of a call that autograd keeps -> what its backward does;
     ``fused``: operators that are one kernel each way, of which ``done`` are those that have run. ``parts``: of the
     program, where they are there already."""
 
@@ -127,6 +128,7 @@ class Timeline:
     communication: float = 0.0
     on_weights: float = 0.0  # of compute
     free: dict[tuple[str, ...], float] = field(default_factory=dict)
+    links: dict[str, float] = field(default_factory=dict)
     recorded: dict[str, tuple[Work, ...]] = field(default_factory=dict)
     done: set[tuple[str, bool, bool]] = field(default_factory=set)
     arrivals: dict[str, float] = field(default_factory=dict)
@@ -226,9 +228,9 @@ class Timeline:
                 self._kernel(instruction)
                 self.on_weights += self.compute - before if instruction.origin.part == "weight" else 0.0
             elif isinstance(instruction, Convert):
-                self.now = self._message(sent_by(instruction))
+                self.now = self._message(sent_by(instruction), instruction.of_parameters)
             elif isinstance(instruction, Depart):
-                self.arrivals[instruction.flight] = self._message(sent_by(instruction))
+                self.arrivals[instruction.flight] = self._message(sent_by(instruction), instruction.of_parameters)
             elif isinstance(instruction, Arrive):
                 self.now = max(self.now, self.arrivals.pop(instruction.flight))
             elif isinstance(instruction, Copy):
@@ -296,15 +298,17 @@ class Timeline:
             return seconds
         return seconds / rate if seconds < rate * sent else seconds + (1 - rate) * sent
 
-    def _message(self, collectives: tuple[Collective, ...]) -> float:
+    def _message(self, collectives: tuple[Collective, ...], of_parameters: bool) -> float:
         """When collectives, one after the other, are done that could start now."""
         ready = self.now
         for collective in collectives:
             seconds = collective_seconds([collective], self.prices)
-            start = max(ready, self.free.get(collective.axes, 0.0))
+            levels = self.prices.links.level_names(collective.axes) if of_parameters else ()
+            start = max(ready, self.free.get(collective.axes, 0.0), *(self.links.get(level, 0.0) for level in levels))
             event = Event(collective.kind, self.part, collective.axes, start, seconds, collective.num_bytes)
             self.events.append(event)
             ready = start + seconds
             self.free[collective.axes] = ready
+            self.links.update(dict.fromkeys(levels, ready))
             self.communication += seconds
         return ready

@@ -5,9 +5,10 @@ axes, in buckets of a limited size; other conversions of values that are there a
 share a message too. A message has a price of its own, whatever it carries: few large ones are faster than many small.
 
 Parameters are there from the start, so a bucket of them stands where the first of its members is needed. Backward runs
-the program from its end: a bucket's gradients are complete when its first member has got its own, and its message
-travels while the layers before it are computed. Buckets are therefore filled from the end of the program. What forward
-gathers is waited for as a whole: such a bucket ends with a block of the model, as soon as it is worth a message.
+the program from its end: a bucket's gradients are complete when its first member has got its own, and its messages
+travel while the layers before it are computed (``programs.conveyor``). Buckets are therefore filled from the end of the
+program. What forward gathers is waited for as a whole: such a bucket ends with a block of the model, as soon as it is
+worth a message.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def fill_buckets(
             not isinstance(step, Conversion)
             or step.value not in sources
             or _cuts_windows(step)
-            or not _is_one_message(step, receives_gradient)
+            or not _sends(step, receives_gradient)
         ):
             continue
         value = value_of(step.value)
@@ -162,12 +163,10 @@ def _cuts_windows(conversion: Conversion) -> bool:
     return any(move.cut is not None or move.reverse is not None for move in conversion.moves)
 
 
-def _is_one_message(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:
-    """Whether a conversion sends one message in forward, or in a backward that happens, and no more than one in
-    either."""
-    forward, backward = map(len, _both(conversion))
-    sends = forward or (backward and receives_gradient(conversion))
-    return bool(sends) and forward <= 1 and backward <= 1
+def _sends(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:
+    """Whether a conversion sends a message in forward, or in a backward that happens."""
+    forward, backward = _both(conversion)
+    return bool(forward) or (bool(backward) and receives_gradient(conversion))
 
 
 def _value(step: Step | Conversion) -> str:

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
 
 import torch
 
 from shardwise.graph.ir import Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.casts import before_first_use, cast, computed_name
+from shardwise.programs.conveyor import Returning, legs_ahead
 from shardwise.programs.cotangents import Cotangents
 from shardwise.programs.entries import Called, Exchanged, cuts_windows, in_backward_order, renamed
 from shardwise.programs.exchanges import ExchangeWriter, Travellers
 from shardwise.programs.forms import Form
 from shardwise.programs.gradients import gradients_of
-from shardwise.programs.instructions import Arrive, Compute, Instruction, Origin
+from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Origin
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.linears import with_biases
 from shardwise.programs.moves import converted_form
@@ -76,7 +76,7 @@ class _Writer:
     overlap: bool
     forms: dict[str, Form] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    in_flight: dict[int, Arrive] = field(default_factory=dict)  # what receives gradients that are on their way
+    returning: Returning[tuple[Depart | Arrive, ...]] = field(default_factory=Returning)
     casts: dict[str, Compute] = field(default_factory=dict)  # of sources, by the names that they make
     stored: dict[str, Form] = field(default_factory=dict)  # of sources that are cast
 
@@ -217,14 +217,18 @@ class _Writer:
             for entry in entries
             if self.overlap and isinstance(entry, Exchanged) and entry.of_parameters and self._sends(entry, False)
         ]
-        flights = {id(entry): self.exchanges.on_its_way(self._travellers(entry, backward=False)) for entry in departing}
-        leaving = iter([departure for departure, _ in flights.values()])
-        forward += islice(leaving, 1)
+        flights = [self.exchanges.on_its_way(self._travellers(entry, backward=False)) for entry in departing]
+        places = [self.spmd.place_of(entry.conversions) for entry in departing]
+        start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places)
+        needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
+        forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
         for entry in entries:
             if isinstance(entry, Called):
                 forward += self._forward_of(entry)
-            elif id(entry) in flights:  # the next one leaves before this one is waited for
-                forward += [*islice(leaving, 1), flights[id(entry)][1]]
+            elif id(entry) in needed:  # later ones leave before this one is waited for
+                slot, arrival = needed[id(entry)]
+                forward += [instruction for flight, leg in slot for instruction in flights[flight][leg]]
+                forward += arrival
             else:
                 forward += self._exchanged(entry, backward=False)
         return forward
@@ -297,7 +301,6 @@ class _Writer:
 
     def _write_backward(self, entries: Sequence[Called | Exchanged]) -> None:
         """From the end; the conversions ahead of a call go in the order: values, then parameters."""
-        mirrored = self._mirrored(entries)
         late: list[Instruction] = []  # what the last call does for gradients of parameters
         for entry in in_backward_order(entries, self.spmd.steps):
             if isinstance(entry, Called):
@@ -313,27 +316,29 @@ class _Writer:
                 self.backward += late
                 late = []
             if entry.of_parameters and sends and self.overlap:
-                self._leave(entry)
+                legs = self.exchanges.on_its_way(self._travellers(entry, backward=True))
+                place = self.spmd.place_of(entry.conversions)
+                for leg in self.returning.leave(place, self._sends(entry, False) > 0, legs):
+                    self._go_on(leg)
             elif sends == 1 and self.overlap and late and not cuts_windows(entry.conversions):
-                arrival = self._leave(entry)
-                self.backward += [*late, arrival]
+                departure, arrival = self.exchanges.on_its_way(self._travellers(entry, backward=True))
+                self._go_on(departure)
+                self.backward += late
                 late = []
-                self._arrived(arrival, self.backward)
+                self._go_on(arrival)
             else:
                 self.backward += late
                 late = []
                 self.backward += self._exchanged(entry, backward=True)
-            for landed in mirrored.get(id(entry), ()):
-                self._land(landed)
         self.backward += late
-        for arrival in self.in_flight.values():
-            self.backward.append(arrival)
-            self._arrived(arrival, self.backward)
+        for leg in self.returning.end():
+            self._go_on(leg)
 
-    def _mirrored(self, entries: Sequence[Called | Exchanged]) -> dict[int, list[Exchanged]]:
-        """Entry -> those whose gradients arrive after it: where the message of forward left, backward's arrives."""
-        departing = [e for e in entries if isinstance(e, Exchanged) and e.of_parameters and self._sends(e, False)]
-        return {id(first): [second] for first, second in pairwise(departing)}
+    def _go_on(self, leg: tuple[Depart | Arrive, ...]) -> None:
+        """A leg of an exchange of cotangents: the last one brings them."""
+        self.backward += leg
+        if isinstance(leg[-1], Arrive):
+            self._arrived(leg[-1], self.backward)
 
     def _backward_of(self, entry: Called) -> list[Instruction]:
         """Write what the call does for cotangents of values; what it does for gradients of parameters is returned."""
@@ -448,21 +453,6 @@ class _Writer:
         if not identity:
             written.append(self.exchanges.on_the_spot(together))
         self._arrived(together, written)
-
-    def _leave(self, entry: Exchanged) -> Arrive:
-        """The message of cotangents leaves; what receives it is returned."""
-        departure, arrival = self.exchanges.on_its_way(self._travellers(entry, backward=True))
-        self.backward.append(departure)
-        if entry.of_parameters:
-            self.in_flight[id(entry)] = arrival
-        return arrival
-
-    def _land(self, entry: Exchanged) -> None:
-        """The gradients of a bucket arrive, if they are on their way."""
-        arrival = self.in_flight.pop(id(entry), None)
-        if arrival is not None:
-            self.backward.append(arrival)
-            self._arrived(arrival, self.backward)
 
     def _arrived(self, exchange: Travellers | Arrive, into: list[Instruction]) -> None:
         for conversion, result in zip(exchange.conversions, exchange.results, strict=True):

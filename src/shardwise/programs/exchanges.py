@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from shardwise.programs.casts import cast
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Origin, Part
 from shardwise.programs.moves import converted_form
-from shardwise.programs.steps import Conversion
+from shardwise.programs.steps import Conversion, legs_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,22 @@ class ExchangeWriter:
             travellers.of_parameters,
         )
 
-    def on_its_way(self, travellers: Travellers) -> tuple[Depart, Arrive]:
+    def on_its_way(self, travellers: Travellers) -> list[tuple[Depart | Arrive, ...]]:
+        """The legs of an exchange (``programs.conveyor``), of which every message has a flight of its own."""
+        legs: list[tuple[Depart | Arrive, ...]] = [()]
+        parts = legs_of(travellers.conversions, backward=travellers.backward)
+        operands = travellers.operands
+        for number, conversions in enumerate(parts, 1):
+            is_last = number == len(parts)
+            results = travellers.results if is_last else tuple(f"{name}+{number}" for name in travellers.results)
+            part = replace(travellers, conversions=conversions, operands=operands, results=results)
+            departure, arrival = self._flight(part)
+            legs[-1] += (departure,)
+            legs.append((arrival,))
+            operands = results
+        return legs
+
+    def _flight(self, travellers: Travellers) -> tuple[Depart, Arrive]:
         """The message leaves; the message arrives."""
         flight = f"flight {self._flights}"
         self._flights += 1

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.conveyor import legs_ahead
 from shardwise.programs.entries import cuts_windows
 from shardwise.programs.instructions import (
     Arrive,
@@ -33,6 +33,7 @@ from shardwise.programs.offload import offloaded
 from shardwise.programs.opaque import Record
 from shardwise.programs.passes import memories
 from shardwise.programs.rank_program import Program
+from shardwise.programs.spmd import Spmd
 
 AGAIN = "^"  # ends the name of what is made again
 
@@ -128,7 +129,7 @@ def _made_again(program: Program) -> Program:
             begins = {op: at + len(early) if at >= leaves else at for op, at in begins.items()}
         backward += late
         backward.append(with_operands(instruction, lambda name: again.get(name, name)))
-    backward = _leaving_early(backward)
+    backward = _leaving_early(backward, program.spmd)
     return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
 
 
@@ -240,25 +241,49 @@ def _waits(instruction: Instruction) -> bool:
     return isinstance(instruction, Arrive) and not instruction.of_parameters
 
 
-def _leaving_early(backward: Sequence[Instruction]) -> list[Instruction]:
-    """A message with parameters that backward gathers again leaves before the one ahead of it is waited for."""
-    arrivals = [i for i, x in enumerate(backward) if isinstance(x, Arrive) and x.of_parameters and x.origin.again]
+def _leaving_early(backward: Sequence[Instruction], spmd: Spmd) -> list[Instruction]:
+    """Messages with parameters that backward gathers again leave ahead of their use as those of forward do
+    (``programs.conveyor``), where what they send is there by then."""
+
+    def place(arrival: Instruction) -> int:
+        assert isinstance(arrival, Arrive), "what an exchange ends with"
+        return spmd.place_of(arrival.conversions)
+
+    exchanges = _gathered_again(backward)
+    places = [place(backward[legs[-1][0]]) for legs in exchanges]
+    slots = legs_ahead([len(legs) - 1 for legs in exchanges], places)
+    starts = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]
+    ahead: dict[int, list[int]] = {}  # position -> the positions of what goes ahead of it
+    stay: set[int] = set()
+    for start, slot in zip(starts, slots, strict=False):
+        for number, leg in slot:
+            positions = exchanges[number][leg]
+            if leg == 0 and (positions[0] < start or _made_between(backward, start, positions[0])):
+                stay.add(number)
+            if number not in stay:
+                ahead.setdefault(start, []).extend(positions)
+    away = {position for positions in ahead.values() for position in positions}
+    order = (position for i in range(len(backward)) for position in (*ahead.get(i, ()), *(() if i in away else (i,))))
+    return [backward[position] for position in order]
+
+
+def _gathered_again(backward: Sequence[Instruction]) -> list[list[list[int]]]:
+    """The exchanges with parameters that backward gathers again, in the order in which they are needed: per leg the
+    positions of its instructions."""
     leaves = {x.flight: i for i, x in enumerate(backward) if isinstance(x, Depart)}
-    moved: dict[int, int] = {}  # position of an arrival -> that of the departure which goes ahead of it
-    for earlier, later in pairwise(arrivals):
-        arrival = backward[later]
-        assert isinstance(arrival, Arrive)
-        departure = leaves[arrival.flight]
-        if departure > earlier and not _made_between(backward, earlier, departure):
-            moved[earlier] = departure
-    away = set(moved.values())
-    ordered: list[Instruction] = []
+    exchanges: list[list[list[int]]] = []
+    brought: dict[str, list[list[int]]] = {}  # name -> the exchange that brings it
     for i, x in enumerate(backward):
-        if i in moved:
-            ordered.append(backward[moved[i]])
-        if i not in away:
-            ordered.append(x)
-    return ordered
+        if isinstance(x, Arrive) and x.of_parameters and x.origin.again:
+            departure = leaves[x.flight]
+            legs = brought.get(backward[departure].operands[0])
+            if legs is None:
+                legs = [[]]
+                exchanges.append(legs)
+            legs[-1].append(departure)
+            legs.append([i])
+            brought.update(dict.fromkeys(x.results, legs))
+    return sorted(exchanges, key=lambda legs: legs[-1][0])
 
 
 def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:

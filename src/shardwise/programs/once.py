@@ -167,10 +167,11 @@ class _Reductions:
     def _taken(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
         """Parameter -> its gradient as the operators make it: not cast for the reduction."""
         casts = {name: i.operands[0] for i in repeated if _is_cast(i) for name in i.results}
+        landed = {name for instruction in reductions for name in instruction.results}
         return {
             conversion.value: casts.get(operand, operand)
             for instruction in reductions
-            if isinstance(instruction, (Convert, Depart))
+            if isinstance(instruction, (Convert, Depart)) and landed.isdisjoint(instruction.operands)
             for conversion, operand in zip(instruction.conversions, instruction.operands, strict=True)
         }
 
@@ -178,11 +179,15 @@ class _Reductions:
         """The reductions from the sums of gradients, cast to the dtype in which they are reduced."""
         written: list[Instruction] = []
         sent: dict[str, tuple[str, ...]] = {}  # flight -> what leaves
+        landed = {name for instruction in reductions for name in instruction.results}
         for instruction in reductions:
             if isinstance(instruction, (Convert, Depart)):
                 named = zip(instruction.conversions, instruction.operands, strict=True)
                 operands = tuple(
-                    self._to_reduce(sums[c.value], self.forms[name], instruction, written) for c, name in named
+                    name
+                    if name in landed  # it goes on with what arrived
+                    else self._to_reduce(sums[c.value], self.forms[name], instruction, written)
+                    for c, name in named
                 )
                 if isinstance(instruction, Depart):
                     sent[instruction.flight] = operands

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeGuard
+
+import torch
 
 from shardwise.errors import LayoutError, problem
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
@@ -18,6 +21,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
 from shardwise.programs.buckets import BUCKET_BYTES, Bucket, fill_buckets
+from shardwise.programs.conveyor import Returning, legs_ahead
 from shardwise.programs.lower import PlacedOp, lower_all
 from shardwise.programs.steps import Conversion, Step
 from shardwise.rules.rule import OpRule
@@ -86,35 +90,67 @@ class Spmd:
         """Whether a step of several passes makes these conversions once (``programs.once``)."""
         return not isinstance(step, Step) and all(c.value in self.lifetimes.once for c in conversions_of(step))
 
-    def forward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
-        """Every collective of one forward pass, in order: a bucket of parameters leaves before the one ahead of it is
-        waited for, the first at the start. ``in_passes``: of the first of several, and of what is done ahead of it."""
-        leaving = [
-            step for step in self.steps if isinstance(step, Bucket) and step.of_parameters and step.collectives()
-        ]
-        ordered: list[Conversion | Bucket] = [*leaving[:1]]
+    def place_of(self, conversions: Sequence[Conversion]) -> int:
+        """Where a bucket stands: the products ahead of it (``programs.conveyor``)."""
+        return self._places[conversions[0].result]
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        places: dict[str, int] = {}
+        products, behind = 0, False  # behind a product
         for step in self.steps:
-            if step in leaving:
-                ordered += leaving[leaving.index(step) + 1 :][:1]
+            if isinstance(step, Step):
+                behind = step.placed.rule.is_product
+                products += behind
+                continue
+            for conversion in conversions_of(step):
+                op = self.graph.op_by_name.get(conversion.op)
+                is_bias = behind and op is not None and op.target is torch.ops.aten.add.Tensor  # (programs.linears)
+                places[conversion.result] = products - is_bias
+        return places
+
+    def forward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
+        """Every collective of one forward pass, in order: a message of parameters leaves before the one ahead of it is
+        waited for (``programs.conveyor``). ``in_passes``: of the first of several, and of what is done ahead of it."""
+        leaving = [step for step in self.steps if _of_parameters(step) and step.collectives()]
+        start, *slots = legs_ahead(
+            [len(bucket.collectives()) for bucket in leaving], [self.place_of(bucket.conversions) for bucket in leaving]
+        )
+        slot_of = dict(zip(map(id, leaving), slots, strict=True))
+        ordered: list[tuple[Conversion | Bucket, Collective]] = []
+        ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in start]
+        for step in self.steps:
+            if id(step) in slot_of:
+                ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in slot_of[id(step)]]
             elif not isinstance(step, Step):
-                ordered.append(step)
+                ordered += [(step, collective) for collective in step.collectives()]
         if in_passes:
-            ordered.sort(key=self.is_once, reverse=True)
-        return tuple(c for step in ordered for c in step.collectives())
+            ordered.sort(key=lambda sent: self.is_once(sent[0]), reverse=True)
+        return tuple(collective for _, collective in ordered)
 
     def backward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
         """Every collective of one backward pass, in order: newest step first, of the conversions ahead of an operator
-        those of values before those of parameters, and only those through which a gradient of the loss flows.
-        ``in_passes``: of one of several, and of what is done behind the last."""
-        ordered = backward_order(self.steps)
+        those of values before those of parameters, and only those through which a gradient of the loss flows; what
+        gradients send later goes where ``programs.conveyor`` says. ``in_passes``: of one of several, and of what is
+        done behind the last."""
+        ordered: list[tuple[Conversion | Bucket, Collective]] = []
+        returning: Returning[tuple[tuple[Conversion | Bucket, Collective], ...]] = Returning()
+        for step in backward_order(self.steps):
+            if isinstance(step, Step) or not any(map(self.receives_gradient, conversions_of(step))):
+                continue
+            sent = [(step, collective) for collective in step.collectives(backward=True)]
+            if sent and _of_parameters(step):
+                arrival: tuple[()] = ()
+                legs = [*((one,) for one in sent), arrival]
+                for leg in returning.leave(self.place_of(step.conversions), bool(step.collectives()), legs):
+                    ordered += leg
+            else:
+                ordered += sent
+        for leg in returning.end():
+            ordered += leg
         if in_passes:
-            ordered.sort(key=self.is_once)
-        return tuple(
-            c
-            for step in ordered
-            if not isinstance(step, Step) and any(map(self.receives_gradient, conversions_of(step)))
-            for c in step.collectives(backward=True)
-        )
+            ordered.sort(key=lambda sent: self.is_once(sent[0]))
+        return tuple(collective for _, collective in ordered)
 
     def receives_gradient(self, conversion: Conversion) -> bool:
         """Whether a cotangent of the loss reaches the conversion's result."""
@@ -261,7 +297,7 @@ def backward_order(steps: Sequence[Step | Conversion | Bucket]) -> list[Step | C
     return [*ordered, *sorted(run, key=_of_parameters)]
 
 
-def _of_parameters(step: Step | Conversion | Bucket) -> bool:
+def _of_parameters(step: Step | Conversion | Bucket) -> TypeGuard[Bucket]:
     return isinstance(step, Bucket) and step.of_parameters
 
 

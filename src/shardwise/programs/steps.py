@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from shardwise.layouts.conversions import Collective, Move, collective_of
 from shardwise.layouts.layout import Layout
@@ -46,6 +47,23 @@ def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tu
         Collective(together[0].kind, together[0].axes, sum(collective.num_bytes for collective in together))
         for together in zip(*members, strict=True)
     )
+
+
+def legs_of(conversions: tuple[Conversion, ...], *, backward: bool) -> list[tuple[Conversion, ...]]:
+    """Conversions that travel together, message by message, in the order of execution: each leg has the moves up to
+    the message after its own, the first also those ahead of it. What sends nothing is one leg."""
+    moves = conversions[0].moves[::-1] if backward else conversions[0].moves
+    sends = [i for i, move in enumerate(moves) if collective_of(move, 1, backward=backward) is not None]
+    ends = [*sends[1:], len(moves)]
+    legs = []
+    for begin, end in pairwise([0, *ends]):
+        part = slice(len(moves) - end, len(moves) - begin) if backward else slice(begin, end)
+        legs.append(tuple(_part(conversion, conversion.moves[part]) for conversion in conversions))
+    return legs
+
+
+def _part(conversion: Conversion, moves: tuple[Move, ...]) -> Conversion:
+    return replace(conversion, source=moves[0].source, target=moves[-1].target, moves=moves) if moves else conversion
 
 
 @dataclass(frozen=True, slots=True)

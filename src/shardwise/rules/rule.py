@@ -147,6 +147,13 @@ class OpRule:
         """The atoms of an undivided factor, major first."""
         return tuple(factor for factor in self.factors if base_name(factor.name) == base)
 
+    @property
+    def is_product(self) -> bool:
+        """Whether it sums over a factor that operands have in common: matmul, convolution, attention."""
+        summed = {name for dims in self.operands for dim in dims for name in dim}
+        summed -= {name for dims in self.results for dim in dims for name in dim}
+        return any(sum(any(name in dim for dim in dims) for dims in self.operands) > 1 for name in summed)
+
     def with_kinds(self, kinds: dict[str, FactorKind]) -> OpRule:
         """The rule with the kinds of some factors replaced."""
         factors = tuple(replace(f, kind=kinds.get(f.name, f.kind)) for f in self.factors)
