@@ -33,6 +33,8 @@ _FAMILIES = (
     ("L4", "l4"),
     ("V100", "v100"),
     ("MI300X", "mi300x"),
+    ("Ascend 910A", "ascend-910a"),
+    ("Ascend 910B", "ascend-910b"),
 )
 # Of a GPU with another name: a family of the same architecture, by CUDA's compute capability.
 _BY_CAPABILITY = {(7, 0): "v100", (8, 0): "a100-80", (8, 9): "l4", (9, 0): "h100", (10, 0): "b200"}
