@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
-from published_prices import FLASH, Software, as_computed, cluster_of, unpriced
+from published_prices import FLASH, Software, attending, cluster_of, unpriced
 from published_prices import seconds_of as priced
 from published_rows import Row, read
 from published_runs import Factor, Found, group_of, quarter
@@ -51,7 +51,7 @@ META = ("H100-80GB", "8x 400 Gb/s RoCE")
 
 
 PLAIN = Software()
-DROPPING = Software(fused=True, dropout=True)
+DROPPING = Software(dropout=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Case:
     @property
     def cluster(self) -> sw.Cluster:
         cluster = cluster_of(self.hardware[0], self.num_gpus, 8, self.hardware[1])
-        return replace(cluster, device=as_computed(cluster.device, self.software))
+        return replace(cluster, device=attending(cluster.device, self.software.attention))
 
     @property
     def place(self) -> sw.Cluster:

@@ -40,7 +40,7 @@ from published_rows import Row, incomplete, is_count, untimed
 import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device
 from shardwise.costs.collectives import Links
-from shardwise.costs.kernels import Work, kernel_seconds
+from shardwise.costs.kernels import Work
 from shardwise.costs.machine import family_of
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.prices import Prices
@@ -65,8 +65,9 @@ FLASH = 0.35
 # (An H100's host, measured: 11 us without autograd; 35 forward and backward together.)
 MEGATRON_LAUNCH = 51e-6
 MEGATRON_LIKE = ("megatron", "mist")
-# Megatron's kernel for the softmax of causal scores reads half of them. Measured on an L4 by Mist (Dazz993/Mist, commit
-# 3895557, mist/node_database/cache_NVIDIA_L4): 67 million scores in 0.847 ms, 2.307 ms backward.
+# The kernel of apex for the softmax of causal scores reads half of them: on an L4, 67 million scores take 0.847 ms, and
+# 2.307 ms backward (Dazz993/Mist, commit 3895557, mist/node_database/cache_NVIDIA_L4). Megatron has it as well, but
+# what it reaches on an A100 is not known; with these parts of the bandwidth its runs were predicted worse.
 CAUSAL_SOFTMAX = {"softmax": 1.05, "softmax_backward": 0.58}
 KNOWN = ("composer", "torchtitan", *MEGATRON_LIKE)
 # A product whose rows do not start at multiples of 16 bytes: a third of the rate. Fitted to the heads of vTrain's runs
@@ -75,9 +76,6 @@ KNOWN = ("composer", "torchtitan", *MEGATRON_LIKE)
 # BigScience's chronicle compares heads of 108, 144 and 216 elements).
 ROW_BYTES = 16
 UNALIGNED = 3.0
-# Queries, keys and values of several sequences that plans copy for products with scores, forward and backward; in
-# Megatron's order of dims the products read them where they are.
-COPIED = (3, 1)
 # What a row's list of stages of their own has of each.
 OF_STAGES = re.compile(r"layer_partitions (\[[\d, ]*\]), .*?per-stage \[[^]]*\] (\[\[[\d., ]*\](?:, \[[\d., ]*\])*\])")
 
@@ -108,7 +106,7 @@ class Software:
             return Software(attention=FLASH, float8=float8, shards=shards)
         flash = "flash_attn=true" in name
         return Software(
-            MEGATRON_LAUNCH, FLASH if flash else 0.0, scores=not flash, fused="2020" not in name,
+            MEGATRON_LAUNCH, FLASH if flash else 0.0, scores=not flash, fused="mist" in name,
             dropout="mist" not in name, float8=float8, shards=shards,
         )  # fmt: skip
 
@@ -217,12 +215,6 @@ def device_of(cluster: Cluster, software: Software) -> Device:
     return attending(replace(cluster.device, launch=0.0), software.attention)
 
 
-def as_computed(device: Device, software: Software) -> Device:
-    """The device, with the kernels of the software for attention. (Its softmax is taken for that of the loss, too.)"""
-    device = attending(device, software.attention)
-    return replace(device, kernels=Figures({**device.kernels, **CAUSAL_SOFTMAX})) if software.fused else device
-
-
 def attending(device: Device, share: float) -> Device:
     """The device, on which attention reaches at most this part of the peak (0: the device's own)."""
     if not share:
@@ -293,10 +285,7 @@ def pass_of(row: Row, micro_batch: int) -> Pass:
     one, two = (one_pass(replace(model, shape=replace(shape, layers=layers)), "none") for layers in (1, 2))
     pairs = list(zip(one.halves, two.halves, strict=True))
     tokens = shape.batch * shape.sequence
-    copy = Work(num_bytes=4 * tokens * shape.width / model.tp, scalars=tokens * shape.width / model.tp)
-    copies = COPIED if shape.scores and shape.batch > 1 else (0, 0)
-    needless = [Half(count * kernel_seconds(device, copy), count) for count in copies]
-    layer = [(b - a - less).seconds(launch) for (a, b), less in zip(pairs, needless, strict=True)]
+    layer = [(b - a).seconds(launch) for a, b in pairs]
     rest = sum((a - (b - a)).seconds(launch) for a, b in pairs)
     if shape.vocab * model.half.itemsize % ROW_BYTES:
         rest += (UNALIGNED - 1) * 6 * tokens * shape.width * shape.vocab / model.tp / device.matmul_flops("bf16")
