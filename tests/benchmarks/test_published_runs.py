@@ -188,6 +188,12 @@ def test_factors_come_from_whole_groups_that_are_not_judged(runs: ModuleType) ->
     assert all(one.factor == 1 for one in few)
 
 
+def test_settings_in_the_name_of_a_software_are_no_other_software(runs: ModuleType) -> None:
+    named = ("Mist (flash_attn=True)", "Mist (flash_attn=False)", "Megatron-LM 2020", "Megatron-DeepSpeed, 1F1B")
+    found = [runs.Found({**TINY, "framework": name}, 1.0).software[1] for name in named]
+    assert found == ["Mist", "Mist", "Megatron-LM", "Megatron-DeepSpeed"]
+
+
 def test_a_factor_for_what_is_judged_comes_from_other_groups(runs: ModuleType) -> None:
     found = [runs.Found(row_of(layers, 1, 1 + layers / 10), 1.0) for layers in range(10, 14)]
     groups = {one.group for one in found}
