@@ -133,7 +133,7 @@ class Layer(nn.Module):
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.after_out, self.after_down = nn.Dropout(DROPOUT), nn.Dropout(DROPOUT)
+        self.of_scores, self.after_out, self.after_down = (nn.Dropout(DROPOUT) for _ in range(3))
         size = width // shape.heads
         self.of_q, self.of_k = (nn.LayerNorm(size) if shape.qk_norm else nn.Identity() for _ in range(2))
 
@@ -148,7 +148,10 @@ class Layer(nn.Module):
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.shape.scores:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return F.dropout(torch.softmax(q @ k.transpose(2, 3), -1), DROPOUT) @ v  # the scale is fused into a product
+        found: Tensor = (
+            self.of_scores(torch.softmax(q @ k.transpose(2, 3), -1)) @ v
+        )  # the scale is fused into a product
+        return found
 
 
 class Gpt(nn.Module):

@@ -62,10 +62,15 @@ FLASH = 0.35
 # (An H100's host, measured: 11 us without autograd; 35 forward and backward together.)
 MEGATRON_LAUNCH = 51e-6
 MEGATRON_LIKE = ("megatron", "mist")
+# The kernel of apex for the softmax of causal scores reads half of them: on an L4, 67 million scores take 0.847 ms, and
+# 2.307 ms backward (Dazz993/Mist, commit 3895557, mist/node_database/cache_NVIDIA_L4). Megatron has it as well, but
+# what it reaches on an A100 is not known; with these parts of the bandwidth its runs were predicted worse.
+CAUSAL_SOFTMAX = {"softmax": 1.05, "softmax_backward": 0.58}
 KNOWN = ("composer", "torchtitan", *MEGATRON_LIKE)
 # A product whose rows do not start at multiples of 16 bytes: half the rate (in nanoGPT, on A100, a vocabulary of 50,304
-# instead of 50,257 made whole steps of GPT-2 a quarter faster). A batch of them: without tensor cores, at the rate of
-# float32 (cuBLAS of 2021; BigScience's chronicle compares heads of 108, 144 and 216 elements).
+# instead of 50,257 made whole steps of GPT-2 a quarter faster). A third of it describes the heads of vTrain's runs in
+# one node better, and half of these runs, which were not looked at for that, worse as a whole. A batch of them: without
+# tensor cores, at the rate of float32 (cuBLAS of 2021; BigScience's chronicle compares heads of 108 to 216 elements).
 ROW_BYTES = 16
 UNALIGNED = 2.0
 # Operators of attention, from its scores on, by their names.
@@ -77,12 +82,14 @@ OF_STAGES = re.compile(r"layer_partitions (\[[\d, ]*\]), .*?per-stage \[[^]]*\] 
 @dataclass(frozen=True, slots=True)
 class Software:
     """How a step is run. ``launch``: of its host (None: that of the cluster's device); ``attention``: the part of the
-    peak that it reaches (0: the device's); ``scores``: attention is written out; ``dropout``: there is any;
-    ``compiled``: layers are; ``float8``: their products are; ``shards``: parameters are gathered (FSDP)."""
+    peak that it reaches (0: the device's); ``scores``: attention is written out; ``fused``: with a kernel for causal
+    scores; ``dropout``: there is any; ``compiled``: layers are; ``float8``: their products are; ``shards``: parameters
+    are gathered (FSDP)."""
 
     launch: float | None = None
     attention: float = 0.0
     scores: bool = False
+    fused: bool = False
     dropout: bool = False
     compiled: bool = False
     float8: bool = False
@@ -97,8 +104,10 @@ class Software:
         if not any(known in name for known in MEGATRON_LIKE):
             return Software(attention=FLASH, float8=float8, shards=shards)
         flash = "flash_attn=true" in name
-        attention = FLASH if flash else 0.0
-        return Software(MEGATRON_LAUNCH, attention, not flash, dropout=True, float8=float8, shards=shards)
+        return Software(
+            MEGATRON_LAUNCH, FLASH if flash else 0.0, scores=not flash, fused="mist" in name,
+            dropout="mist" not in name, float8=float8, shards=shards,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +125,8 @@ class Model:
     @staticmethod
     def of(row: Row, micro_batch: int) -> Model:
         arch, tp, cp, software = row["arch"], row["tp"], row.get("cp") or 1, Software.of(row)
-        # Where nothing splits the table it is as stated: fitted to nothing, but heads of vTrain's runs without tensor
-        # parallelism take twice as long as those with.
+        # Where nothing splits the table it is as stated: heads of vTrain's runs in one node take three times as long
+        # without tensor parallelism as with it.
         vocab = arch["vocab"] if tp == 1 else ceil(arch["vocab"] / (128 * tp)) * 128 * tp
         shape = Shape(
             arch["hidden"], arch["heads"], 1, row["seq"] // cp, micro_batch, software.scores,
@@ -150,6 +159,15 @@ class Half:
         return max(self.busy, launch * self.started)
 
 
+def node_rate(interconnect: str) -> float | None:
+    """Gb/s of a node's network cards together, where a row states them."""
+    if match := re.search(r"(\d+) Gb/s per node", interconnect):
+        return float(match[1])
+    if match := re.search(r"(\d+)x (?:HDR|Omni-Path )(\d+)", interconnect):
+        return float(match[1]) * float(match[2])
+    return None
+
+
 @cache
 def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster:
     """The hardware of a row: a bundled cluster, with the links that the row states."""
@@ -157,19 +175,18 @@ def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster
     cluster = Cluster.load(f"{family_of(gpu)[0]}-{max(gpus // inside, 1)}x{inside}")
     bandwidth = MEMORY_BANDWIDTH.get(gpu, cluster.device.memory_bandwidth)
     node, *network = cluster.levels
-    rate = None
-    if match := re.search(r"(\d+) Gb/s per node", interconnect):
-        rate = float(match[1])
-    elif match := re.search(r"(\d+)x (?:HDR|Omni-Path )(\d+)", interconnect):
-        rate = float(match[1]) * float(match[2])
+    rate = node_rate(interconnect)
     if rate is not None:
         network = [replace(level, bandwidth=rate * 1e9 / 8 / inside * REACHED) for level in network]
+    if "NVSwitch" in interconnect:  # any two GPUs have all links of one
+        node = replace(node, group_bandwidths=())
     return replace(cluster, device=replace(cluster.device, memory_bandwidth=bandwidth), levels=(node, *network))
 
 
 @dataclass(frozen=True)
 class OwnPrices(Prices):
-    """Prices of a model as its software computes it: products in float8, attention of split queries to all keys."""
+    """Prices of a model as its software computes it: products in float8, attention of split queries to all keys, a
+    kernel for the softmax of causal scores."""
 
     model: Model | None = None
 
@@ -180,6 +197,9 @@ class OwnPrices(Prices):
         assert self.model is not None
         if work.kind in ("attention", "attention_backward"):
             return (2 * self.model.cp - 1) * super().kernel(work)
+        if self.model.software.fused and work.kind in CAUSAL_SOFTMAX and work.dtype != "f32":  # not that of the loss
+            rate = self.device.memory_bandwidth * CAUSAL_SOFTMAX[work.kind]
+            return self.device.kernel_latency + work.num_bytes / rate
         if not self.model.software.float8 or not work.flops or work.kind:
             return super().kernel(work)
         return super().kernel(replace(work, dtype="f8")) + self.moved(work.num_bytes)
@@ -191,10 +211,11 @@ def device_of(cluster: Cluster, software: Software) -> Device:
 
 
 def attending(device: Device, share: float) -> Device:
-    """The device, on which attention reaches this part of the peak (0: the device's own)."""
+    """The device, on which attention reaches at most this part of the peak (0: the device's own)."""
     if not share:
         return device
-    return replace(device, kernels=Figures({**device.kernels, "attention": share, "attention_backward": share}))
+    reached = {kind: min(share, device.kernels.get(kind, share)) for kind in ("attention", "attention_backward")}
+    return replace(device, kernels=Figures({**device.kernels, **reached}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +241,8 @@ def one_pass(model: Model, recompute: str) -> OnePass:
         ids = torch.empty(shape.batch, shape.sequence, dtype=torch.int64)
     cluster = replace(model.cluster(), device=device_of(model.cluster(), software))
     whole = {} if shape.splits_sequence or not software.scores else WHOLE
+    if not software.dropout:
+        whole = {name: strategy for name, strategy in whole.items() if not name.startswith("*.after")}
     strategies = LLAMA if model.gated else MEGATRON | whole
     plan = sw.plan(
         module, (ids, ids), cluster, mesh=sw.Mesh(tp=model.tp), strategies=strategies | {"tokens": "v@tp"},
@@ -260,9 +283,9 @@ def pass_of(row: Row, micro_batch: int) -> Pass:
     launch = device.launch if software.launch is None else software.launch
     one, two = (one_pass(replace(model, shape=replace(shape, layers=layers)), "none") for layers in (1, 2))
     pairs = list(zip(one.halves, two.halves, strict=True))
+    tokens = shape.batch * shape.sequence
     layer = [(b - a).seconds(launch) for a, b in pairs]
     rest = sum((a - (b - a)).seconds(launch) for a, b in pairs)
-    tokens = shape.batch * shape.sequence
     if shape.vocab * model.half.itemsize % ROW_BYTES:
         rest += (UNALIGNED - 1) * 6 * tokens * shape.width * shape.vocab / model.tp / device.matmul_flops("bf16")
     if shape.scores and shape.width // shape.heads * model.half.itemsize % ROW_BYTES:
@@ -331,6 +354,8 @@ def unplanned(row: Any) -> str:
     arch, tp = row["arch"], row["tp"]
     if not family_of(row["gpu"])[1]:
         return f"no bundled device: {row['gpu']}"
+    if node_rate(row.get("interconnect") or "") == 0:
+        return "interconnect: a network without bandwidth"
     if (row.get("ep") or 1) > 1:
         return "expert parallelism on axes of its own"
     if not arch.get("gated_mlp") and (arch["kv_heads"] != arch["heads"] or arch["ffn"] != 4 * arch["hidden"]):
@@ -339,6 +364,8 @@ def unplanned(row: Any) -> str:
         return "stages that differ and are not listed"
     if arch["hidden"] % arch["heads"] or arch["heads"] % arch["kv_heads"]:
         return "a width that its heads do not divide"
+    if arch["vocab"] < tp:
+        return "a vocabulary smaller than tp"
     if any(arch[name] % tp for name in ("heads", "kv_heads", "ffn")) or tp > min(row.get("gpus_per_node") or 8, 8):
         return "heads that tp does not divide, or tp wider than a node"
     return ""
@@ -349,6 +376,8 @@ def approximated(row: Row) -> str:
     said = []
     if row["precision"].startswith("fp8"):
         said.append("fp8: products at its rate, operands and results moved once more")
+    if "PCIE" in row["gpu"].upper() and family_of(row["gpu"])[0].startswith("a100"):
+        said.append("device: an A100 SXM with its links")
     if row["gpu"] in MEMORY_BANDWIDTH:
         said.append("device: an H100 SXM with other memory")
     if (row.get("cp") or 1) > 1:

@@ -16,6 +16,7 @@ not to fit, of those that ran out of memory and of those that ran. A row that ca
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -63,7 +64,10 @@ class Found:
 
     @property
     def software(self) -> tuple[Any, ...]:
-        return self.row["gpu"], self.row["framework"], self.row.get("interconnect")
+        """Hardware, and the software by its name; what follows the name are its settings."""
+        named = re.match(r"[\w-]*", self.row["framework"])
+        assert named is not None
+        return self.row["gpu"], named[0], self.row.get("interconnect")
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,8 @@ def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
         ({"arch": {**ARCH, "ffn": 192}}, "a model of another kind than GPT and Llama"),
         ({"recompute": "per stage: [1,"}, "stages that differ and are not listed"),
         ({"ep": 4}, "expert parallelism on axes of its own"),
+        ({"interconnect": "0 Gb/s per node"}, "interconnect: a network without bandwidth"),
+        ({"arch": {**ARCH, "vocab": 1}}, "a vocabulary smaller than tp"),
     ],
 )
 def test_what_is_not_priced_has_a_reason(prices: ModuleType, change: dict[str, Any], why: str) -> None:
@@ -123,6 +125,7 @@ def test_approximations_are_said(prices: ModuleType) -> None:
     assert prices.approximated(TINY) == ""
     said = prices.approximated({**TINY, "precision": "fp8", "cp": 2, "gpu": "H100-96GB-HBM2e-500W"})
     assert all(word in said for word in ("fp8", "cp", "device"))
+    assert prices.approximated({**TINY, "gpu": "A100-PCIE-40GB"}) == "device: an A100 SXM with its links"
 
 
 def test_heads_that_tensor_cores_do_not_take_and_an_odd_vocabulary_are_dearer(prices: ModuleType) -> None:
@@ -132,6 +135,31 @@ def test_heads_that_tensor_cores_do_not_take_and_an_odd_vocabulary_are_dearer(pr
     assert prices.pass_of(odd, 2).rest > prices.pass_of(wide, 2).rest
     heads = {**wide, "arch": {**arch, "hidden": 4 * 1020}}
     assert prices.pass_of(heads, 2).forward > prices.pass_of(wide, 2).forward
+
+
+def test_two_gpus_on_a_switch_have_all_its_links(prices: ModuleType) -> None:
+    import shardwise as sw
+    from shardwise.costs.collectives import Links
+
+    seconds = [
+        Links(prices.cluster_of("V100-32GB", 2, 16, text), sw.Mesh(tp=2)).seconds("all_reduce", ("tp",), 2**28)
+        for text in ("DGX-1", "NVSwitch (DGX-2)")
+    ]
+    assert seconds[0] > 5 * seconds[1]
+
+
+def test_the_kernel_for_causal_scores_is_not_that_of_the_loss(prices: ModuleType) -> None:
+    """Of scores in 16 bits it moves twice as much a second; attention reaches no more than the device's own part."""
+    from shardwise.costs.collectives import Links
+    from shardwise.costs.kernels import Work
+
+    software = prices.Software(fused=True)
+    model = prices.Model(prices.Shape(64, 4, 1, 64, 1, True, False, 512), None, 1, "A100-80GB", "", software)
+    own = prices.OwnPrices(Links(model.cluster(), prices.sw.Mesh(tp=1)), "none", model=model)
+    scores, loss = (own.kernel(Work("softmax", num_bytes=1e9, dtype=dtype)) for dtype in ("bf16", "f32"))
+    assert loss == pytest.approx(1.05 / 0.52 * scores, rel=0.01)
+    l4 = prices.cluster_of("L4-24GB", 1, 8, "").device
+    assert prices.attending(l4, prices.FLASH).kernels["attention_backward"] == l4.kernels["attention_backward"] < 0.3
 
 
 def row_of(layers: int, batch: int, ratio: float) -> dict[str, Any]:
@@ -147,6 +175,12 @@ def test_factors_come_from_whole_groups_that_are_not_judged(runs: ModuleType) ->
     few, used = runs.calibrated([one for one in found if one.row["arch"]["layers"] < 13])
     assert used == 0
     assert all(one.factor == 1 for one in few)
+
+
+def test_settings_in_the_name_of_a_software_are_no_other_software(runs: ModuleType) -> None:
+    named = ("Mist (flash_attn=True)", "Mist (flash_attn=False)", "Megatron-LM 2020", "Megatron-DeepSpeed, 1F1B")
+    found = [runs.Found({**TINY, "framework": name}, 1.0).software[1] for name in named]
+    assert found == ["Mist", "Mist", "Megatron-LM", "Megatron-DeepSpeed"]
 
 
 def test_a_factor_for_what_is_judged_comes_from_other_groups(runs: ModuleType) -> None:

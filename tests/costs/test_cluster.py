@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device, slowest
-from shardwise.costs.cluster_file import families, family, format_cluster, parse
+from shardwise.costs.cluster_file import assumed, families, family, format_cluster, parse
 from shardwise.costs.units import UNITS, Figures, format_quantity, parse_quantity
 from shardwise.errors import LaunchError, ShardwiseError
 
@@ -317,6 +318,31 @@ def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
     assert cluster.levels[1].bandwidth == 1.25e10
     assert cluster.levels[1].shared_by == 4
     assert str(cluster) == "small: 12 x A (16 GiB), node of 4 at 100 GB/s, network of 3 at 12.5 GB/s shared by 4"
+
+
+def test_what_a_file_leaves_out_is_said_with_what_is_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.toml"
+    path.write_text(SMALL)
+    Cluster.load(path)
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardwise: {path} says nothing of device.matmul_efficiency (assumed: large matmuls reach")
+    for key in ("memory_efficiency", "overlap", "launch", "reserve", "host_bandwidth", "kernels", "spread"):
+        assert f"device.{key} (assumed: " in said
+    assert "device.flops.f16" not in said, "nothing could stand for it"
+    assert "levels.network.launch (assumed: collectives begin at once)" in said
+    assert "calibrate" in said
+    path.write_text(SMALL.replace("[device]\n", '[device]\nlike = "h100"\n'))
+    Cluster.load(path)
+    said = capsys.readouterr().err
+    assert "device." not in said
+    assert "levels.node.launch" in said
+    path.write_text(SMALL + '\n[measured]\nhost = "a machine"\n')
+    Cluster.load(path)
+    assert not capsys.readouterr().err, "calibration says what it measured"
+    rates = SMALL.replace('bf16 = "100', 'f32 = "100')
+    assert "device.flops.bf16 (assumed: the rate of f32)" in assumed(tomllib.loads(rates))
 
 
 def test_a_device_may_be_like_a_bundled_one() -> None:

@@ -90,6 +90,7 @@ def test_more_devices_than_gpus_are_more_such_machines(
         ("NVIDIA A100 80GB PCIe", (8, 0), ("a100-80", True)),
         ("NVIDIA A100-PCIE-40GB", (8, 0), ("a100-40", True)),
         ("NVIDIA L4", (8, 9), ("l4", True)),
+        ("Ascend 910B", (0, 0), ("ascend-910b", True)),
         ("NVIDIA L40S", (8, 9), ("l4", False)),
         ("NVIDIA B200", (10, 0), ("b200", True)),
         ("Tesla V100-SXM2-32GB", (7, 0), ("v100", True)),

@@ -9,7 +9,7 @@ describes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -20,6 +20,15 @@ from shardwise.errors import ShardwiseError, problem
 
 # A dtype without a figure of its own runs at that of the next one (converted, as V100 runs bfloat16 through float32).
 _RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32", "f32": "f64"}
+
+
+def runs_as(dtype: str, flops: Container[str]) -> str:
+    """Of the dtypes with a rate, the one that stands for a dtype; empty where none does."""
+    tried: list[str] = []
+    while dtype and dtype not in flops and dtype not in tried:
+        tried.append(dtype)
+        dtype = _RUNS_AS.get(dtype, "")
+    return dtype if dtype in flops else ""
 
 
 # Seconds that a copy to the host takes beside its bytes (measured on an H100: 1 MiB in 24 us, 64 MiB in 1,221 us).
@@ -111,14 +120,10 @@ class Device:
         return num_bytes / self.fresh_bandwidth if self.fresh_bandwidth and num_bytes > _FRESH else 0.0
 
     def _computed_in(self, dtype: str) -> str:
-        tried: list[str] = []
-        known = dtype
-        while known not in self.flops:
-            tried.append(known)
-            known = _RUNS_AS.get(known, "")
-            if not known or known in tried:
-                what = f"{self.name} has no figure for {dtype}, nor for a dtype that could stand for it"
-                raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
+        known = runs_as(dtype, self.flops)
+        if not known:
+            what = f"{self.name} has no figure for {dtype}, nor for a dtype that could stand for it"
+            raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
         return known
 
 

@@ -112,9 +112,9 @@ _KIND_OF = {
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a kernel does. ``flops``: of a product; ``num_bytes``: read and written; ``scalars``: elements that go one
-    by one; ``rows``: query rows of all heads of attention; ``dtype``: in which a product is computed (a name of
-    ``Device.flops``); ``written``: bytes that are set to zero first; ``channels``: of the input of a convolution;
-    ``made``: bytes of the largest result."""
+    by one; ``rows``: query rows of all heads of attention; ``dtype``: of the first operand, in which a product is
+    computed (a name of ``Device.flops``); ``written``: bytes that are set to zero first; ``channels``: of the input of
+    a convolution; ``made``: bytes of the largest result."""
 
     kind: str = ""
     flops: float = 0.0
@@ -196,7 +196,7 @@ def _work_of(call: Called, operands: Sequence[Form], results: Sequence[Form]) ->
         kept = bool(results[0].shape) and results[0].shape[-1:] == operands[0].shape[-1:]
         return Work("column_reduction" if kept else "reduction", num_bytes=num_bytes)
     kind = _KIND_OF.get(name, "")
-    return Work(kind, num_bytes=num_bytes, scalars=0.0 if kind else _scalars(name, operands, results))
+    return Work(kind, num_bytes=num_bytes, scalars=0.0 if kind else _scalars(name, operands, results), dtype=dtype)
 
 
 def _product(

@@ -9,14 +9,13 @@ What was assumed is printed, once for each sentence.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 from shardwise.costs import probe
 from shardwise.costs.cluster import Cluster, Device, Level, slowest
 from shardwise.costs.cluster_file import family
+from shardwise.costs.said import MEASURE, say_once
 from shardwise.costs.units import format_quantity
 from shardwise.errors import ShardwiseError, problem
 
@@ -33,6 +32,8 @@ _FAMILIES = (
     ("L4", "l4"),
     ("V100", "v100"),
     ("MI300X", "mi300x"),
+    ("Ascend 910A", "ascend-910a"),
+    ("Ascend 910B", "ascend-910b"),
 )
 # Of a GPU with another name: a family of the same architecture, by CUDA's compute capability.
 _BY_CAPABILITY = {(7, 0): "v100", (8, 0): "a100-80", (8, 9): "l4", (9, 0): "h100", (10, 0): "b200"}
@@ -48,7 +49,6 @@ _SAME_MEMORY = 0.05  # two cards of a family differ by less: in what the driver 
 _OWN_CONTEXT = 2**30  # what this process takes of a GPU beside tensors, at most (half of it was measured)
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_MEASURE = "shardwise calibrate -o my.toml measures this machine"
 
 
 def local(num_devices: int) -> Cluster:
@@ -58,7 +58,7 @@ def local(num_devices: int) -> Cluster:
         raise ShardwiseError(problem(what, fix="such as 8, or a cluster by name: h100-1x8"))
     gpus = probe.gpus()
     cluster, assumed = _of_gpus(gpus, num_devices) if gpus else _of_cpus(num_devices)
-    _say(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {_MEASURE}")
+    say_once(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {MEASURE}")
     return cluster.renamed("local")
 
 
@@ -204,12 +204,6 @@ def _through_host(size: int, device: Device) -> Level:
     """PCIe without peer links: bytes go to the memory of the host and back."""
     pcie = family("l4").levels[0]
     return replace(pcie, size=size, bandwidth=device.host_bandwidth / 2)
-
-
-@cache
-def _say(text: str) -> None:
-    """Once for each text: on every rank that asks."""
-    print(f"shardwise: {text}", file=sys.stderr)
 
 
 __all__ = ["family_of", "local"]
