@@ -15,8 +15,8 @@ software. Of other software the plan's step is compared.
 ``--data FILE`` (``published_runs.py``): predictions are multiplied by the factor of the case's hardware and software,
 where the file has four groups of its runs. It comes from every fourth of these groups, none of which is a case here.
 
-Seconds of Llama 3 are those in which its model FLOPs (products, of causal attention half) are done at the published
-rate. Sources stand beside the cases.
+Seconds of Llama 3 and Mixtral are those in which their model FLOPs (products, of Llama's causal attention half) are
+done at the published rate. Sources stand beside the cases.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -54,6 +54,7 @@ SELENE = ("A100-80GB", "NVLink3; 8x HDR200 IB (Selene)")
 JEAN_ZAY = ("A100-80GB", "NVLink 4 inter-GPU connects; 4x Omni-Path 100 per node (Jean Zay)")
 COMPOSER = ("H100-80GB", "not stated")
 META = ("H100-80GB", "8x 400 Gb/s RoCE")
+INFINIBAND = ("H100-80GB", "8x 400 Gb/s InfiniBand")
 
 
 PLAIN = Software()
@@ -67,7 +68,7 @@ class Case:
     ``sw.plan`` that fix it; ``software``: what of it attention and dropout are;
     ``framework``: Megatron's, whose steps are priced as rows of that file (empty: another), in ``precision``."""
 
-    model: LlamaConfig | Shape
+    model: LlamaConfig | MixtralConfig | Shape
     hardware: tuple[str, str]
     num_gpus: int
     batch: int
@@ -134,8 +135,9 @@ class Case:
         """The model in meta tensors, and the arguments of ``sw.plan`` that say its inputs."""
         with torch.device("meta"):
             ids = torch.zeros(self.batch, self.length, dtype=torch.int64)
-            if isinstance(self.model, LlamaConfig):
-                return LlamaForCausalLM(self.model), {"example_inputs": (), "kwargs": {"input_ids": ids, "labels": ids}}
+            if not isinstance(self.model, Shape):
+                module = AutoModelForCausalLM.from_config(self.model)
+                return module, {"example_inputs": (), "kwargs": {"input_ids": ids, "labels": ids}}
             module = Gpt(replace(self.model, batch=self.batch, sequence=self.length))
         for part in module.modules():
             if isinstance(part, nn.Dropout) and not self.software.dropout:
@@ -154,12 +156,16 @@ def gpt(layers: int, width: int, heads: int, vocab: int = 51200, *, scores: bool
     return Shape(width, heads, layers, 0, 0, scores, False, vocab)
 
 
-def at_rate(config: LlamaConfig, batch: int, length: int, num_gpus: int, tflops: float) -> float:
-    """Seconds in which so many GPUs do the products of a step."""
+def at_rate(
+    config: LlamaConfig | MixtralConfig, batch: int, length: int, num_gpus: int, tflops: float, seen: float = 0.5
+) -> float:
+    """Seconds in which so many GPUs do the products of a step. ``seen``: the share of the scores that count."""
     width, head = config.hidden_size, config.hidden_size // config.num_attention_heads
-    layer = 2 * width**2 + 2 * width * config.num_key_value_heads * head + 3 * width * config.intermediate_size
+    experts = config.num_experts_per_tok if isinstance(config, MixtralConfig) else 1
+    network = 3 * width * config.intermediate_size * experts
+    layer = 2 * width**2 + 2 * width * config.num_key_value_heads * head + network
     products = 2 * (config.num_hidden_layers * layer + width * config.vocab_size)
-    attention = 2 * config.num_hidden_layers * length * width  # half of what sees all keys
+    attention = 4 * seen * config.num_hidden_layers * length * width
     return 3 * (products + attention) * batch * length / (num_gpus * tflops * 1e12)
 
 
@@ -175,6 +181,24 @@ def llama_3(num_gpus: int, dp: int, tflops: float, cp: int = 1) -> Case:
     return Case(
         config, META, num_gpus, batch, length, at_rate(config, batch, length, num_gpus, tflops), setting, source
     )
+
+
+def mixtral(num_gpus: int, batch: int, tflops: float) -> Case:
+    """A sequence per device and pass; the experts of a layer are divided among the devices of a node."""
+    length, places = 4096, 4
+    config = MixtralConfig(
+        num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=32000, max_position_embeddings=length, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    devices = num_gpus // places
+    setting = {
+        "stages": 32, "schedule": "Interleaved1F1B:8", "mesh": sw.Mesh(dp=devices // 8, ep=8), "micro_batch": devices,
+    }  # fmt: skip
+    source = (
+        "NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md (022bcb5): mapping of v0.8, rate of v0.9"
+    )
+    published = at_rate(config, batch, length, num_gpus, tflops, seen=1.0)  # as Megatron counts
+    return Case(config, INFINIBAND, num_gpus, batch, length, published, setting, source)
 
 
 # Megatron's splits without sequence parallelism, as its runs of 2022 and before had them.
@@ -193,6 +217,7 @@ CASES = {
     "llama3-405b-16384": llama_3(16384, 128, 400),
     "llama3-405b-8192": llama_3(8192, 64, 430),
     "llama3-405b-131k": llama_3(16384, 8, 380, cp=16),
+    "mixtral-8x7b-64": mixtral(64, 256, 468),
     "gpt3-175b-64": korthikanti(gpt(96, 12288, 96), 64, 18.13, {"stages": 24, "schedule": "Interleaved1F1B:3"}),
     "turing-530b-280": korthikanti(gpt(105, 20480, 128), 280, 49.05, {"stages": 105, "schedule": "Interleaved1F1B:3"}),
     "megatron-1t-512": korthikanti(gpt(128, 25600, 160), 512, 94.42, {"stages": 64}),
