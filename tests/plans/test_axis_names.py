@@ -50,7 +50,7 @@ def model(name: str) -> tuple[nn.Module, Any]:
     ("name", "cluster", "expected"),
     [
         ("gpt", H100, "Mesh(dp=8)"),
-        ("resnet", NODES, "Mesh(dp1=2, dp2=4)"),
+        ("resnet", NODES, "Mesh(dp=8)"),
         ("big-embedding", NODES, "Mesh(tp=2, dp=4)"),  # over the network the table alone is split
         ("dlrm", H100, "Mesh(dp=4, tp=2)"),
     ],
@@ -99,7 +99,7 @@ def test_a_renamed_plan_is_equal_to_one_device() -> None:
 
 def test_stages_of_one_mesh_have_one_name() -> None:
     module, inputs = model("gpt")
-    plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=2)
+    plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=4)
     meshes = {str(stage.mesh) for stage in plan.stages}
     assert len(meshes) == 1
     assert "node" not in meshes.pop()
@@ -133,7 +133,7 @@ def test_an_axis_that_does_several_things_is_called_by_all_of_them() -> None:
 
 def test_the_page_of_stages_has_the_names_of_the_plan() -> None:
     module, inputs = model("gpt")
-    plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=2)
+    plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=4)
     assert isinstance(plan, Known)
     split = 0
     for stage, known in zip(plan.stages, plan.known(), strict=True):

@@ -94,12 +94,15 @@ def test_two_names_of_one_parameter_are_not_kept_in_two_layouts() -> None:
 def test_the_prediction_counts_what_keeping_costs() -> None:
     """Conversions from the layouts that are kept are no part of what was searched."""
     free = planned(search="dynamic_programming").prediction
-    kept = planned(search="dynamic_programming", layouts={**FED, "w2": (1, 1)}).prediction
-    split = planned(search="dynamic_programming", layouts={**FED, "w2": (1, 8)}).prediction
+    plans = [planned(search="dynamic_programming", layouts={**FED, "w2": counts}) for counts in ((1, 1), (1, 8))]
+    kept, split = (plan.prediction for plan in plans)
     assert free is not None
     assert kept is not None
     assert split is not None
-    assert kept.num_bytes - split.num_bytes == 16 * 16 * 7 / 8 * 4 * 4  # itself, its gradient and two states in float32
+    elements = [{name: plan.layouts[name].max_local_numel for name in ("w", "w2")} for plan in plans]
+    assert [of_plan["w2"] for of_plan in elements] == [16 * 16, 16 * 16 / 8]
+    more = sum(elements[0].values()) - sum(elements[1].values())
+    assert kept.num_bytes - split.num_bytes == more * 4 * 4  # themselves, their gradients and two states in float32
     for own in (kept, split):
         assert own.pass_seconds > free.pass_seconds
         assert own.bound == free.bound
