@@ -184,7 +184,7 @@ def llama_3(num_gpus: int, dp: int, tflops: float, cp: int = 1) -> Case:
 
 
 def mixtral(num_gpus: int, batch: int, tflops: float) -> Case:
-    """A sequence per device and pass; the experts of a layer are divided among the devices of a node."""
+    """A sequence per device and pass; the published run divided the experts of a layer among the devices of a node."""
     length, places = 4096, 4
     config = MixtralConfig(
         num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
