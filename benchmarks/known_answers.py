@@ -194,9 +194,7 @@ def mixtral(num_gpus: int, batch: int, tflops: float) -> Case:
     setting = {
         "stages": 32, "schedule": "Interleaved1F1B:8", "mesh": sw.Mesh(dp=devices // 8, ep=8), "micro_batch": devices,
     }  # fmt: skip
-    source = (
-        "NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md (022bcb5): mapping of v0.8, rate of v0.9"
-    )
+    source = "NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md (022bcb5): mapping of v0.8, rate of v0.9"
     published = at_rate(config, batch, length, num_gpus, tflops, seen=1.0)  # as Megatron counts
     return Case(config, INFINIBAND, num_gpus, batch, length, published, setting, source)
 
