@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.costs.assumed import assumed
 from shardwise.costs.cluster import Cluster, Device, slowest
-from shardwise.costs.cluster_file import assumed, families, family, format_cluster, parse
+from shardwise.costs.cluster_file import families, family, format_cluster, parse
 from shardwise.costs.units import UNITS, Figures, format_quantity, parse_quantity
 from shardwise.errors import LaunchError, ShardwiseError
 

@@ -97,16 +97,17 @@ def test_equal_stages_of_a_place_count_together_against_a_known_step() -> None:
     asked: list[tuple[float, int]] = []
 
     def planned(planner: Any, *args: Any) -> Any:
-        asked.append((planner.settings.known, planner.settings.turns))
+        asked.append((planner.settings.known, planner.settings.together))
         return plan_within(planner, *args)
 
     with mock.patch.object(chosen, "plan_within", planned):
-        found = sw.plan(Staged(layers=6), BATCH, 2, stages="auto", schedule="Interleaved1F1B:3", mesh=sw.Mesh(dp=1))
+        found = sw.plan(Staged(layers=6), BATCH, 2, stages="auto", schedule="Interleaved1F1B:4", mesh=sw.Mesh(dp=1))
     said = found.explain("stages")
     assert isinstance(said, Joint)
     steps = [one.step_seconds for one in said.considered if one.step_seconds]
-    shares = {round(step / known) for known, turns in asked for step in steps if known < inf and turns == 3}
-    assert 2 in shares or 3 in shares, "a place has several equal stages, and each may take its share of the known step"
+    known = {(step, together) for step, together in asked if step < inf}
+    assert {step for step, _ in known} <= set(steps), "of a whole step"
+    assert max(together for _, together in known) == 2, "a place has two equal stages"
 
 
 def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:

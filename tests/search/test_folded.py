@@ -104,11 +104,14 @@ def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clear
     settings = Settings(memory_bytes=1.2e9, passes=2)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),), settings)
     free = plan_within(planner, ())
-    step = 2 * free.prediction.planned_seconds
-    near, far = (replace(planner, settings=replace(settings, known=own)) for own in (step, 0.05 * step))
+    step = free.prediction.planned_seconds
+    near, far = (replace(planner, settings=replace(settings, known=own)) for own in (step, 0.1 * step))
     assert plan_within(near, ()).choice == free.choice
     with pytest.raises(sw.PlanError, match=r"come to about .* s, and one of .* s is known"):
         plan_within(far, ())
+    together = replace(planner, settings=replace(settings, known=1.5 * step, together=2))
+    with pytest.raises(sw.PlanError, match=rf"and one of {1.5 * step:.3g} s is known"):
+        plan_within(together, ())
 
 
 def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> None:

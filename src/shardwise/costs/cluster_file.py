@@ -17,7 +17,8 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.costs.cluster import Cluster, Device, Level, runs_as, slowest
+from shardwise.costs.assumed import assumed
+from shardwise.costs.cluster import Cluster, Device, Level, slowest
 from shardwise.costs.kernels import MOVES, PRODUCTS
 from shardwise.costs.said import MEASURE, say_once
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
@@ -52,22 +53,6 @@ _LEVEL_KEYS = {
     "in_switch": ("in_switch", "", False, True),
     "spread": ("spread", "", False, True),
 }
-# What a price needs and a file need not have: its key, and what is assumed without it.
-_ASSUMED_OF_DEVICES = {
-    "matmul_efficiency": "large matmuls reach the peak",
-    "matmul_half_flops": "small matmuls are as fast as large ones",
-    "memory_efficiency": "element-wise operators reach the whole bandwidth",
-    "kernels": "every kind of kernel reaches the same part of a peak",
-    "overlap": "messages slow no kernel down",
-    "launch": "the host starts kernels as fast as they run",
-    "reserve": "a plan has all of the memory",
-    "host_bandwidth": "the memory is the host's",
-    "spread": "operators take what is predicted, without an interval",
-}
-_ASSUMED_OF_LEVELS = {
-    "launch": "collectives begin at once",
-    "spread": "messages take what is predicted, without an interval",
-}
 _LINE = re.compile(r"(?P<kind>[a-z_]+) over (?P<units>[1-9][0-9]{0,6})")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>[0-9]{1,7})x(?P<devices>[0-9]{1,7})")
 _COUNT = re.compile(r"[1-9][0-9]{0,6}")
@@ -88,9 +73,9 @@ def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
     text = str(name)
     if text.endswith(".toml"):
         try:
-            content = read_text(text, _MOST_BYTES)
-            cluster = parse(content, text)
-            if lacking := assumed(_content(content, text)):
+            content = _content(read_text(text, _MOST_BYTES), text)
+            cluster = _cluster(content, text)
+            if lacking := assumed(content):
                 say_once(f"{text} says nothing of {'; '.join(lacking)}; {MEASURE}")
         except (OSError, UnicodeDecodeError) as error:
             raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="give its path")) from error
@@ -291,7 +276,10 @@ def _content(text: str, path: str) -> dict[str, Any]:
 
 def parse(text: str, path: str = "cluster.toml") -> Cluster:
     """The cluster that a TOML text describes. Raises ShardwiseError with all faults."""
-    content = _content(text, path)
+    return _cluster(_content(text, path), path)
+
+
+def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
     reader = _Reader(path)
     reader.unknown(content, {"name", "price_per_hour", "device", "devices", "levels", "sources", "measured"}, "")
     name = reader.text(content, "name", "")
@@ -317,35 +305,6 @@ def parse(text: str, path: str = "cluster.toml") -> Cluster:
         kinds[device.name] = kinds.get(device.name, 0) + count
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
     return Cluster(name, slowest([device for device, _ in counted]), levels, mixed, price, sources)
-
-
-def assumed(content: Mapping[str, Any]) -> list[str]:
-    """What the tables of a cluster file leave out that prices need, each with what is assumed. Nothing of a file that
-    was measured, which has what there is."""
-    if "measured" in content:
-        return []
-    devices = [content["device"]] if "device" in content else content.get("devices", [])
-    lacking = {
-        f"device.{key}": f"device.{key} (assumed: {what})"
-        for device in devices
-        for key, what in _ASSUMED_OF_DEVICES.items()
-        if "like" not in device and key not in device and not (key == "kernels" and "kernels_like" in device)
-    }
-    for device in devices:
-        flops = {} if "like" in device else device.get("flops", {})
-        stands = {dtype: runs_as(dtype, flops) for dtype in ("bf16", "f16") if flops and dtype not in flops}
-        lacking |= {
-            f"flops.{dtype}": f"device.flops.{dtype} (assumed: the rate of {other})"
-            for dtype, other in stands.items()
-            if other
-        }
-    for level in content.get("levels", []):
-        lacking |= {
-            f"{level['name']}.{key}": f"levels.{_key(level['name'])}.{key} (assumed: {what})"
-            for key, what in _ASSUMED_OF_LEVELS.items()
-            if key not in level and not (key == "launch" and ("launches" in level or "lines" in level))
-        }
-    return list(lacking.values())
 
 
 def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, int]]:

@@ -118,8 +118,8 @@ class Chooser:
         key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
         if key not in self.known:
             turns = self.how.schedule.stages_per_place
-            best = self.how.settings.known / self.together.get(form.key, 1)
-            settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken, known=best)
+            together = self.together.get(form.key, 1)
+            settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
             how = replace(self.how, settings=settings, annotations=annotations)
             chosen = _choose(how, part, limit, self.kinds)
             self.known[key] = form, chosen

@@ -31,33 +31,22 @@ def said(interval: Interval) -> str:
 
 def said_step(plan: Plan) -> str:
     """The step of a plan; empty where nothing is predicted."""
-    interval = step_interval(plan)
-    return "" if interval is None else said(interval)
-
-
-def step_interval(plan: Plan) -> Interval | None:
-    """Seconds of the step of a plan; None where nothing is predicted."""
     cluster = priced_cluster(plan)
     if plan.pipeline is not None:
-        return seconds_interval(plan.pipeline.step_seconds, cluster)
+        return said_seconds(plan.pipeline.step_seconds, cluster)
     if plan.predicted is None:
-        return None
+        return ""
     if cluster is None:
-        return seconds_interval(plan.predicted.planned_seconds, None)
-    return plan.predicted.step_interval(cluster)
-
-
-def seconds_interval(seconds: float, cluster: Cluster | None) -> Interval:
-    """Of which no one knows what part operators take: all are as uncertain as what is known least."""
-    if cluster is None:
-        return Interval(seconds, seconds, seconds)
-    device, links = between(seconds, seconds, cluster), between(seconds, 0.0, cluster)
-    return max(device, links, key=lambda interval: interval.high)
+        return format_seconds(plan.predicted.planned_seconds)
+    return said(plan.predicted.step_interval(cluster))
 
 
 def said_seconds(seconds: float, cluster: Cluster | None) -> str:
-    """The same, as text."""
-    return said(seconds_interval(seconds, cluster))
+    """Of which no one knows what part operators take: all are as uncertain as what is known least."""
+    if cluster is None:
+        return format_seconds(seconds)
+    device, links = between(seconds, seconds, cluster), between(seconds, 0.0, cluster)
+    return said(max(device, links, key=lambda interval: interval.high))
 
 
 def said_bytes(num_bytes: float, cluster: Cluster | None) -> str:

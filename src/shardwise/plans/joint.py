@@ -82,7 +82,8 @@ class Considered:
     """A setting and what became of it. ``bound``: no plan of it has a shorter step; ``step_seconds``, ``num_bytes``: of
     its plan, and of the device that holds most; ``refused``: why there is none; ``pruned``: its bound is above a step
     that was found before, of so many seconds. What has nothing of these was left out for want of time. ``estimate``:
-    about how long its step is (0: not estimated; infinite: nothing seems to fit)."""
+    about how long its step is (0: not estimated; infinite: nothing seems to fit); ``said``: step and memory of its plan
+    as they are printed, with their intervals."""
 
     setting: Setting
     bound: float

@@ -4,7 +4,7 @@ least.
 An additive price knows no order. Plans that it prices alike can differ much on a timeline, where traffic is hidden only
 by the operators that happen to run beside it. So not only the cheapest assignment is looked at, but also what other
 searches find: the least sum where nothing hides, the greedy search, and the next best; and data parallelism, whatever
-its price, so that no plan is slower.
+its price.
 """
 
 from __future__ import annotations

@@ -61,9 +61,11 @@ EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
 GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
-# Simulated steps of plans with levers were 0.95 to 1.25 times their prices (``search.candidates``), and no less than
-# this share of what they were, at least, for the other rungs of the same model.
+# Simulated steps of plans with levers were 0.95 to 1.25 times their prices (``search.candidates``).
 CLEARLY_ABOVE = 1 / 0.9
+# Rungs whose steps say together how far prices of this model are below them. Fewer do not: of one model rungs of about
+# one price were simulated at 1.35, 1.16 and 1.03 times it.
+SEVERAL = 3
 # Steps that come from programs of few blocks are within this of those of whole programs (``search.folded``).
 FOLDED = 1.01
 BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
@@ -87,7 +89,7 @@ def plan_within(
     refused: list[_Rung] = []
     # Rungs are looked at in the order of their price; one is searched under the limit when its bound is the least of
     # all that is left.
-    known = planner.settings.known / planner.settings.passes
+    known = planner.settings.known / _times(planner.settings)
     left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
     heapify(left)
     while left:
@@ -128,15 +130,21 @@ def plan_within(
 
 
 def _at_least(price: float, answered: Sequence[_Rung]) -> float:
-    """About how long a step of a price is, at least, given rungs whose steps were simulated."""
+    """About how long a step of a price is, at least, given rungs whose steps were simulated: as far above its price as
+    the nearest of these, within what is clear."""
     simulated = [rung.answer.ranking.best for rung in answered]
     ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
-    return price / CLEARLY_ABOVE * max(1.0, min(ratios, default=1.0))
+    return price / CLEARLY_ABOVE * max(1.0, min(ratios) if len(ratios) >= SEVERAL else 1.0)
+
+
+def _times(settings: Settings) -> int:
+    """How many such passes a step has, at least, one after the other."""
+    return settings.passes * settings.together
 
 
 def _slower(seconds: float, settings: Settings) -> PlanError:
     """``seconds``: of a pass, at least."""
-    step = seconds * settings.passes
+    step = seconds * _times(settings)
     return PlanError(problem(f"steps come to about {step:.3g} s, and one of {settings.known:.3g} s is known"))
 
 

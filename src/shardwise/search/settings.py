@@ -22,7 +22,8 @@ class Settings:
     they would be copied; ``in_flight``: passes whose values a device keeps for backward at once; ``turns``: the stages
     of a place, which take turns, so that what one holds for a moment is there once; ``taken``: the layouts in which the
     next stage takes values, device by device; ``known``: seconds of a step of a plan that is there already (a search
-    for a better one ends where prices are clearly above it)."""
+    for a better one ends where prices are clearly above it); ``together``: the equal stages of a place, all of whose
+    passes a step has one after the other."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -36,3 +37,4 @@ class Settings:
     turns: int = 1
     taken: Mapping[str, Layout] = field(default_factory=dict)
     known: float = inf
+    together: int = 1
