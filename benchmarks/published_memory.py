@@ -148,10 +148,8 @@ class Layer(nn.Module):
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.shape.scores:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: Tensor = (
-            self.of_scores(torch.softmax(q @ k.transpose(2, 3), -1)) @ v
-        )  # the scale is fused into a product
-        return found
+        shares: Tensor = self.of_scores(torch.softmax(q @ k.transpose(2, 3), -1))  # the scale is fused into a product
+        return shares @ v
 
 
 class Gpt(nn.Module):

@@ -125,8 +125,8 @@ class Model:
     @staticmethod
     def of(row: Row, micro_batch: int) -> Model:
         arch, tp, cp, software = row["arch"], row["tp"], row.get("cp") or 1, Software.of(row)
-        # Where nothing splits the table it is as stated: heads of vTrain's runs in one node take three times as long
-        # without tensor parallelism as with it.
+        # Where nothing splits the table it is as stated: heads of vTrain's runs in one node take twice as long and more
+        # without tensor parallelism.
         vocab = arch["vocab"] if tp == 1 else ceil(arch["vocab"] / (128 * tp)) * 128 * tp
         shape = Shape(
             arch["hidden"], arch["heads"], 1, row["seq"] // cp, micro_batch, software.scores,
