@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
 from shardwise.graph.annotate import Region, recording
+from shardwise.graph.composites import composites_written_out
 from shardwise.graph.explained import explained, of_flex_attention
 from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.functions import functions_as_operators
@@ -156,7 +157,8 @@ class TracedCall(nn.Module):
     def _leaves(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], pytree.TreeSpec, torch.Tensor | None]:
         """What a call returns, flattened, and its loss."""
         try:
-            output, loss = run_model(self._called.call, self.module, tensors)
+            with composites_written_out():
+                output, loss = run_model(self._called.call, self.module, tensors)
         except ShardwiseError as error:
             if (instead := of_flex_attention(error)) is not None:
                 raise instead from error

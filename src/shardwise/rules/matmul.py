@@ -6,7 +6,8 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
-from shardwise.rules.binding import RuleTable, build, leading_names, rule, single
+from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rule, single
+from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.lowerings.contractions import addbmm, addmm, addmv, baddbmm, linear
 from shardwise.rules.rule import Dims, FactorKind, OpRule
 
@@ -94,6 +95,21 @@ def addbmm_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [result], kinds=kinds, linear=((0, 1), (0, 2)), lowering=addbmm)
 
 
+def addr_rule(op: Op, graph: Graph) -> OpRule:
+    """``1|m 1|n, m, n -> m n``: the added matrix may broadcast."""
+    operands = [_broadcast_bias(op, graph), single(["m"]), single(["n"])]
+    return build(op, graph, operands, [single(["m", "n"])], linear=((0, 1), (0, 2)))
+
+
+def cdist_rule(op: Op, graph: Graph) -> OpRule:
+    """``... m d, ... n d -> ... m n``: batches broadcast, the coordinates are whole."""
+    result = graph.by_name[op.results[0]].shape
+    names = dim_names(len(result) - 2)
+    batches = [broadcast_dims(graph.by_name[name].shape[:-2], result[:-2], names) for name in op.operands]
+    operands = [(*batch, (row,), ("d",)) for batch, row in zip(batches, "mn", strict=True)]
+    return build(op, graph, operands, [single([*names, "m", "n"])], kinds={"d": "whole"})
+
+
 def addmv_rule(op: Op, graph: Graph) -> OpRule:
     shape = graph.by_name[op.operands[0]].shape
     rows = graph.by_name[op.results[0]].shape[0]
@@ -153,10 +169,13 @@ MATMUL: RuleTable = {
     aten.bmm.default: rule("b m k, b k n -> b m n", reduction=_SUM, linear=_BILINEAR),
     aten.mv.default: rule("m k, k -> m", reduction=_SUM, linear=_BILINEAR),
     aten.dot.default: rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
+    aten.vdot.default: rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
+    aten.cdist.default: cdist_rule,
     aten.outer.default: rule("m, n -> m n", linear=_BILINEAR),
     aten.addmm.default: addmm_rule,
     aten.baddbmm.default: baddbmm_rule,
     aten.addbmm.default: addbmm_rule,
     aten.addmv.default: addmv_rule,
+    aten.addr.default: addr_rule,
     aten.einsum.default: einsum_rule,
 }

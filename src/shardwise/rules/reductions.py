@@ -218,6 +218,18 @@ def _search(op: Op, graph: Graph) -> OpRule | None:
     return build(op, graph, operands, [single(names)], kinds={"bound": "sum"})
 
 
+def _is_in(op: Op, graph: Graph) -> OpRule:
+    """The elements that are looked for are whole."""
+    names = dim_names(len(graph.by_name[op.results[0]].shape))
+    positions = operand_positions(op)
+    shapes = [graph.by_name[name].shape for name in op.operands]
+    tests = [f"t{i}" for i in range(len(shapes[-1]))] if "test_elements" in positions else []
+    operands = ([single(names)] if "elements" in positions else []) + (
+        [single(tests)] if "test_elements" in positions else []
+    )
+    return build(op, graph, operands, [single(names)], kinds=dict.fromkeys(tests, "whole"))
+
+
 def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:
     """The normalised dim is lowered, the others parallel."""
     names = dim_names(len(graph.by_name[op.operands[0]].shape))
@@ -293,6 +305,8 @@ REDUCTIONS: RuleTable = {
     aten.logsumexp.default: _lowered(softmax.logsumexp),
     aten.linalg_vector_norm.default: _lowered(lowerings.vector_norm),
     aten.linalg_norm.default: _vector_norm_only(lowerings.linalg_norm),
+    aten.linalg_norm.ord_str: _vector_norm_only(lowerings.linalg_norm),
+    aten.linalg_matrix_norm.default: _vector_norm_only(lowerings.matrix_norm),
     aten.linalg_matrix_norm.str_ord: _vector_norm_only(lowerings.matrix_norm),
     aten.norm.Scalar: _lowered(lowerings.norm),
     aten.norm.ScalarOpt_dim: _lowered(lowerings.norm),
@@ -316,6 +330,9 @@ REDUCTIONS: RuleTable = {
     aten.msort.default: lambda op, graph: along_rule(op, graph, 0),
     aten.searchsorted.Tensor: _search,
     aten.bucketize.Tensor: _search,
+    aten.isin.Tensor_Tensor: _is_in,
+    aten.isin.Tensor_Scalar: _is_in,
+    aten.isin.Scalar_Tensor: _is_in,
     aten.topk.default: _along(scans.topk),
     aten.diff.default: _diff,
     aten.glu.default: _glu,

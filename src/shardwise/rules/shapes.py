@@ -211,6 +211,16 @@ def _diagonal(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST)
 
 
+def _diag_embed(op: Op, graph: Graph) -> OpRule:
+    """The reverse of ``diagonal``."""
+    args, rank = arguments(op), len(graph.by_name[op.results[0]].shape)
+    names = dim_names(rank)
+    pair = {normal_dim(args["dim1"], rank), normal_dim(args["dim2"], rank)}
+    operand = (*(name for i, name in enumerate(names) if i not in pair), "x")
+    kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), "x"), "whole")
+    return build(op, graph, [single(operand)], [single(names)], kinds=kinds, linear=_FIRST)
+
+
 def _complex_pairs(op: Op, graph: Graph) -> OpRule:
     """view_as_complex and view_as_real: the dim of (real, imaginary) is whole."""
     operand, result = graph.by_name[op.operands[0]].shape, graph.by_name[op.results[0]].shape
@@ -462,6 +472,7 @@ SHAPES: RuleTable = {
     aten.squeeze.dims: _squeeze,
     aten.unsqueeze.default: _unsqueeze,
     aten.diagonal.default: _diagonal,
+    aten.diag_embed.default: _diag_embed,
     aten.view_as_complex.default: _complex_pairs,
     aten.view_as_real.default: _complex_pairs,
     aten.expand.default: _expand,

@@ -20,6 +20,7 @@ from shardwise.rules.images import IMAGES
 from shardwise.rules.indexing import INDEXING
 from shardwise.rules.joins import JOINS
 from shardwise.rules.label_terms import LABEL_TERMS
+from shardwise.rules.linalg import LINALG
 from shardwise.rules.losses import LOSSES
 from shardwise.rules.matmul import MATMUL
 from shardwise.rules.normalization import NORMALIZATION
@@ -65,6 +66,7 @@ RULES: RuleTable = join(
         RECURRENT,
         EXPERTS,
         TRANSFORMS,
+        LINALG,
         FUNCTIONS,
     )
 )

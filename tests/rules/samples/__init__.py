@@ -8,6 +8,7 @@ from rules.samples.elementwise import ELEMENTWISE_SAMPLES
 from rules.samples.functions import FUNCTIONS
 from rules.samples.indexing import INDEXING
 from rules.samples.kinds import KINDS
+from rules.samples.linalg import LINALG
 from rules.samples.losses import LABEL_TERMS, LOSSES
 from rules.samples.products import ATTENTION, CONTRACTIONS, EXPERTS, RECURRENT
 from rules.samples.reductions import NORMALIZATION, REDUCTIONS
@@ -33,6 +34,7 @@ SAMPLES: tuple[Sample, ...] = (
     *RECURRENT,
     *EXPERTS,
     *TRANSFORMS,
+    *LINALG,
     *FUNCTIONS,
     *ELEMENTWISE_SAMPLES,
     *KINDS,

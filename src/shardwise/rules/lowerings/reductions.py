@@ -162,14 +162,14 @@ def norm(
 
 def linalg_norm(
     self: Tensor,
-    ord: float | None = None,
+    ord: float | str | None = None,
     dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Of vectors, or without an order."""
-    return vector_norm(self, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+    return vector_norm(self, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype=dtype)
 
 
 def matrix_norm(

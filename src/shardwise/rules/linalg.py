@@ -1,0 +1,118 @@
+"""Linear algebra on stacks of matrices: batch dims are parallel and broadcast, the dims of the matrices are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments
+from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.calls import broadcast_shape, normal_dim
+from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
+from shardwise.rules.empty import zeros_if_empty
+from shardwise.rules.rule import Dims, FactorKind, OpRule
+
+aten = torch.ops.aten
+
+
+def _batched(*ranks: int) -> RuleFunction:
+    """A line of the table: the rank of the matrix, vector or scalar in every operand and result; operands that are
+    optional come last, so that a call without them has fewer."""
+    return lambda op, graph: batched_rule(op, graph, ranks[: len(op.operands)], ranks[-len(op.results) :])
+
+
+def batched_rule(op: Op, graph: Graph, operands: Sequence[int], results: Sequence[int]) -> OpRule:
+    """``operands``, ``results``: how many dims of each belong to its matrix. Results without batch dims are empty: what
+    the arguments do not ask for."""
+    shapes = [graph.by_name[name].shape for name in (*op.operands, *op.results)]
+    ranks = [len(shape) - rank for shape, rank in zip(shapes, (*operands, *results), strict=True)]
+    batch = broadcast_shape(*(shape[:rank] for shape, rank in zip(shapes[: len(op.operands)], ranks, strict=False)))
+    kinds: dict[str, FactorKind] = {}
+
+    def dims(index: int) -> Dims:
+        shape = shapes[index]
+        is_stack = index < len(op.operands) or shape[: ranks[index]] == batch
+        rank = ranks[index] if is_stack else 0
+        names = [f"x{index}_{dim}" for dim in range(len(shape) - rank)]
+        kinds.update(dict.fromkeys(names, "whole"))
+        return broadcast_dims(shape[:rank], batch, dim_names(len(batch))) + single(names)
+
+    every = [dims(index) for index in range(len(shapes))]
+    return build(op, graph, every[: len(op.operands)], every[len(op.operands) :], kinds=kinds)
+
+
+def _solve(op: Op, graph: Graph) -> OpRule:
+    """The right-hand side is a stack of vectors where it has the shape of the matrices without their last dim."""
+    left, right = (graph.by_name[name].shape for name in op.operands)
+    rank = 1 if len(right) == 1 or right == left[:-1] else 2
+    return batched_rule(op, graph, (2, rank), (rank, 0)[: len(op.results)])
+
+
+def _cross(op: Op, graph: Graph) -> OpRule:
+    """Operands broadcast; the dim of the vectors is whole."""
+    rule = pointwise_rule(op, graph, ((0,), (1,)))
+    rank = len(graph.by_name[op.results[0]].shape)
+    kinds: dict[str, FactorKind] = {dim_names(rank)[normal_dim(arguments(op)["dim"], rank)]: "whole"}
+    return build(op, graph, rule.operands, rule.results, kinds=kinds, linear=((0,), (1,)))
+
+
+LINALG: RuleTable = {
+    aten.cholesky.default: _batched(2, 2),
+    aten.cholesky_inverse.default: _batched(2, 2),
+    aten.cholesky_solve.default: _batched(2, 2, 2),
+    aten.det.default: _batched(2, 0),
+    aten.geqrf.default: _batched(2, 2, 1),
+    aten.inverse.default: _batched(2, 2),
+    aten.linalg_cholesky.default: _batched(2, 2),
+    aten.linalg_cholesky_ex.default: _batched(2, 2, 0),
+    aten.linalg_cond.default: zeros_if_empty(_batched(2, 0)),
+    aten.linalg_cond.p_str: _batched(2, 0),
+    aten.linalg_cross.default: _cross,
+    aten.linalg_det.default: _batched(2, 0),
+    aten.linalg_eig.default: _batched(2, 1, 2),
+    aten.linalg_eigh.default: _batched(2, 1, 2),
+    aten.linalg_eigvals.default: _batched(2, 1),
+    aten.linalg_eigvalsh.default: _batched(2, 1),
+    aten.linalg_householder_product.default: _batched(2, 1, 2),
+    aten.linalg_inv.default: _batched(2, 2),
+    aten.linalg_inv_ex.default: _batched(2, 2, 0),
+    aten.linalg_ldl_factor.default: _batched(2, 2, 1),
+    aten.linalg_ldl_factor_ex.default: _batched(2, 2, 1, 0),
+    aten.linalg_ldl_solve.default: _batched(2, 1, 2, 2),
+    aten.linalg_lu.default: _batched(2, 2, 2, 2),
+    aten.linalg_lu_factor.default: _batched(2, 2, 1),
+    aten.linalg_lu_factor_ex.default: _batched(2, 2, 1, 0),
+    aten.linalg_lu_solve.default: _batched(2, 1, 2, 2),
+    aten.linalg_matrix_exp.default: _batched(2, 2),
+    aten.linalg_matrix_power.default: _batched(2, 2),
+    aten.linalg_matrix_rank.atol_rtol_float: _batched(2, 0),
+    aten.linalg_matrix_rank.atol_rtol_tensor: _batched(2, 0, 0, 0),
+    aten.linalg_matrix_rank.default: _batched(2, 0),
+    aten.linalg_matrix_rank.tol_tensor: _batched(2, 0, 0),
+    aten.linalg_pinv.atol_rtol_float: _batched(2, 2),
+    aten.linalg_pinv.atol_rtol_tensor: _batched(2, 0, 0, 2),
+    aten.linalg_pinv.default: _batched(2, 2),
+    aten.linalg_pinv.rcond_tensor: _batched(2, 0, 2),
+    aten.linalg_qr.default: _batched(2, 2, 2),
+    aten.linalg_slogdet.default: _batched(2, 0, 0),
+    aten.linalg_solve.default: _solve,
+    aten.linalg_solve_ex.default: _solve,
+    aten.linalg_solve_triangular.default: _batched(2, 2, 2),
+    aten.linalg_svd.default: _batched(2, 2, 1, 2),
+    aten.linalg_svdvals.default: _batched(2, 1),
+    aten._lu_with_info.default: _batched(2, 2, 1, 0),
+    aten.logdet.default: _batched(2, 0),
+    aten.lu_solve.default: _batched(2, 2, 1, 2),
+    aten.lu_unpack.default: _batched(2, 1, 2, 2, 2),
+    aten.matrix_exp.default: _batched(2, 2),
+    aten.matrix_power.default: _batched(2, 2),
+    aten.orgqr.default: _batched(2, 1, 2),
+    aten.ormqr.default: _batched(2, 1, 2, 2),
+    aten.pinverse.default: _batched(2, 2),
+    aten.qr.default: _batched(2, 2, 2),
+    aten.slogdet.default: _batched(2, 0, 0),
+    aten.svd.default: _batched(2, 2, 1, 2),
+    aten.triangular_solve.default: _batched(2, 2, 2, 2),
+}
