@@ -249,6 +249,43 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         lambda a, b: (torch.einsum("ij,kj->ik", a, b), a.prod(1), torch.stack([a, b]).norm(dim=0), a.cumsum(0)),
         (torch.complex(x(3, 4), x(3, 4)).detach(), torch.complex(x(3, 4), x(3, 4)).detach()),
     ),
+    "empty indices of another rank": (
+        lambda a, i: (torch.gather(a, 0, i), a * 2, torch.scatter(a, 0, i, 1.0)),
+        (x(4, 6), torch.zeros(0, dtype=torch.int64)),
+    ),
+    "similarities of all pairs": (
+        lambda a, b: torch.cosine_similarity(a[:, None], b[None], -1),
+        (x(4, 6), x(3, 6)),
+    ),
+    "stacks of matrices": (
+        lambda a, b: (
+            torch.linalg.solve(a, b),
+            torch.linalg.svdvals(a),
+            torch.linalg.slogdet(a)[1],
+            torch.linalg.lu_factor(a)[0],
+            torch.linalg.matrix_norm(a, 2),
+            torch.linalg.pinv(a),
+            torch.logdet(a @ a.mT),
+        ),
+        (x(4, 3, 3), x(4, 3, 2)),
+    ),
+    "functions of others": (
+        lambda a, b: (
+            torch.kron(a, b),
+            torch.hstack([a, b]),
+            *torch.hsplit(a, 2),
+            torch.tensordot(a, b, ([0], [0])),
+            torch.block_diag(a, b),
+            torch.cov(a),
+            torch.corrcoef(b),
+            torch.trapezoid(a),
+            torch.gradient(a)[0],
+            torch.combinations(b[:, 0]),
+            torch.dist(a, b[:, :1]),
+            torch.trace(a),
+        ),
+        (x(4, 6), x(4, 3)),
+    ),
     "fourier": (
         lambda a: (torch.fft.fft(a).abs(), torch.fft.irfft(torch.fft.rfft(a) * 2)),
         (x(4, 6),),

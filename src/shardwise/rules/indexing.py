@@ -69,10 +69,12 @@ def aligned_dims(shape: Sequence[int], index: Sequence[int], place: int) -> tupl
     return tuple(operand), tuple(indices), kinds
 
 
-def gather_rule(op: Op, graph: Graph) -> OpRule:
+def gather_rule(op: Op, graph: Graph) -> OpRule | None:
     shape, index = _shapes(op, graph)
     if not shape or not index:
         return _scalar_lookup(op, graph)
+    if len(shape) != len(index):  # PyTorch takes an empty index of any rank
+        return None
     place = normal_dim(arguments(op)["dim"], len(shape))
     operand, indices, kinds = aligned_dims(shape, index, place)
 

@@ -11,7 +11,16 @@ import torch
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import any_split, dims_of, flat_pieces, normal_dim, operand_positions, unchanged
+from shardwise.rules.calls import (
+    any_split,
+    broadcast_shape,
+    dims_of,
+    flat_pieces,
+    normal_dim,
+    operand_positions,
+    unchanged,
+)
+from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.kernels import CUMULATED
 from shardwise.rules.lowerings import reductions as lowerings
@@ -246,13 +255,16 @@ def _softmax(lowering: Lowering) -> RuleFunction:
 
 def _cosine(op: Op, graph: Graph) -> OpRule | None:
     left, right = (graph.by_name[name].shape for name in op.operands)
-    if left != right:
-        return None
-    names = dim_names(len(left))
     dim = normal_dim(arguments(op)["dim"], len(left))
-    result = single([name for i, name in enumerate(names) if i != dim])
+    if not left or len(left) != len(right) or left[dim] != right[dim]:
+        return None
+    names, whole = dim_names(len(left)), broadcast_shape(left, right)
+    operands = [broadcast_dims(shape, whole, names) for shape in (left, right)]
+    every = broadcast_dims(whole, whole, names)
     kinds: Mapping[str, FactorKind] = {names[dim]: "lowered"}
-    return build(op, graph, [single(names)] * 2, [result], kinds=kinds, lowering=lowerings.cosine_similarity)
+    return build(
+        op, graph, operands, [every[:dim] + every[dim + 1 :]], kinds=kinds, lowering=lowerings.cosine_similarity
+    )
 
 
 REDUCTIONS: RuleTable = {

@@ -47,7 +47,7 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     """``... v ..., ... i ... -> ... v ...``: the other dims are parallel where all sizes agree."""
     args, positions = arguments(op), operand_positions(op)
     shape, index, *sources = (graph.by_name[name].shape for name in op.operands)
-    if not shape or not index:
+    if not shape or len(shape) != len(index):  # PyTorch takes an empty index of any rank
         return None
     place = normal_dim(args["dim"], len(shape))
     operand, indices, kinds = aligned_dims(shape, index, place)

@@ -108,6 +108,7 @@ REDUCTIONS = [
     call(aten.norm.ScalarOpt_dim, x(3, 4), None, [0]),
     call(aten.frobenius_norm.dim, x(3, 4), [0, 1]),
     call(aten.cosine_similarity.default, x(3, 4), x(3, 4), 1),
+    call(aten.cosine_similarity.default, x(3, 1, 4), x(1, 5, 4), -1),
     call(aten.softmax.int, x(3, 5), -1),
     call(aten.softmax.int, x(3, 5), 0, torch.float64),
     call(aten.log_softmax.int, x(3, 5), 1),
