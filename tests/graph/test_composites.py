@@ -97,6 +97,7 @@ SAMPLES = [
     call(aten.nuclear_norm.dim, x(2, 3, 4), [0, 2]),
     call(aten.permute_copy.default, x(2, 3, 4), [2, 0, 1]),
     call(aten.row_stack.default, [x(3), x(2, 3)]),
+    call(aten.narrow_copy.default, x(2, 5), 1, 1, 3),
     call(aten.select_copy.int, x(2, 3), 1, -1),
     call(aten.slice_copy.Tensor, x(5, 3), 0, 1, 4, 2),
     call(aten.special_log_softmax.default, x(2, 3), -1),

@@ -123,7 +123,13 @@ COMPOSITES: Mapping[OpOverload, Callable[..., Any]] = {
         for name, overload in (
             *((name, "default") for name in ("alias", "diagonal", "expand", "permute", "t", "unfold", "unsqueeze")),
             *(("squeeze", "default"), ("squeeze", "dim"), ("squeeze", "dims"), ("view", "default"), ("view", "dtype")),
-            *(("select", "int"), ("slice", "Tensor"), ("split", "Tensor"), ("split_with_sizes", "default")),
+            *(
+                ("narrow", "default"),
+                ("select", "int"),
+                ("slice", "Tensor"),
+                ("split", "Tensor"),
+                ("split_with_sizes", "default"),
+            ),
             *(("transpose", "int"), ("unbind", "int"), ("view_as_real", "default")),
         )
     },

@@ -6,7 +6,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, operator_name
-from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.binding import RuleTable, build, dim_names, single, whole_rule
 from shardwise.rules.calls import any_split, block_offset, flat_pieces, replaced, unchanged
 from shardwise.rules.kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
 from shardwise.rules.rule import Call, FactorKind, LocalContext, OpRule
@@ -104,4 +104,6 @@ CONSTRUCTORS: RuleTable = {
     aten.linspace.default: _linspace,
     aten.eye.default: _eye,
     aten.eye.m: _eye,
+    aten.tril_indices.default: whole_rule,
+    aten.triu_indices.default: whole_rule,
 }

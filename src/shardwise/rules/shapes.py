@@ -211,6 +211,15 @@ def _diagonal(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST)
 
 
+def _diagonal_scatter(op: Op, graph: Graph) -> OpRule:
+    args, rank = arguments(op), _rank(op, graph)
+    names = dim_names(rank)
+    pair = {normal_dim(args["dim1"], rank), normal_dim(args["dim2"], rank)}
+    diagonal = (*(name for i, name in enumerate(names) if i not in pair), "x")
+    kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), "x"), "whole")
+    return build(op, graph, [single(names), single(diagonal)], [single(names)], kinds=kinds, linear=((0, 1),))
+
+
 def _diag_embed(op: Op, graph: Graph) -> OpRule:
     """The reverse of ``diagonal``."""
     args, rank = arguments(op), len(graph.by_name[op.results[0]].shape)
@@ -473,6 +482,7 @@ SHAPES: RuleTable = {
     aten.unsqueeze.default: _unsqueeze,
     aten.diagonal.default: _diagonal,
     aten.diag_embed.default: _diag_embed,
+    aten.diagonal_scatter.default: _diagonal_scatter,
     aten.view_as_complex.default: _complex_pairs,
     aten.view_as_real.default: _complex_pairs,
     aten.expand.default: _expand,

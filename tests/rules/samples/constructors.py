@@ -10,6 +10,8 @@ from shardwise.graph.operators import dropout, uniform
 aten = torch.ops.aten
 
 CONSTRUCTORS = [
+    unsplit(aten.tril_indices.default, 3, 4),
+    unsplit(aten.triu_indices.default, 4, 3, 1),
     call(aten.zeros.default, [3, 4]),
     call(aten.ones.default, [3, 4], dtype=torch.bool),
     call(aten.full.default, [5], 2.5),

@@ -46,6 +46,7 @@ SHAPES = [
     call(aten.unsqueeze.default, x(2, 3), 1),
     call(aten.diagonal.default, x(2, 3, 4), 1, 1, 2),
     call(aten.diag_embed.default, x(2, 3)),
+    call(aten.diagonal_scatter.default, x(3, 2, 4), x(2, 3), 1, 0, 2),
     call(aten.diag_embed.default, x(2, 3, 4), -1, 0, 2),
     call(aten.view_as_complex.default, x(3, 4, 2)),
     call(aten.view_as_real.default, torch.complex(x(3, 4), x(3, 4)).detach().requires_grad_()),

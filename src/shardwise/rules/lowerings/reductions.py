@@ -168,8 +168,8 @@ def linalg_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Of vectors, or without an order."""
-    return vector_norm(self, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype=dtype)
+    """Of vectors, or "fro", or without an order."""
+    return vector_norm(self, 2 if ord is None or isinstance(ord, str) else ord, dim, keepdim, dtype=dtype)
 
 
 def matrix_norm(
