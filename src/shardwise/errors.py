@@ -25,7 +25,7 @@ _LONGEST_LINE = 2_000  # of a message: a file may say anything
 _AROUND = 60  # characters shown before and after a caret in a long text
 
 
-class Problem(str):
+class ErrorText(str):
     """The text of an error, together with the parts that it was made of (see ``problem``)."""
 
     what: str = ""
@@ -48,7 +48,7 @@ class ShardwiseError(ValueError):
 
     def __init__(self, message: str = "") -> None:
         super().__init__("\n".join(map(_shortened, message.split("\n"))))
-        parts = message if isinstance(message, Problem) else Problem(message)
+        parts = message if isinstance(message, ErrorText) else ErrorText(message)
         self.what, self.op, self.source = parts.what or message, parts.op, parts.source
         self.fix, self.facts = parts.fix, parts.facts
 
@@ -119,7 +119,7 @@ def page(name: str) -> str:
 
 def problem(
     what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()
-) -> Problem:
+) -> ErrorText:
     """Lay out the message of an error: what is wrong (with the arithmetic), where, further facts, and the fix.
 
     An error that is raised with it has these parts as attributes.
@@ -136,7 +136,7 @@ def problem(
     lines += [f"  {name + ':':<7} {text}" for name, text in facts]
     if fix:
         lines.append(f"  fix:    {fix}")
-    text = Problem("\n".join(lines))
+    text = ErrorText("\n".join(lines))
     text.what, text.op, text.source, text.fix, text.facts = what, op, source, fix, facts
     return text
 
