@@ -367,7 +367,8 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
 
 
 def load(file_name: str, **settings: Any) -> nn.Module:
-    """What ``export`` wrote, for ``nn.GraphCell``."""
+    """What ``export`` wrote, for ``nn.GraphCell``. The file is a program: load what you trust (``torch.export.load``
+    unpickles, and what the program calls is in the file)."""
     path = Path(file_name)
     if not path.exists():
         raise ValueError(problem(f"there is no file {path}", fix="one that export wrote: net.mindir"))
