@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -109,9 +111,15 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], writer: int) -> None:
-    """Write the file of a rank."""
+    """Write the file of a rank: whole, or as it was, also where another process writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": FORMAT, "rank": writer, "parameters": entries, "info": info}, path)
+    part = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        torch.save({"format": FORMAT, "rank": writer, "parameters": entries, "info": info}, part)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 # Attributes by which cells hold the network that they wrap: they lengthen its paths.
