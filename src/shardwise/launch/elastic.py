@@ -22,9 +22,11 @@ import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardwise.errors import LaunchError, problem
 from shardwise.launch import bootstrap, zygote
 from shardwise.launch.course import Course, Elastic, culprit
 from shardwise.launch.job import EXIT_INTERRUPTED, Job, say
@@ -34,8 +36,10 @@ from shardwise.launch.watching import Watch
 from shardwise.launch.zygote import Zygote
 from shardwise.runtime.generation import GENERATION, Generation, plan_file
 from shardwise.runtime.pages import Seen
+from shardwise.runtime.private import check_own_folder, open_own
 
-_PREFIX, _LOCK = "shardwise-memory-", "lock"
+_LOCK = "lock"
+_NEW_SECONDS = 3600.0  # in which a launcher locks the folder that it has made
 
 
 @dataclass(slots=True)
@@ -125,10 +129,17 @@ class Agent:
 
     def _restore_memory(self) -> None:
         """Whoever cleans the system's memory up (at the end of a login, say) takes states, and not the job."""
-        if not os.path.isdir(self.memory):
-            os.makedirs(self.memory, mode=0o700)
-            self.locks.enter_context(_locked(self.memory))
-            say(f"{self.memory} was removed: steps that were kept there are lost")
+        try:
+            if not os.path.lexists(self.memory):
+                os.makedirs(self.memory, mode=0o700)
+                self.locks.enter_context(_locked(self.memory))
+                say(f"{self.memory} was removed: steps that were kept there are lost")
+            check_own_folder(self.memory)
+        except OSError as error:
+            what = f"the folder for states is gone: {error}"
+            raise LaunchError(
+                problem(what, fix="start the job again: it goes on from its newest checkpoint")
+            ) from error
 
     def _plan_ahead(self, generation: Generation, begin: Begin, shared: dict[str, str]) -> None:
         """Have the plans made that the next loss will ask for, if the script makes its plans by ``sw.planned``: that of
@@ -167,24 +178,31 @@ class Agent:
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
     """As long as a launcher lives it has its folder locked."""
-    with open(os.path.join(folder, _LOCK), "w") as lock:
+    check_own_folder(folder)
+    with open(open_own(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
-def folder_in_memory(place: str = "/dev/shm") -> Iterator[str]:
-    """A folder whose files are in memory that outlives processes, where the system has such. Those that launchers left
-    which were killed are deleted: whoever lives has locked its own."""
-    place = place if os.path.isdir(place) and os.access(place, os.W_OK) else tempfile.gettempdir()
-    for left in glob.glob(os.path.join(place, f"{_PREFIX}*")):
-        with contextlib.suppress(OSError), open(os.path.join(left, _LOCK)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix="shardwise-new-", dir=place)
+def folder_of_launcher(place: str, kind: str) -> Iterator[str]:
+    """A new folder ``shardwise-KIND-...`` in a place where other users have theirs. Those that this user's launchers
+    left which were killed are deleted: whoever lives has locked its own."""
+    for left in glob.glob(os.path.join(place, f"shardwise-{kind}-*")):
+        with contextlib.suppress(OSError):
+            check_own_folder(left)
+            with open(open_own(os.path.join(left, _LOCK))) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+    for left in glob.glob(os.path.join(place, f"shardwise-new-{kind}-*")):  # killed before it had locked its own
+        with contextlib.suppress(OSError):
+            check_own_folder(left)
+            if time.time() > os.lstat(left).st_mtime + _NEW_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"shardwise-new-{kind}-", dir=place)
     try:
         with _locked(folder):
-            locked = os.path.join(place, _PREFIX + os.path.basename(folder).removeprefix("shardwise-new-"))
+            locked = os.path.join(place, os.path.basename(folder).replace("-new", "", 1))
             os.rename(folder, locked)
             folder = locked
             yield folder
@@ -192,4 +210,10 @@ def folder_in_memory(place: str = "/dev/shm") -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-__all__ = ["Agent", "folder_in_memory"]
+def folder_in_memory(place: str = "/dev/shm") -> contextlib.AbstractContextManager[str]:
+    """A folder whose files are in memory that outlives processes, where the system has such."""
+    place = place if os.path.isdir(place) and os.access(place, os.W_OK) else tempfile.gettempdir()
+    return folder_of_launcher(place, "memory")
+
+
+__all__ = ["Agent", "folder_in_memory", "folder_of_launcher"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from shardwise.errors import LaunchError, problem
 from shardwise.hosts import Host
 from shardwise.launch import bootstrap
 from shardwise.launch.course import Elastic
-from shardwise.launch.elastic import Agent, folder_in_memory
+from shardwise.launch.elastic import Agent, folder_in_memory, folder_of_launcher
 from shardwise.launch.job import Job, signals_caught
 from shardwise.launch.member import Begin, Identity, Member
 from shardwise.launch.places import DEFAULT_PORT
@@ -101,8 +100,7 @@ def launch(
         return shared
 
     with contextlib.ExitStack() as stack:
-        scratch = tempfile.mkdtemp(prefix="shardwise-")
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch = stack.enter_context(folder_of_launcher(tempfile.gettempdir(), "job"))
         logs = _open_logs(stack, log_dir, here.ranks if node_rank < len(hosts) else [])
         caught: list[int] = []
 
