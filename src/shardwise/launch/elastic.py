@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.errors import LaunchError, problem
 from shardwise.launch import bootstrap, zygote
 from shardwise.launch.course import Course, Elastic, culprit
+from shardwise.launch.head import EXIT_ALONE, STOPPED
 from shardwise.launch.job import EXIT_INTERRUPTED, Job, say
 from shardwise.launch.member import Begin, Member
 from shardwise.launch.processes import Failure
@@ -81,16 +82,22 @@ class Agent:
 
     def take_part(self, member: Member) -> int:
         """The exit code of a job of which this machine has a part."""
+        number, code = -1, 0  # of the latest generation that had ranks here
         while True:
             begin = member.wait()
+            if begin == 0 and code and number == member.number:
+                say(f"the job ended with exit code 0, and ranks of machine {member.node} did not")
+                return EXIT_ALONE
             if isinstance(begin, int):
                 return begin
+            number = begin.number
             code, cause, absent, step = self._run_generation(begin, member)
             member.report(code, cause, absent, step)
 
     def _run_generation(self, begin: Begin, member: Member | None = None) -> tuple[int, Failure | None, list[int], int]:
         """(exit code, the failure that ended it; None where all ended well, or somebody interrupts; ranks that were in
-        no collective when they were stopped, the last step that was done)."""
+        no collective when they were stopped, the last step that was done). The code is 0 only where that of each rank
+        is."""
         self._restore_memory()
         generation = Generation(begin.number, self.memory, begin.suspect, num_machines=self.num_machines)
         ranks = range(begin.first, begin.first + len(begin.slots))
@@ -123,6 +130,8 @@ class Agent:
             absent = [number for number in asked if not pages[number].waits]
             if job.interrupted:  # perhaps while the others of a lost rank were stopped
                 return EXIT_INTERRUPTED, None, [], begin.step
+            if code == 0 and any(rank.process.returncode for rank in job.ranks):
+                code = STOPPED
             return code, job.cause, absent, max(begin.step, *(seen.step for seen in pages.values()))
         finally:
             job.kill()
