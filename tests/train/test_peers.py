@@ -193,6 +193,32 @@ def test_a_trainer_goes_on_from_copies(run_ranks: RunRanks, tmp_path: Path) -> N
     assert run_ranks(with_a_trainer, 2, str(tmp_path), time_limit_seconds=180.0) == [([3, 2, 5], True)] * 2
 
 
+def in_folder(folder: str) -> str:
+    """What all ranks say where one is given a folder that others may have made, or write to."""
+    said = []
+    for name in ("link", "open", "fifo"):
+        where = Path(folder, f"{name if dist.get_rank() == 1 else 'mine'}-{dist.get_rank()}")
+        try:
+            Peers(sw.PeerCopy(where))
+        except ShardwiseError as error:
+            said.append(str(error))
+    return "\n".join(said)
+
+
+def test_copies_are_kept_in_a_folder_of_the_user_only(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    os.symlink(tmp_path / "elsewhere", tmp_path / "link-1")
+    (tmp_path / "open-1").mkdir()
+    (tmp_path / "open-1").chmod(0o777)
+    os.mkfifo(tmp_path / "fifo-1")
+    for said in run_ranks(in_folder, 2, str(tmp_path), time_limit_seconds=120.0):
+        assert said.count("not a folder that only this user writes to") == 2
+        assert "File exists" in said
+        assert said.count("copies of the state cannot be kept in") == 3
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "mine-0").stat().st_mode & 0o777 == 0o700
+
+
 def test_one_rank_and_wrong_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardwiseError, match="there is one"):
         Peers(sw.PeerCopy(tmp_path))
