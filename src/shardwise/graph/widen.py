@@ -201,7 +201,7 @@ class Reference(TorchFunctionMode):
         shape = tuple(x.shape)
         mask = dropout_mask(self.seed, p, self.calls, shape, (0,) * len(shape), shape)
         self.calls += 1
-        return torch.where(mask, x / (1 - p), torch.zeros((), dtype=x.dtype))
+        return torch.where(mask, x / (1 - p) if p < 1 else x * 0, torch.zeros((), dtype=x.dtype))
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
         """The numbers of the next random call."""
@@ -314,7 +314,15 @@ def _exponential_(mode: Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs
 def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """``x`` with new values; one of lower precision can not hold them, and a widened tensor goes on in its place."""
     x.copy_(drawn)
-    return drawn if x.dtype in NARROW else x
+    return _beside(drawn, x) if x.dtype in NARROW else x
+
+
+def _beside(drawn: torch.Tensor, *operands: Any) -> torch.Tensor:
+    """``drawn``, with gradients of zeros for ``operands``, as PyTorch's own random operators have them."""
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and operand.requires_grad:
+            drawn = torch.fill(operand, -0.0) + drawn
+    return drawn
 
 
 def _normal_(mode: Reference, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> torch.Tensor:
@@ -339,15 +347,15 @@ def _random_(mode: Reference, x: torch.Tensor, to: int, **kwargs: Any) -> torch.
 
 def _bernoulli_(mode: Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
     if isinstance(p, torch.Tensor):
-        return _filled(x, (mode.uniform(tuple(x.shape)) < p).double())
+        return _filled(x, _beside((mode.uniform(tuple(x.shape)) < p).double(), p))
     return _filled(x, _bernoulli(mode, x, p).double())
 
 
 def _normal_of(mode: Reference, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
     shapes = [tuple(arg.shape) for arg in (mean, std) if isinstance(arg, torch.Tensor)]
-    mean, std = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
-    drawn: torch.Tensor = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * std + mean
-    return drawn
+    shift, scale = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
+    drawn = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * scale + shift
+    return _beside(drawn, mean, std)
 
 
 def _multinomial(
@@ -384,8 +392,8 @@ def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
 def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
     """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
     if p is None:
-        return (mode.uniform(tuple(input.shape)) < input).to(input.dtype)
-    return (mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype)
+        return _beside((mode.uniform(tuple(input.shape)) < input).to(input.dtype), input)
+    return _beside((mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype), input)
 
 
 def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -1,7 +1,8 @@
 """Torch's own functions, made right for shards: gradient norms, loss scaling, optimizer steps, checkpoints.
 
 Each of them is handed tensors that are shards and, left alone, would quietly compute something else than on one device.
-When the first module that holds shards is made, these places of torch are changed, once per process:
+When the first module that holds shards is made, these places of torch are changed, once per process (the hook with the
+first parallel module of any kind):
 
 * the body of ``torch.nn.utils.get_total_norm``, through which ``clip_grad_norm_`` goes as well: ``norms.total_norm``
   where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
@@ -49,8 +50,15 @@ def protect(parallel: torch.nn.Module, held: Mapping[str, Held], everyone: Commu
     """From now on, torch's functions know the parameters of this module. ``held``: what it holds, by name;
     ``everyone``: all ranks, where each holds some stages. Raises ShardwiseError if this version of torch does not have
     what they are told through."""
+    _watch_optimizers()
     if remember(parallel, held, everyone):
         _install()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """See every optimizer before its step; once."""
+    register_optimizer_step_pre_hook(before_step)
 
 
 @cache
@@ -78,7 +86,6 @@ def _install() -> None:
     changes += [(Optimizer, "state_dict", _telling_states), (Optimizer, "load_state_dict", _checking_states)]
     for kind, name, change in (*changes, (DistributedDataParallel, "__init__", _refusing_shards)):
         setattr(kind, name, change(getattr(kind, name)))
-    register_optimizer_step_pre_hook(before_step)
     initial_values.install()
     checkpoints.install()
     files.install()
