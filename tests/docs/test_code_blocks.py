@@ -92,6 +92,7 @@ def test_pages_have_blocks_that_run() -> None:
         "museum.md",
         "checked-plans.md",
         "benchmarks.md",
+        "operator-database.md",
         "search.md",
         "how-capture-works.md",
         "how-programs-work.md",
