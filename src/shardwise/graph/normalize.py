@@ -77,7 +77,8 @@ def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
         args = arguments(op)
         result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
         if args["beta"] == 0:
-            return (result,)
+            beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
+            return (emitter.with_zero_gradient(beside, result),)
         return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
 
     return rewrite

@@ -35,6 +35,7 @@ class Split(StandIn):
 
     plan: Plan
     inputs: Inputs
+    _elsewhere: frozenset[str] = frozenset()  # names of tensors that ranks of other stages hold alone
     _calls: Calls
     _state: State
 
@@ -169,6 +170,8 @@ class Split(StandIn):
         shards = {prefix + name: shard for name, shard in self._shards.items()}
         check(local_metadata.get(KEY, {}), self._shards, self.device_number)
         state_dict |= cut(state_dict, shards)  # torch's own copy, which submodules read
+        for name in self._elsewhere:
+            state_dict.pop(prefix + name, None)
         seed = state_dict.get(prefix + SEED)
         if seed is not None:
             self._draws = True
