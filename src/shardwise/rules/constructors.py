@@ -72,6 +72,11 @@ def _linspace(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [], [single(["n"])], localize=localize)
 
 
+def _spaced(op: Op, graph: Graph) -> OpRule:
+    """Between numbers of tensors, or logarithmic: every rank makes all of them."""
+    return build(op, graph, [()] * len(op.operands), [single(["n"])], kinds={"n": "whole"})
+
+
 def _eye(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
@@ -102,6 +107,13 @@ CONSTRUCTORS: RuleTable = {
     aten.arange.start: _range,
     aten.arange.start_step: _range,
     aten.linspace.default: _linspace,
+    aten.linspace.Tensor_Tensor: _spaced,
+    aten.linspace.Tensor_Scalar: _spaced,
+    aten.linspace.Scalar_Tensor: _spaced,
+    aten.logspace.default: _spaced,
+    aten.logspace.Tensor_Tensor: _spaced,
+    aten.logspace.Tensor_Scalar: _spaced,
+    aten.logspace.Scalar_Tensor: _spaced,
     aten.eye.default: _eye,
     aten.eye.m: _eye,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rules.samples.calls import Sample, call, unsplit, x
+from rules.samples.calls import Sample, call, plain, unsplit, x
 from shardwise.graph.operators import dropout, uniform
 
 aten = torch.ops.aten
@@ -24,6 +24,13 @@ CONSTRUCTORS = [
     call(aten.arange.start_step, 9, -3, -2),
     call(aten.arange.start_step, 0.0, 1.2, 0.2, dtype=torch.float64),
     call(aten.linspace.default, 0.0, 1.0, 6, dtype=torch.float64),
+    unsplit(aten.linspace.Tensor_Tensor, plain(x()), plain(x()), 6, dtype=torch.float64),
+    unsplit(aten.linspace.Tensor_Scalar, plain(x()), 1.0, 6, dtype=torch.float64),
+    unsplit(aten.linspace.Scalar_Tensor, 1.0, plain(x()), 6, dtype=torch.float64),
+    unsplit(aten.logspace.default, 0.0, 1.0, 6, dtype=torch.float64),
+    unsplit(aten.logspace.Tensor_Tensor, plain(x()), plain(x()), 6, dtype=torch.float64),
+    unsplit(aten.logspace.Tensor_Scalar, plain(x()), 1.0, 6, dtype=torch.float64),
+    unsplit(aten.logspace.Scalar_Tensor, 1.0, plain(x()), 6, dtype=torch.float64),
     call(aten.eye.default, 6),
     call(aten.eye.m, 4, 6, dtype=torch.float64),
 ]
