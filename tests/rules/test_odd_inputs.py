@@ -80,6 +80,11 @@ def halves(value: Tensor) -> Tensor:
     return value
 
 
+def transform(signal: Tensor, *sizes: Any, **named: Any) -> Tensor:
+    spectrum = torch.stft(signal, *sizes, **named, return_complex=True)
+    return spectrum * spectrum.abs()  # not what its inverse makes the signal of again
+
+
 def modes(value: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Parts of a tensor written one by one, as layers of Fourier neural operators do it."""
     value[:, :2] = a[:, :2]
@@ -229,6 +234,17 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         (x(4, 6),),
     ),
     "twice the same tensor": (lambda a: (a @ a.t(), a * a, torch.cat([a, a]), F.mse_loss(a, a * 2)), (x(4, 6),)),
+    "short-time transforms": (
+        lambda a, w: (
+            torch.istft(transform(a, 8, 2, window=w), 8, 2, window=w),
+            torch.istft(transform(a, 8, 3), 8, 3, length=20),
+            torch.istft(transform(a, 8, 2, 6, w[:6], normalized=True), 8, 2, 6, w[:6], normalized=True, length=22),
+            torch.istft(transform(a[0], 8, onesided=False), 8, onesided=False),
+            torch.istft(transform(a + 1j * a.flip(0), 8, 2, window=w), 8, 2, window=w, return_complex=True),
+            torch.istft(transform(a, 8, 4, center=False), 8, 4, center=False),
+        ),
+        (x(4, 24), unit(8) + 0.5),
+    ),
     "in place on complex slices": (
         lambda a, b, c: (
             modes(torch.zeros(4, 6, dtype=a.dtype), a, b),
