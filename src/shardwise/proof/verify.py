@@ -334,7 +334,8 @@ def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: floa
     ranks.adopt(OneDevice(start))
     programs = list(map(without_overwrites, ranks.programs))
     values = run_forward(ranks.cluster, programs, ranks.bindings(0))
-    fault = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
+    model = widen(start.captured.graph)
+    fault = wrong_result(ranks.spmd, model, ranks.programs, values, ranks.whole(0), tolerance)
     return fault or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
 
 
