@@ -46,6 +46,7 @@ CONSTRUCTS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "tensor of a number": lambda m, h, ids: h @ (torch.tensor(0.1) * m.layer.weight),
     "tensor of an integer": lambda m, h, ids: h @ (torch.tensor(WIDTH).sqrt() * m.layer.weight),
     "as_tensor": lambda m, h, ids: h @ column(torch.as_tensor(NUMBERS)),
+    "asarray": lambda m, h, ids: h @ column(torch.asarray(NUMBERS)),
     "new_tensor": lambda m, h, ids: h @ column(h.new_tensor(NUMBERS)),
     "new_zeros": lambda m, h, ids: h @ (h.new_zeros(WIDTH, 1) + 0.1),
     "FloatTensor": lambda m, h, ids: h @ column(torch.FloatTensor(NUMBERS)),
@@ -76,13 +77,15 @@ CONSTRUCTS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "cumsum of ones": lambda m, h, ids: (torch.ones(WIDTH).cumsum(0) / WIDTH) @ m.layer.weight + h,
     "an attribute": lambda m, h, ids: h @ m.table,
     "a global": lambda m, h, ids: h @ column(OUTSIDE),
+    "eps of a dtype": lambda m, h, ids: (h / (h.norm() + torch.finfo(h.dtype).eps)) @ m.layer.weight,
+    "a branch by dtype": lambda m, h, ids: h @ (m.layer.weight * (0.1 if h.dtype == torch.float32 else 0.2)),
     "a complex parameter": lambda m, h, ids: (h * m.phases).abs(),
     "a spectrum": lambda m, h, ids: torch.fft.irfft(torch.fft.rfft(h) * m.phases[:5], n=WIDTH),
     "complex": lambda m, h, ids: (h.cfloat() @ torch.complex(torch.eye(WIDTH) * 0.3, torch.ones(WIDTH, WIDTH))).imag,
     "polar": lambda m, h, ids: (h.to(torch.complex64) @ torch.polar(torch.ones(WIDTH, 1), column(OUTSIDE))).real,
     "tensor of complex numbers": lambda m, h, ids: (h * torch.tensor([0.1 + 0.3j] * WIDTH)).imag @ m.layer.weight,
     "pairs as complex": lambda m, h, ids: torch.view_as_complex(h.reshape(-1, WIDTH // 2, 2)).abs(),
-    "pairs by their bits": lambda m, h, ids: h.view(torch.complex64).abs(),
+    "pairs by their bits": lambda m, h, ids: h.view(torch.complex64).abs() + h.mean(),
 }
 
 
