@@ -5,6 +5,7 @@ Every construct meets a weight in a product, which takes no two dtypes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -196,3 +197,21 @@ def test_a_plan_with_a_precision_is_compared_in_float64_and_in_its_own_dtypes() 
     assert report.in_dtypes is not None
     assert report.in_dtypes.judged
     assert report.max_error < 1e-12
+
+
+@functools.lru_cache
+def frequencies(size: int, dtype: torch.dtype | None = None) -> Tensor:
+    return 1 / (10000 ** (torch.arange(0, size, dtype=dtype) / size))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_tables_in_caches_are_float64_while_a_model_is_verified_only(dtype: torch.dtype, is_cached: bool) -> None:
+    frequencies.cache_clear()
+    model, batch = Model(lambda m, h, ids: h @ column(frequencies(WIDTH, dtype))), inputs()
+    expected = model(*batch) if is_cached else None
+    report = sw.verify(model, batch, sw.plan(model, batch, 2, mode="data_parallel"))
+    assert report.max_error < 1e-12, report
+    assert frequencies(WIDTH, dtype).dtype is torch.float32
+    if expected is not None:
+        torch.testing.assert_close(model(*batch), expected)
