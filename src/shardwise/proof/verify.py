@@ -129,6 +129,9 @@ def verify(
 
     Under a plan of several micro-batches ``example_inputs`` are the whole batch of a step, of any size: the ranks make
     its passes, one device makes one; only running statistics are those of every micro-batch in both.
+
+    Both runs have float64 as torch's default dtype. A loss or gradient of nan on one device, or gradients that are zero
+    everywhere, prove nothing: the report is not ``ok``, and ``not_proven`` says why (``proof.substance``).
     """
     if steps < 1:
         raise ShardwiseError(problem(f"steps is {steps}: nothing would be compared", fix="a whole number from 1"))
