@@ -25,7 +25,7 @@ from oracle.page import COLUMNS, PAGE, counts, tables, with_tables, without_rule
 SECONDS = 300.0  # for all samples of an entry
 
 
-def _send(pipe: Connection, database_name: str, name: str, count: int, plans: int) -> None:
+def _send(pipe: Connection, database_name: str, name: str, count: int, plans: int | None) -> None:
     torch.set_num_threads(1)
     if database_name == "optimizers":
         pipe.send(list(optimizer_outcomes(name, count)))
@@ -34,7 +34,7 @@ def _send(pipe: Connection, database_name: str, name: str, count: int, plans: in
     pipe.close()
 
 
-def run(tasks: Sequence[tuple[str, str]], count: int, plans: int, jobs: int) -> dict[str, list[Outcome]]:
+def run(tasks: Sequence[tuple[str, str]], count: int, plans: int | None, jobs: int) -> dict[str, list[Outcome]]:
     """The outcomes of entries, by database. ``tasks``: (database, entry)."""
     context = get_context("fork")
     results: dict[str, list[Outcome]] = {name: [] for name, _ in tasks}
@@ -62,6 +62,9 @@ def run(tasks: Sequence[tuple[str, str]], count: int, plans: int, jobs: int) -> 
                 process.join()
                 del running[task]
                 results[task[0]] += ended
+                done = len(tasks) - len(waiting) - len(running)
+                if done % 100 == 0 or done == len(tasks):
+                    print(f"{done} of {len(tasks)} entries", flush=True)
                 for outcome in ended:
                     if outcome.ended in FAULTS:
                         print(f"{outcome.entry}: {outcome.ended}: {outcome.detail}", flush=True)
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--databases", nargs="*", default=["operators", "modules", "optimizers"])
     parser.add_argument("--samples", type=int, default=3, help="of an entry, spread over all that it has")
     parser.add_argument("--plans", type=int, default=2, help="of a sample, at random, beside the default one")
+    parser.add_argument("--rules", action="store_true", help="only capture samples, and count operators without a rule")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", action="store_true", help=f"write the tables in {PAGE.name}")
     options = parser.parse_args()
@@ -95,9 +99,9 @@ def main() -> None:
         if not options.names or any(part in name for part in options.names)
     ]
     list(outcomes("addmm", database("operators")["addmm"], 1, 1))  # what is compiled and read once, ahead of all forks
-    results = run(tasks, options.samples, options.plans, options.jobs)
+    results = run(tasks, options.samples, None if options.rules else options.plans, options.jobs)
     show(results)
-    if options.write:
+    if options.write and not options.rules:
         PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables(results)), encoding="utf-8")
     if any(outcome.ended in FAULTS for every in results.values() for outcome in every):
         raise SystemExit(1)

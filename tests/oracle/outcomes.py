@@ -42,15 +42,16 @@ class Outcome:
     without_rule: list[str] = field(default_factory=list)
 
 
-def outcomes(name: str, entry: object, count: int, plans: int) -> Iterator[Outcome]:
+def outcomes(name: str, entry: object, count: int, plans: int | None) -> Iterator[Outcome]:
     """The outcome of every sample of an entry."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield from (attempt(name, model, plans) for model in samples(entry, count))
 
 
-def attempt(name: str, model: Weighed, plans: int) -> Outcome:
-    """Capture a sample, plan it by the default search and by random choices, and verify all plans."""
+def attempt(name: str, model: Weighed, plans: int | None) -> Outcome:
+    """Capture a sample, plan it by the default search and by ``plans`` random choices, and verify all plans. None: only
+    capture it."""
     outcome = Outcome(name)
     try:
         results = model(*(x.clone() for x in model.called.inputs))
@@ -67,7 +68,7 @@ def attempt(name: str, model: Weighed, plans: int) -> Outcome:
         of_call = [op for op in graph.ops if op.name.startswith("called/")]
         outcome.without_rule = [str(op.target) for op in of_call if rule_of(op, graph) is None]
         with captured_once(captured):
-            for plan in _plans(name, model, captured, plans):
+            for plan in () if plans is None else _plans(name, model, captured, plans):
                 outcome.planned = True
                 strategies = {entry.name: entry.strategy for entry in plan.operators}
                 outcome.split |= any(FACTOR.search(strategies[op.name]) for op in of_call)
@@ -77,7 +78,7 @@ def attempt(name: str, model: Weighed, plans: int) -> Outcome:
                 elif not report.ok:
                     outcome.ended, outcome.detail = "wrong", " ".join(str(report).split())
                     return outcome
-        outcome.ended = outcome.ended or "equal"
+        outcome.ended = outcome.ended or ("equal" if plans is not None else "captured")
     except ShardwiseError as error:
         outcome.ended, outcome.detail = "refused", f"{type(error).__name__}: {_first_line(error)}"
     except Exception as error:

@@ -5,6 +5,7 @@ Every construct meets a weight in a product, which takes no two dtypes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -46,6 +47,7 @@ CONSTRUCTS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "tensor of a number": lambda m, h, ids: h @ (torch.tensor(0.1) * m.layer.weight),
     "tensor of an integer": lambda m, h, ids: h @ (torch.tensor(WIDTH).sqrt() * m.layer.weight),
     "as_tensor": lambda m, h, ids: h @ column(torch.as_tensor(NUMBERS)),
+    "asarray": lambda m, h, ids: h @ column(torch.asarray(NUMBERS)),
     "new_tensor": lambda m, h, ids: h @ column(h.new_tensor(NUMBERS)),
     "new_zeros": lambda m, h, ids: h @ (h.new_zeros(WIDTH, 1) + 0.1),
     "FloatTensor": lambda m, h, ids: h @ column(torch.FloatTensor(NUMBERS)),
@@ -76,13 +78,15 @@ CONSTRUCTS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "cumsum of ones": lambda m, h, ids: (torch.ones(WIDTH).cumsum(0) / WIDTH) @ m.layer.weight + h,
     "an attribute": lambda m, h, ids: h @ m.table,
     "a global": lambda m, h, ids: h @ column(OUTSIDE),
+    "eps of a dtype": lambda m, h, ids: (h / (h.norm() + torch.finfo(h.dtype).eps)) @ m.layer.weight,
+    "a branch by dtype": lambda m, h, ids: h @ (m.layer.weight * (0.1 if h.dtype == torch.float32 else 0.2)),
     "a complex parameter": lambda m, h, ids: (h * m.phases).abs(),
     "a spectrum": lambda m, h, ids: torch.fft.irfft(torch.fft.rfft(h) * m.phases[:5], n=WIDTH),
     "complex": lambda m, h, ids: (h.cfloat() @ torch.complex(torch.eye(WIDTH) * 0.3, torch.ones(WIDTH, WIDTH))).imag,
     "polar": lambda m, h, ids: (h.to(torch.complex64) @ torch.polar(torch.ones(WIDTH, 1), column(OUTSIDE))).real,
     "tensor of complex numbers": lambda m, h, ids: (h * torch.tensor([0.1 + 0.3j] * WIDTH)).imag @ m.layer.weight,
     "pairs as complex": lambda m, h, ids: torch.view_as_complex(h.reshape(-1, WIDTH // 2, 2)).abs(),
-    "pairs by their bits": lambda m, h, ids: h.view(torch.complex64).abs(),
+    "pairs by their bits": lambda m, h, ids: h.view(torch.complex64).abs() + h.mean(),
 }
 
 
@@ -193,3 +197,21 @@ def test_a_plan_with_a_precision_is_compared_in_float64_and_in_its_own_dtypes() 
     assert report.in_dtypes is not None
     assert report.in_dtypes.judged
     assert report.max_error < 1e-12
+
+
+@functools.lru_cache
+def frequencies(size: int, dtype: torch.dtype | None = None) -> Tensor:
+    return 1 / (10000 ** (torch.arange(0, size, dtype=dtype) / size))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_tables_in_caches_are_float64_while_a_model_is_verified_only(dtype: torch.dtype, is_cached: bool) -> None:
+    frequencies.cache_clear()
+    model, batch = Model(lambda m, h, ids: h @ column(frequencies(WIDTH, dtype))), inputs()
+    expected = model(*batch) if is_cached else None
+    report = sw.verify(model, batch, sw.plan(model, batch, 2, mode="data_parallel"))
+    assert report.max_error < 1e-12, report
+    assert frequencies(WIDTH, dtype).dtype is torch.float32
+    if expected is not None:
+        torch.testing.assert_close(model(*batch), expected)

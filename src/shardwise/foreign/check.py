@@ -33,6 +33,7 @@ from shardwise.foreign.tools import ForeignPlan, recognise
 from shardwise.foreign.work import Work, sent
 from shardwise.graph.batch import num_samples
 from shardwise.graph.called import call_arguments, call_module, find_loss
+from shardwise.graph.reachable import emptied, reached
 from shardwise.graph.switches import default_dtype
 from shardwise.graph.trees import flatten_output
 from shardwise.graph.widen import functions_opened
@@ -151,6 +152,7 @@ def check(
         warnings.catch_warnings(),
         functions_opened(),
         default_dtype(torch.float64) as models_default,
+        emptied(reached(module, loss), keeps=False),
     ):
         warnings.simplefilter("ignore")  # tools announce what they are told to do
         expected, one = _one_device(call, records=False)

@@ -86,11 +86,13 @@ class Dtypes:
         self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
         self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
         self._copies: list[torch.Tensor] = []  # held: no other comes to lie there
-        self._were_read = False  # of a tensor that is widened: what is cast to float64 may then be cast to that
+        self._were_read = False  # float64, of a tensor that is widened: what is cast to float64 may be cast to that
 
-    def note_read(self, tensor: torch.Tensor) -> None:
-        """The model asks for the dtype of a tensor."""
-        self._were_read |= tensor.is_floating_point() and self.of(tensor) != tensor.dtype
+    def read(self, tensor: torch.Tensor) -> torch.dtype:
+        """What the model reads as the dtype of a tensor: that in the model where it is known."""
+        dtype = self.of(tensor)
+        self._were_read |= dtype is None
+        return dtype or tensor.dtype
 
     def after_cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """The result of a widened call: a copy where a cast makes one, and the widened one does not."""
@@ -213,7 +215,7 @@ class Reference(TorchFunctionMode):
         if not self.widens:
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is _DTYPE:
-            self.dtypes.note_read(args[0])
+            return self.dtypes.read(args[0])
         return self.dtypes.after_cast(func, args, kwargs, widened_call(func, args, kwargs))
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -500,7 +502,10 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
-    **{function: _from_data(function) for function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)},
+    **{
+        function: _from_data(function)
+        for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+    },
     torch.Tensor.__setitem__: _setitem,
     torch.rand: _rand,
     torch.rand_like: _rand_like,

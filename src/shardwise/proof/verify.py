@@ -23,6 +23,7 @@ from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph
+from shardwise.graph.reachable import emptied, reached
 from shardwise.graph.switches import default_dtype
 from shardwise.graph.trees import flatten
 from shardwise.graph.widen import widen
@@ -128,6 +129,9 @@ def verify(
 
     Under a plan of several micro-batches ``example_inputs`` are the whole batch of a step, of any size: the ranks make
     its passes, one device makes one; only running statistics are those of every micro-batch in both.
+
+    Both runs have float64 as torch's default dtype. A loss or gradient of nan on one device, or gradients that are zero
+    everywhere, prove nothing: the report is not ``ok``, and ``not_proven`` says why (``proof.substance``).
     """
     if steps < 1:
         raise ShardwiseError(problem(f"steps is {steps}: nothing would be compared", fix="a whole number from 1"))
@@ -144,7 +148,8 @@ def verify(
     initial = with_values(module, seed)
     reference = widened_module(initial)
     stored = None if plan.precision.is_models else stored_module(initial, plan)
-    with default_dtype(torch.float64) as models_default:
+    code = reached(module, loss)
+    with default_dtype(torch.float64) as models_default, emptied(code, keeps=False):
         start_of = partial(
             Start,
             captured=captured,
@@ -187,7 +192,7 @@ def verify(
         wrong = [difference for difference in differences if not difference.error <= tolerance]
         dtypes_report = None
         if stored is not None:
-            with default_dtype(models_default):
+            with default_dtype(models_default), emptied(code, keeps=False):
                 if is_in_passes:
                     spmds, prelude = _programs(plan, narrow, None, training=training)
                     start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
@@ -255,7 +260,7 @@ def _pipeline_report(
     )
     dtypes_report = None
     if stored is not None:
-        with default_dtype(start.models_default):
+        with default_dtype(start.models_default), emptied(reached(call.module, call.loss), keeps=False):
             narrow_bounds = {
                 size: bound(plan, graph, prelude=narrow.prelude, training=training)
                 for size, graph in narrow.graphs.items()
