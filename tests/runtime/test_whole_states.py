@@ -200,6 +200,35 @@ def whole_states(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return found
 
 
+@sw.elementwise_optimizer
+class Flattening(torch.optim.SGD):
+    """An element-wise optimizer that keeps its states flat."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("flat", torch.zeros(parameter.numel()))
+
+
+def odd_states(options: dict[str, Any], folder: str) -> list[str]:
+    par, _ = split(options, 0)
+    optimizer = Flattening(par.parameters(), lr=0.1)
+    optimizer.step()
+    return [
+        refusal(lambda: get_optimizer_state_dict(par, optimizer, options=ON_RANK_0)),
+        refusal(lambda: dcp.save(get_optimizer_state_dict(par, optimizer), checkpoint_id=f"{folder}/odd")),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["stages of shards", "shards"])
+def test_states_of_which_nothing_says_what_part_they_are_are_refused(
+    run_ranks: RunRanks, tmp_path: Path, kind: str
+) -> None:
+    size, options = PLANS[kind]
+    for found in run_ranks(odd_states, size, options, str(tmp_path), time_limit_seconds=240):
+        assert all("nothing says which part of the whole that is" in text for text in found), found
+
+
 def _safetensors(folder: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 

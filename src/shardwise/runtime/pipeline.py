@@ -141,13 +141,11 @@ class Pipeline(Split):
 
     @cached_property
     def _elsewhere(self) -> frozenset[str]:
-        """The names of tensors that other stages hold alone."""
-        tensors = (self.original, self)
-        every, here = (
-            {n for n, _ in (*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False))}
-            for m in tensors
-        )
-        return frozenset(every - here)
+        def names(module: torch.nn.Module) -> set[str]:
+            tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+            return {name for named in tensors for name, _ in named}
+
+        return frozenset(names(self.original) - names(self))
 
     def _holders(self, name: str) -> list[int]:
         """The other ranks that have this rank's shard of a parameter of several stages."""

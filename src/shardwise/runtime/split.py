@@ -35,7 +35,6 @@ class Split(StandIn):
 
     plan: Plan
     inputs: Inputs
-    _elsewhere: frozenset[str] = frozenset()  # names of tensors that ranks of other stages hold alone
     _calls: Calls
     _state: State
 
@@ -179,6 +178,11 @@ class Split(StandIn):
                 self._seed.copy_(seed)
         rest = {k: v for k, v in state_dict.items() if k != prefix + SEED}
         super()._load_from_state_dict(rest, prefix, local_metadata, *others)
+
+    @property
+    def _elsewhere(self) -> frozenset[str]:
+        """Names of tensors that ranks of other stages hold alone."""
+        return frozenset()
 
     @property
     def _shards(self) -> dict[str, Shard]:

@@ -313,7 +313,9 @@ class Known:
 
     def __init__(self) -> None:
         shards = list(held_shards())
-        every = [*shards, *_gradients(shards), *_optimizer_states(shards)]
+        states = list(_optimizer_states(shards))
+        every = [*shards, *_gradients(shards), *((state, held) for state, held, is_part in states if is_part)]
+        self._odd = {_place(state): held for state, held, is_part in states if not is_part and held.layout.positions}
         self._owners = Owners(every)
         self._exact = {_place(tensor): held for tensor, held in every if tensor.numel()}
         # A rank that holds nothing of a tensor knows it by its shape and its name.
@@ -373,7 +375,13 @@ class Known:
             candidates = self._empty.get(tensor.shape, [])
             named = [held for held in candidates if any(f".{held.name}." in f".{key}." for key in path)]
             return max(named or candidates, key=lambda held: len(held.name), default=None)
-        exact = self._exact.get(_place(tensor))
+        exact, odd = self._exact.get(_place(tensor)), self._odd.get(_place(tensor))
+        if odd is not None:
+            what = (
+                f"an optimizer keeps {list(tensor.shape)} of this rank's shard of {odd.name}, and nothing says which "
+            )
+            fix = "use an optimizer whose states have the parameter's shape or are single numbers"
+            self.refuse(f"{what}part of the whole that is", fix, odd)
         partly = self._owners.of(tensor) if exact is None else None
         if partly is not None:
             self.refuse(
@@ -397,9 +405,9 @@ def _gradients(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[Tensor, 
     return ((tensor.grad, held) for tensor, held in shards if tensor.grad is not None)
 
 
-def _optimizer_states(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[Tensor, Held]]:
-    """What optimizers keep of shards, element by element. No list of optimizers is kept anywhere: a new one has states
-    as soon as it loads them, before its first step."""
+def _optimizer_states(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[Tensor, Held, bool]]:
+    """What optimizers keep of shards, and whether it has the shard's shape. No list of optimizers is kept anywhere: a
+    new one has states as soon as it loads them, before its first step."""
     held_by_id = {id(tensor): held for tensor, held in shards}
     for optimizer in gc.get_objects():
         if not issubclass(type(optimizer), torch.optim.Optimizer):
@@ -409,4 +417,4 @@ def _optimizer_states(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[T
             held = held_by_id.get(id(parameter))
             if held is not None:
                 kept = (leaf for leaf in leaves(state) if isinstance(leaf, Tensor))
-                yield from ((tensor, held) for tensor in kept if tensor.shape == parameter.shape)
+                yield from ((x, held, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())

@@ -35,7 +35,7 @@ def missing() -> list[str]:
 
 def install() -> None:
     """Change functions of torch and safetensors, once per process."""
-    check_file = torch.serialization._check_save_filelike
+    check_file: Any = torch.serialization._check_save_filelike
 
     @functools.wraps(check_file)
     def check(f: Any) -> None:
