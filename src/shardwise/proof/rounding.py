@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.graph.capture import Capture
 from shardwise.proof.comparison import Difference, Key, Values, compare
-from shardwise.proof.runs import OneDevice, Ranks, Start
+from shardwise.proof.runs import OneDevice, Ranks, Start, as_leaf
 
 RUNS = 5
 DISTURBANCE = 2.0**-50  # of every number, up or down: what the sum of some hundred terms in another order may err
@@ -164,7 +164,10 @@ def disturbed_runs(
     runs = []
     for number in range(RUNS):
         draw = torch.Generator().manual_seed(number)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_off, draw=draw, by=by), (start.args, start.kwargs))
+        off = partial(_off, draw=draw, by=by)
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda x, off=off: as_leaf(off(x.detach()), x), (start.args, start.kwargs)
+        )
         runs.append(alone(replace(start, args=args, kwargs=kwargs)))
     return runs
 

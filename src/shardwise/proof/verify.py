@@ -23,7 +23,7 @@ from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph
-from shardwise.graph.trees import flatten
+from shardwise.graph.trees import call_constants, flatten
 from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
 from shardwise.plans.bind import program_of, same_inputs
@@ -39,7 +39,7 @@ from shardwise.proof.dtypes import Compared, InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
 from shardwise.proof.passes import OneDeviceOfPasses, RanksOfPasses
 from shardwise.proof.rounding import Rounding, explain, of_sources
-from shardwise.proof.runs import OneDevice, Ranks, Start, widened
+from shardwise.proof.runs import OneDevice, Ranks, Start, as_leaf, widened
 from shardwise.proof.stages import Pipelined
 from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
@@ -129,10 +129,13 @@ def verify(
     need_values((args, named))
     # As planned: in float64 other casts are no-ops.
     check_ambient(plan.precision.autocast, "around sw.verify")
-    captured = capture(module, args, named, loss=loss, precision=plan.precision)
+    if plan.is_pipeline or plan.micro_batches > 1:  # whose steps bring no gradients of inputs
+        args, named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
+    captured = capture(module, args, named, loss=loss, precision=plan.precision, input_gradients=True)
     graph, arguments = widen(captured.graph), (args, named)
     call = Example(module, arguments, loss, precision=plan.precision)
-    args, named = pytree.tree_map_only(torch.Tensor, widened, arguments)
+    constants = call_constants(arguments)
+    args, named = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(widened(x), x), arguments)
     initial = with_values(module, seed)
     reference = copied(initial).double()
     stored = None if plan.precision.is_models else stored_module(initial, plan)
@@ -142,13 +145,13 @@ def verify(
     training = module.training if plan.micro_batches == 1 or is_in_passes else None
     if is_in_passes:
         narrow, passes = _passes(plan, captured.graph, call)
-        spmds, prelude = _programs(plan, passes, narrow, training=training)
+        spmds, prelude = _programs(plan, passes, narrow, training=training, constants=constants)
         spmd = spmds[passes.sizes[0]]
         start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
         single: OneDevice = OneDeviceOfPasses(start, passes)
         ranks: Ranks = RanksOfPasses(start, plan, passes, spmds, prelude)
     else:
-        spmd = program_of(plan, graph, training=training, original=captured.graph)
+        spmd = program_of(plan, graph, training=training, original=captured.graph, constants=constants)
         start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
         single, ranks = OneDevice(start), Ranks(start)
     worst: dict[Key, Difference] = {}
@@ -167,7 +170,7 @@ def verify(
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     dtypes_report = None
     if stored is not None and is_in_passes:
-        spmds, prelude = _programs(plan, narrow, None, training=training)
+        spmds, prelude = _programs(plan, narrow, None, training=training, constants=constants)
         start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
         compared = Compared(
             RanksOfPasses(start_in_dtypes, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes)
@@ -175,7 +178,7 @@ def verify(
         dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
     elif stored is not None:
         start_in_dtypes = _start_in_dtypes(
-            start, program_of(plan, captured.graph, training=training), stored, call, plan
+            start, program_of(plan, captured.graph, training=training, constants=constants), stored, call, plan
         )
         dtypes_report = in_dtypes(start_in_dtypes, Compared(Ranks(start_in_dtypes)), plan, steps)
     rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
@@ -186,7 +189,7 @@ def verify(
         backward=records[1],
         planned_forward=spmd.forward_collectives(in_passes=is_in_passes),
         planned_backward=backward_collectives(ranks.programs[0], in_passes=is_in_passes),
-        matches_plan=_listed(plan, spmd.graph if is_in_passes else graph, records),
+        matches_plan=constants != plan.constants or _listed(plan, spmd.graph if is_in_passes else graph, records),
         untraceable=ranks.programs[0].untraceable,
         rounding=rounding,
         first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
@@ -206,15 +209,23 @@ def _pipeline_report(
 ) -> Report:
     """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own.
     ``stored``: the module as a plan with a precision stores it."""
-    graph = step_graph(captured.graph)
+    graph, constants = step_graph(captured.graph), call_constants(call.arguments)
     if plan.micro_batches == 1 or (batch_size(captured.graph) or 0) <= (plan.micro_batch or 0):
         narrow, passes = Passes.single(graph), Passes.single(widen(graph))
     else:
         narrow, passes = _passes(plan, graph, call)
     is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
     training = call.module.training if is_planned else None
+    is_planned &= constants == plan.constants
     bounds = {
-        size: bound(plan, graph, prelude=passes.prelude, training=training, original=narrow.graphs[size])
+        size: bound(
+            plan,
+            graph,
+            prelude=passes.prelude,
+            training=training,
+            original=narrow.graphs[size],
+            constants=constants,
+        )
         for size, graph in passes.graphs.items()
     }
     first = bounds[passes.sizes[0]]
@@ -230,7 +241,8 @@ def _pipeline_report(
     dtypes_report = None
     if stored is not None:
         narrow_bounds = {
-            size: bound(plan, graph, prelude=narrow.prelude, training=training) for size, graph in narrow.graphs.items()
+            size: bound(plan, graph, prelude=narrow.prelude, training=training, constants=constants)
+            for size, graph in narrow.graphs.items()
         }
         start_in_dtypes = _start_in_dtypes(start, _of_stages(narrow_bounds[narrow.sizes[0]].spmds), stored, call, plan)
         compared = Compared(Pipelined(start_in_dtypes, plan, narrow, narrow_bounds), _alone(narrow), len(narrow.sizes))
@@ -268,12 +280,18 @@ def _alone(passes: Passes) -> Callable[[Start], OneDevice]:
 
 
 def _programs(
-    plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None
+    plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None, constants: tuple[str, ...]
 ) -> tuple[dict[int, Spmd], Spmd | None]:
     """The programs of passes, by their samples, and that of the prelude. ``narrow``: the passes in the model's dtypes,
     where ``passes`` are in float64."""
     spmds = {
-        size: program_of(plan, graph, training=training, original=None if narrow is None else narrow.graphs[size])
+        size: program_of(
+            plan,
+            graph,
+            training=training,
+            original=None if narrow is None else narrow.graphs[size],
+            constants=constants,
+        )
         for size, graph in passes.graphs.items()
     }
     prelude = None
@@ -284,7 +302,7 @@ def _programs(
 
 def _start_in_dtypes(start: Start, spmd: Spmd, stored: torch.nn.Module, call: Example, plan: Plan) -> Start:
     """The start of the comparison in the plan's own dtypes."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), call.arguments)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(x.detach().cpu(), x), call.arguments)
     return replace(start, spmd=spmd, module=stored, args=args, kwargs=kwargs, precision=plan.precision)
 
 
