@@ -16,6 +16,12 @@ from shardwise.graph.schema import operator_name
 
 aten = torch.ops.aten
 
+# ``torch.linspace`` and ``logspace`` read the numbers of tensors ahead of the operator, outside autograd.
+_READ_NUMBERS = frozenset(
+    overload
+    for spaced in (torch.ops.aten.linspace, torch.ops.aten.logspace)
+    for overload in (spaced.Tensor_Tensor, spaced.Tensor_Scalar, spaced.Scalar_Tensor)
+)
 Rewrite = Callable[[Op, "Emitter"], tuple[Arg, ...] | None]
 
 
@@ -89,6 +95,8 @@ class Emitter:
         places = list(refs((op.args, tuple(arg for _, arg in op.kwargs))))
         if not any(self.values[name].requires_grad for name in places):
             return set()
+        if op.target in _READ_NUMBERS:
+            return set(places)
         left = self._types.without_gradient(op.target, op.args, op.kwargs, self.values.__getitem__)
         reached = {name for name, without in zip(places, left, strict=True) if not without}
         return set(places) - reached

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError, problem
 from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
@@ -232,6 +233,7 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.addmm.default: _fused_add(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: _fused_add(aten.bmm.default, "batch1", "batch2"),
     aten.addmv.default: _fused_add(aten.mv.default, "mat", "vec"),
+    aten.einsum.default: diagonals,
     aten.conv1d.default: _convolution,
     aten.conv2d.default: _convolution,
     aten.conv3d.default: _convolution,

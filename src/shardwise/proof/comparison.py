@@ -53,6 +53,11 @@ def magnitude(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is infinite or nan."""
+    return bool(tensor.detach().isfinite().all())
+
+
 def difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
     """The largest difference over ``scale``; nan equals nan, and is infinitely far from numbers."""
     if want.shape != have.shape:
