@@ -369,7 +369,9 @@ class Parallel(Split):
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's part of a whole input."""
-        part: torch.Tensor = _Part.apply(tensor, layout, self._ranks) if layout.positions else tensor
+        if not layout.positions:
+            return tensor
+        part: torch.Tensor = _Part.apply(tensor, layout, self._ranks)  # type: ignore[no-untyped-call]
         return part
 
     @property
