@@ -27,6 +27,7 @@ from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.precision import Precision
 from shardwise.graph.segments import Recompute, check_how
+from shardwise.graph.trees import constants_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.axis_names import Doing, by_roles
 from shardwise.plans.bind import program_of
@@ -155,6 +156,7 @@ def plan(
         _check_mesh(mesh, cluster)
     precision = (precision or Precision()).at_hand
     captures = Captures()
+    constants = constants_of(call_arguments(example_inputs, kwargs))
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision, captures)
     with naming_mends(plan, arguments), shown_once("planning"), working(), no_autocast(), seldom_collected():
         if precision.lost_share:
@@ -295,8 +297,9 @@ def plan(
             floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
             slower = (lambda setting: fronts().least(setting), lambda setting: fronts().seconds(setting))
             estimates = () if graph.loss is None else slower
-            return Joined.of(*joint_search(settings, floor, cluster, plan_of_setting, tries=tries, estimates=estimates))
-        return planned_with(stages, schedule, global_batch, micro_batch)
+            joint = joint_search(settings, floor, cluster, plan_of_setting, tries=tries, estimates=estimates)
+            return replace(Joined.of(*joint), constants=constants)
+        return replace(planned_with(stages, schedule, global_batch, micro_batch), constants=constants)
 
 
 def compare(

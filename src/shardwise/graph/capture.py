@@ -108,6 +108,7 @@ def capture(
     loss: Callable[..., Any] | None = None,
     strategies: Mapping[str, Any] | None = None,
     precision: Precision = MODELS_OWN,
+    input_gradients: bool = False,
 ) -> Capture:
     """Captures ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
 
@@ -118,7 +119,8 @@ def capture(
     first leaf if that is a floating scalar, else None. ``strategies`` maps patterns over module paths
     ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every module that matches. ``precision``: the graph
     has the dtypes that are computed in, and its sources say in which others they are stored, given and reduced. What
-    ``torch.autocast`` casts, around the call or in regions of the model, is cast in the graph.
+    ``torch.autocast`` casts, around the call or in regions of the model, is cast in the graph. ``input_gradients``:
+    examples that require a gradient get one; else the loss is differentiated with respect to parameters alone.
 
     Raises CaptureError with the line of the model and the mend if the model can not be captured.
     """
@@ -131,7 +133,11 @@ def capture(
     check_real(module, precision)
     own_args, own_kwargs, *_ = divide_targets(module, args, kwargs, loss)
     inputs = tuple(
-        Given.of(path, leaf, precision if _is_among(path, len(own_args), own_kwargs) else MODELS_OWN)
+        Given.of(
+            path,
+            leaf if input_gradients else leaf.detach(),
+            precision if _is_among(path, len(own_args), own_kwargs) else MODELS_OWN,
+        )
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor)
     )
@@ -183,10 +189,10 @@ class Given:
 
     @staticmethod
     def of(path: tuple[Any, ...], leaf: torch.Tensor, precision: Precision) -> Given:
-        example = leaf.detach()  # inputs carry no gradient: the loss is differentiated with respect to parameters
-        if (dtype := precision.computed(leaf.dtype)) == leaf.dtype:
-            return Given(leaf_name(path), example)
-        return Given(leaf_name(path), torch.empty_like(example, dtype=dtype, device="meta"), leaf.dtype)
+        example, stored = leaf.detach(), None
+        if (dtype := precision.computed(leaf.dtype)) != leaf.dtype:
+            example, stored = torch.empty_like(example, dtype=dtype, device="meta"), leaf.dtype
+        return Given(leaf_name(path), example.requires_grad_() if leaf.requires_grad else example, stored)
 
 
 def _is_among(path: tuple[Any, ...], num_args: int, kwargs: Collection[str]) -> bool:

@@ -65,6 +65,29 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return ("args" if path[0].idx == 0 else "kwargs") + "".join(map(str, path[1:]))
 
 
+def constant_text(leaf: Any) -> str:
+    """Return what says in every process what a constant is."""
+    if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
+        return f"{leaf.__module__}.{leaf.__qualname__}"
+    if isinstance(leaf, frozenset):
+        return f"{{{', '.join(sorted(map(constant_text, leaf)))}}}"
+    return "a device" if isinstance(leaf, torch.device) else repr(leaf)
+
+
+def constants_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
+    """Return the constants of a call, a line each (``kwargs['features'] = True``); None is like nothing passed."""
+    pairs, _ = flatten_with_path(arguments)
+    constants = ((leaf_name(path), x) for path, x in pairs if x is not None and not isinstance(x, torch.Tensor))
+    return tuple(" ".join(f"{name} = {constant_text(leaf)}".split()) for name, leaf in constants)
+
+
+def call_constants(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
+    """Return what tells a call from others with the same shapes: constants, and tensors that get a gradient."""
+    pairs, _ = flatten_with_path(arguments)
+    wanted = (leaf_name(path) for path, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad)
+    return (*constants_of(arguments), *(f"{name} gets a gradient" for name in wanted))
+
+
 def is_plain_tensor(leaf: Any) -> bool:
     """Whether a leaf is a tensor that is its shape, its dtype and its numbers: no sparse or nested one, and none of a
     class that has operators of its own."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import TypeVar
 
 import torch
 
@@ -32,19 +33,45 @@ from shardwise.search.rules import rules_of, variant
 from shardwise.search.wishes import splittable
 
 _NUM_SHOWN = 8  # faults in one message
+T = TypeVar("T")
 
 
-def program_of(plan: Plan, graph: Graph, *, training: bool | None = None, original: Graph | None = None) -> Spmd:
+def program_of(
+    plan: Plan,
+    graph: Graph,
+    *,
+    training: bool | None = None,
+    original: Graph | None = None,
+    constants: tuple[str, ...] | None = None,
+) -> Spmd:
     """The program of a plan of one stage for a graph of its model.
 
     For the inputs and the mode of the plan (``training``, if the caller knows it) it makes the conversions that the
     plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values
     take the paths that the plan lists as far as they go, others those that send the fewest bytes. ``original``: the
-    graph in the model's own dtypes, where ``graph`` computes in float64. Raises PlanError for what does not fit, and
-    where the program is not the one that the plan lists.
+    graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: those of the call, if the
+    caller knows them (``for_call``). Raises PlanError for what does not fit, and where the program is not the one that
+    the plan lists.
     """
-    factored, choice = bind(plan, graph, training=training, widened=original is not None)
-    return program_of_choice(plan, graph, factored, choice, training=training, original=original)
+
+    def program(training: bool | None) -> Spmd:
+        factored, choice = bind(plan, graph, training=training, widened=original is not None)
+        return program_of_choice(plan, graph, factored, choice, training=training, original=original)
+
+    return for_call(plan, constants, training, program)
+
+
+def for_call(
+    plan: Plan, constants: tuple[str, ...] | None, training: bool | None, make: Callable[[bool | None], T]
+) -> T:
+    """``make(training)``; where that fails for a call with other constants than the plan's (a flag that adds operators,
+    or asks for other outputs), what it makes for a call that the plan does not list, as for inputs of other sizes."""
+    try:
+        return make(training)
+    except PlanError:
+        if constants is None or constants == plan.constants:
+            raise
+        return make(not plan.training)
 
 
 def program_of_choice(

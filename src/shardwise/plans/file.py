@@ -58,6 +58,7 @@ _SETTINGS = (
     "training",
     "bucket_bytes",
     "micro_batches",
+    "constants",
     "stages",
     "pricing",
     "prediction",
@@ -234,6 +235,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "training": _field(body, "training", bool, "training"),
         "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
         "micro_batches": _micro_batches(body),
+        "constants": _constants(body),
         "pricing": _pricing(body.get("pricing")),
         "predicted": _prediction(body.get("prediction")),
         "precision": precision_of(body.get("precision")),
@@ -248,6 +250,13 @@ def _micro_batches(body: dict[str, Any]) -> int:
     if not 1 < count <= _MOST_PASSES:
         raise PlanError(f"micro_batches is {_shown(count)}, not a number from 2 to {_MOST_PASSES:,} (of one, no entry)")
     return count
+
+
+def _constants(body: dict[str, Any]) -> tuple[str, ...]:
+    listed = _field({"constants": [], **body}, "constants", list, "constants")
+    for i, line in enumerate(listed):
+        _check_form(line, str, f"constants[{i}]")
+    return tuple(listed)
 
 
 def _stage(data: Any, where: str) -> Stage:

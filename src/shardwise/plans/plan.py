@@ -62,7 +62,8 @@ class Plan:
     stages, their inputs and the prediction are those of a pass. What concerns a single stage (``mesh``, ``layouts``)
     can be asked of a plan with one. ``schedule``: of a pipeline, the order in which its stages work on micro-batches
     (``plans.schedule``), ``order``: that order, where it was solved for the stages, a line per place
-    (``plans.schedule.format_order``), and ``pipeline`` what is predicted for it.
+    (``plans.schedule.format_order``), and ``pipeline`` what is predicted for it. ``constants``: what the plan's
+    call passes beside tensors (``graph.trees.constants_of``); a call with others may have other operators.
     """
 
     stages: tuple[Stage, ...]
@@ -78,6 +79,7 @@ class Plan:
     schedule: str = ""
     order: tuple[str, ...] = ()
     pipeline: PipelinePrediction | None = None
+    constants: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Plan) else NotImplemented
@@ -350,6 +352,7 @@ class Plan:
             **({"schedule": self.schedule} if self.schedule else {}),
             **({"order": [*self.order]} if self.order else {}),
             **({"pipeline": asdict(self.pipeline)} if self.pipeline is not None else {}),
+            **({"constants": [*self.constants]} if self.constants else {}),
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else pricing_body(self.pricing),
             "prediction": None if self.predicted is None else asdict(self.predicted),

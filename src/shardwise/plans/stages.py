@@ -19,7 +19,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import parse_layout
 from shardwise.layouts.transfer import boundary_layout, on_mesh
-from shardwise.plans.bind import bind, is_planned_for, program_of_choice
+from shardwise.plans.bind import bind, for_call, is_planned_for, program_of_choice
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import whole_sources
@@ -102,10 +102,15 @@ def bound(
     prelude: Graph | None = None,
     training: bool | None = None,
     original: Graph | None = None,
+    constants: tuple[str, ...] | None = None,
 ) -> Bound:
     """The programs of all stages of a plan for a graph of its model: that of a pass of its step, or of another call.
-    ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64. Raises PlanError as
-    ``plans.bind.program_of`` does, and where other values cross than the plan lists."""
+    ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: as there.
+    Raises PlanError as ``plans.bind.program_of`` does, and where other values cross than the plan lists."""
+    return for_call(plan, constants, training, lambda mode: _bound(plan, graph, prelude, mode, original))
+
+
+def _bound(plan: Plan, graph: Graph, prelude: Graph | None, training: bool | None, original: Graph | None) -> Bound:
     names = [[entry.name for entry in stage.operators] for stage in plan.stages]
     kept = [stage.layouts.keys() for stage in plan.stages]
     cut = cut_for_stages(graph, with_stages(graph, names, kept), prelude)

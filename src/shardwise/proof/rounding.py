@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.graph.capture import Capture
 from shardwise.proof.comparison import Difference, Key, Values, compare
-from shardwise.proof.runs import OneDevice, Ranks, Start
+from shardwise.proof.runs import OneDevice, Ranks, Start, as_leaf
 
 RUNS = 5
 DISTURBANCE = 2.0**-50  # of every number, up or down: what the sum of some hundred terms in another order may err
@@ -164,7 +164,8 @@ def disturbed_runs(
     runs = []
     for number in range(RUNS):
         draw = torch.Generator().manual_seed(number)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_off, draw=draw, by=by), (start.args, start.kwargs))
+        off = partial(_leaf_off, draw=draw, by=by)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, off, (start.args, start.kwargs))
         runs.append(alone(replace(start, args=args, kwargs=kwargs)))
     return runs
 
@@ -183,6 +184,11 @@ def _off(tensor: torch.Tensor, *, draw: torch.Generator, by: float = DISTURBANCE
         return tensor.clone()
     signs = torch.randint(2, tensor.shape, generator=draw, dtype=torch.int8).double() * 2 - 1
     return torch.where(tensor.isfinite(), (tensor * (1 + signs * by)).to(tensor.dtype), tensor)
+
+
+def _leaf_off(tensor: torch.Tensor, *, draw: torch.Generator, by: float) -> torch.Tensor:
+    """The same of an input, which requires a gradient if the input does."""
+    return as_leaf(_off(tensor.detach(), draw=draw, by=by), tensor)
 
 
 def _itself(_: Key, whole: torch.Tensor, __: int) -> torch.Tensor:

@@ -110,6 +110,9 @@ class OneDevice:
         values: Values = {}
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+        inputs = [leaf for leaf in flatten((self.args, self.kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        for leaf in inputs:
+            leaf.grad = None
         around = nullcontext() if self.precision is None else self.precision.around_call()
         widens = self.precision is None
         norms = (norm for norm in self.module.modules() if isinstance(norm, _BatchNorm) and norm.momentum is None)
@@ -139,6 +142,10 @@ class OneDevice:
                 if parameter.grad.is_sparse:  # ranks have dense ones, which other optimizers take as well
                     parameter.grad = parameter.grad.to_dense()
                 values["gradient", name] = parameter.grad.clone()
+        sources = (source for source in self.captured.graph.sources if source.kind == "input")
+        for leaf, source in zip(inputs, sources, strict=True):
+            if leaf.grad is not None:
+                values["gradient", source.names[0]] = leaf.grad.clone()
         for name, buffer in self.module.named_buffers():
             values["buffer", name] = buffer.clone()
         if self.optimizer is not None:
@@ -303,6 +310,9 @@ class Ranks:
             if source.value in gradients:
                 shards[source.value].grad = gradients[source.value].clone().to(shards[source.value].dtype)
                 collected["gradient", source.names[0]] = gradients[source.value].clone()
+        for source in self.spmd.graph.sources:
+            if source.kind == "input" and source.value in gradients:
+                collected["gradient", source.names[0]] = gradients[source.value].clone()
         return collected | self._updated(rank)
 
     def _updated(self, rank: int) -> Values:
@@ -358,6 +368,11 @@ def optimizer_of(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optim
     if name not in OPTIMIZERS:
         raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](parameters)
+
+
+def as_leaf(copy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``copy``, which requires a gradient if the tensor does that it is of."""
+    return copy.requires_grad_() if tensor.requires_grad else copy
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

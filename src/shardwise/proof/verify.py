@@ -25,7 +25,7 @@ from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph
 from shardwise.graph.reachable import emptied, reached
 from shardwise.graph.switches import default_dtype
-from shardwise.graph.trees import flatten
+from shardwise.graph.trees import call_constants, flatten
 from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
 from shardwise.plans.bind import program_of, same_inputs
@@ -41,7 +41,7 @@ from shardwise.proof.dtypes import Compared, InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
 from shardwise.proof.passes import OneDeviceOfPasses, RanksOfPasses
 from shardwise.proof.rounding import Rounding, explain, of_sources
-from shardwise.proof.runs import OneDevice, Ranks, Start, widened, widened_module
+from shardwise.proof.runs import OneDevice, Ranks, Start, as_leaf, widened, widened_module
 from shardwise.proof.stages import Pipelined
 from shardwise.proof.substance import Substance
 from shardwise.proof.virtual import run_forward
@@ -141,10 +141,13 @@ def verify(
     need_values((args, named))
     # As planned: in float64 other casts are no-ops.
     check_ambient(plan.precision.autocast, "around sw.verify")
-    captured = capture(module, args, named, loss=loss, precision=plan.precision)
+    if plan.is_pipeline or plan.micro_batches > 1:  # whose steps bring no gradients of inputs
+        args, named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
+    captured = capture(module, args, named, loss=loss, precision=plan.precision, input_gradients=True)
     graph, arguments = widen(captured.graph), (args, named)
     call = Example(module, arguments, loss, precision=plan.precision)
-    args, named = pytree.tree_map_only(torch.Tensor, widened, arguments)
+    constants = call_constants(arguments)
+    args, named = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(widened(x), x), arguments)
     initial = with_values(module, seed)
     reference = widened_module(initial)
     stored = None if plan.precision.is_models else stored_module(initial, plan)
@@ -166,13 +169,13 @@ def verify(
         training = module.training if plan.micro_batches == 1 or is_in_passes else None
         if is_in_passes:
             narrow, passes = _passes(plan, captured.graph, call, models_default)
-            spmds, prelude = _programs(plan, passes, narrow, training=training)
+            spmds, prelude = _programs(plan, passes, narrow, training=training, constants=constants)
             spmd = spmds[passes.sizes[0]]
             start = start_of(spmd)
             single: OneDevice = OneDeviceOfPasses(start, passes)
             ranks: Ranks = RanksOfPasses(start, plan, passes, spmds, prelude)
         else:
-            spmd = program_of(plan, graph, training=training, original=captured.graph)
+            spmd = program_of(plan, graph, training=training, original=captured.graph, constants=constants)
             start = start_of(spmd)
             single, ranks = OneDevice(start), Ranks(start)
         substance, worst = Substance(start), dict[Key, Difference]()
@@ -194,13 +197,13 @@ def verify(
         if stored is not None:
             with default_dtype(models_default), emptied(code, keeps=False):
                 if is_in_passes:
-                    spmds, prelude = _programs(plan, narrow, None, training=training)
+                    spmds, prelude = _programs(plan, narrow, None, training=training, constants=constants)
                     start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
                     compared = Compared(
                         RanksOfPasses(start_in_dtypes, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes)
                     )
                 else:
-                    narrow_spmd = program_of(plan, captured.graph, training=training)
+                    narrow_spmd = program_of(plan, captured.graph, training=training, constants=constants)
                     start_in_dtypes = _start_in_dtypes(start, narrow_spmd, stored, call, plan)
                     compared = Compared(Ranks(start_in_dtypes))
                 dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
@@ -212,7 +215,7 @@ def verify(
             backward=records[1],
             planned_forward=spmd.forward_collectives(in_passes=is_in_passes),
             planned_backward=backward_collectives(ranks.programs[0], in_passes=is_in_passes),
-            matches_plan=_listed(plan, spmd.graph if is_in_passes else graph, records),
+            matches_plan=constants != plan.constants or _listed(plan, spmd.graph if is_in_passes else graph, records),
             untraceable=ranks.programs[0].untraceable,
             rounding=rounding,
             first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
@@ -234,15 +237,23 @@ def _pipeline_report(
     """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own.
     ``start_of``: both runs' start, from the program of the first stage; ``stored``: the module as a plan with a
     precision stores it."""
-    graph = step_graph(captured.graph)
+    graph, constants = step_graph(captured.graph), call_constants(call.arguments)
     if plan.micro_batches == 1 or (batch_size(captured.graph) or 0) <= (plan.micro_batch or 0):
         narrow, passes = Passes.single(graph), Passes.single(widen(graph))
     else:
         narrow, passes = _passes(plan, graph, call, start_of.keywords["models_default"])
     is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
     training = call.module.training if is_planned else None
+    is_planned &= constants == plan.constants
     bounds = {
-        size: bound(plan, graph, prelude=passes.prelude, training=training, original=narrow.graphs[size])
+        size: bound(
+            plan,
+            graph,
+            prelude=passes.prelude,
+            training=training,
+            original=narrow.graphs[size],
+            constants=constants,
+        )
         for size, graph in passes.graphs.items()
     }
     first = bounds[passes.sizes[0]]
@@ -262,7 +273,7 @@ def _pipeline_report(
     if stored is not None:
         with default_dtype(start.models_default), emptied(reached(call.module, call.loss), keeps=False):
             narrow_bounds = {
-                size: bound(plan, graph, prelude=narrow.prelude, training=training)
+                size: bound(plan, graph, prelude=narrow.prelude, training=training, constants=constants)
                 for size, graph in narrow.graphs.items()
             }
             spmd = _of_stages(narrow_bounds[narrow.sizes[0]].spmds)
@@ -311,12 +322,18 @@ def _alone(passes: Passes) -> Callable[[Start], OneDevice]:
 
 
 def _programs(
-    plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None
+    plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None, constants: tuple[str, ...]
 ) -> tuple[dict[int, Spmd], Spmd | None]:
     """The programs of passes, by their samples, and that of the prelude. ``narrow``: the passes in the model's dtypes,
     where ``passes`` are in float64."""
     spmds = {
-        size: program_of(plan, graph, training=training, original=None if narrow is None else narrow.graphs[size])
+        size: program_of(
+            plan,
+            graph,
+            training=training,
+            original=None if narrow is None else narrow.graphs[size],
+            constants=constants,
+        )
         for size, graph in passes.graphs.items()
     }
     prelude = None
@@ -327,7 +344,7 @@ def _programs(
 
 def _start_in_dtypes(start: Start, spmd: Spmd, stored: torch.nn.Module, call: Example, plan: Plan) -> Start:
     """The start of the comparison in the plan's own dtypes."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), call.arguments)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(x.detach().cpu(), x), call.arguments)
     return replace(start, spmd=spmd, module=stored, args=args, kwargs=kwargs, precision=plan.precision)
 
 

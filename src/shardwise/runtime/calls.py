@@ -23,7 +23,7 @@ from shardwise.graph.operators import STREAMS
 from shardwise.graph.reachable import reached
 from shardwise.graph.segments import announce_kept
 from shardwise.graph.surroundings import Surroundings
-from shardwise.graph.trees import flatten_with_path, leaf_name
+from shardwise.graph.trees import call_constants, flatten_with_path, leaf_name
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
@@ -111,6 +111,11 @@ class Call:
     loss_only: bool
     predicts: bool = False
     in_other_mode: tuple[str, ...] = ()
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """What tells it from other calls with the same shapes."""
+        return call_constants(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,9 @@ class Calls:
         for path, part in model.named_modules():
             part.training = call.training != (path in call.in_other_mode)
         loss = None if call.predicts else self.settings.loss
-        captured = from_rank_zero(lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision))
+        captured = from_rank_zero(
+            lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision, input_gradients=True)
+        )
         leaves, _ = flatten_with_path(call.arguments)
         self._given |= {leaf: None for _, leaf in leaves if isinstance(leaf, FunctionType)}
         self._surroundings = Surroundings.of_code(reached(model, self.settings.loss, self._given))
@@ -286,7 +293,7 @@ class Calls:
         repeats: bool = False,
     ) -> Compiled:
         """The program of a graph: that of a captured call, or of a pass over a part of it, which ``repeats``."""
-        spmd = program_of(self.plan, graph, training=training)
+        spmd = program_of(self.plan, graph, training=training, constants=call.constants)
         self.create_groups(spmd)
         return self.compiled_of(spmd, captured, graph, call, state, repeats=repeats)
 
@@ -457,6 +464,19 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instead: str) -> None:
+    """Raise ShardwiseError for inputs that require a gradient, which no step brings ``where`` it runs."""
+    wanted = [name for name, tensor in named.items() if tensor.requires_grad]
+    if wanted:
+        raise ShardwiseError(
+            problem(
+                f"{listed(wanted)} requires a gradient, which no step brings {where}",
+                fix=f"{instead}, and differentiate what par(*batch) returns; or make what computes the input a part of "
+                "the module that is split",
+            )
+        )
+
+
 def check_frozen(compiled: Compiled) -> None:
     """Raise ShardwiseError for parameters that were thawed after the split: no collective reduces their gradients."""
     thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
@@ -465,7 +485,8 @@ def check_frozen(compiled: Compiled) -> None:
             problem(
                 f"{listed(thawed)} was frozen when the module was split and requires a gradient now, which no "
                 "collective would reduce",
-                fix="set requires_grad_(True) before sw.plan and sw.parallelize; freezing later is possible",
+                fix="plan and split the model with requires_grad_(True): then parameters may be frozen and thawed at "
+                "any time. To go on from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
             )
         )
 
@@ -484,4 +505,5 @@ __all__ = [
     "Outputs",
     "Settings",
     "meta_copy",
+    "refuse_input_gradients",
 ]

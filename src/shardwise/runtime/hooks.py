@@ -168,8 +168,8 @@ def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks
     on_gradient: Any = original._backward_hooks or {}
     on_accumulated: Any = getattr(original, "_post_accumulate_grad_hooks", None) or {}
     whole = not layout.positions
-    # A step is one node of autograd, which has None for a parameter that the differentiated outputs do not depend on. On
-    # one device no hook is called then.
+    # A step is one node of autograd, which has None for a parameter that the differentiated outputs do not depend on.
+    # On one device no hook is called then.
     reached = [False]
 
     def note(gradient: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
@@ -28,11 +28,14 @@ from shardwise.runtime.calls import (
     Settings,
     as_planned,
     check_frozen,
+    refuse_input_gradients,
 )
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.faults import refuse_create_graph
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
 from shardwise.runtime.holding import hold
+from shardwise.runtime.hooks import gathered
 from shardwise.runtime.host_states import place_states
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.initial.shards import Holder
@@ -260,6 +263,7 @@ class Parallel(Split):
         flat, spec = self._flattened(args, kwargs)
         named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        refuse_input_gradients(dict(zip(named, tensors, strict=True)), "in several micro-batches", "make one pass")
         mode = (self.training, True, False, in_other_mode(self._state.modules))
         own_key = key = call_key(flat, spec, mode, [x.shape for x in tensors])
         batch = None
@@ -287,7 +291,7 @@ class Parallel(Split):
             if self._ranks.rank == 0:
                 announce_statistics(sorted(step.passes.statistics), stacklevel=4)
         self._latest = next(iter(step.programs.values()))
-        _check_gradients(self._latest, tensors)
+        check_frozen(self._latest)
         named_inputs = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))
         split = with_samples_in(self.plan)
         cut_by = samples
@@ -354,7 +358,7 @@ class Parallel(Split):
                 compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
             self._compiled[key] = compiled
         if torch.is_grad_enabled():
-            _check_gradients(compiled, tensors)
+            check_frozen(compiled)
         if batch is None:  # of a batch on the host only this rank's part comes to the device
             with_layouts = zip(tensors, compiled.inputs, strict=False)
             return compiled, [self._own_part(x, layout).to(self.device) for x, layout in with_layouts]
@@ -365,7 +369,10 @@ class Parallel(Split):
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's part of a whole input."""
-        return shard(tensor, layout, self._ranks.coordinates) if layout.positions else tensor
+        if not layout.positions:
+            return tensor
+        part: torch.Tensor = _Part.apply(tensor, layout, self._ranks)  # type: ignore[no-untyped-call]
+        return part
 
     @property
     def coordinates(self) -> Mapping[str, int]:
@@ -403,18 +410,18 @@ class Parallel(Split):
         return self.compiled[-1].program
 
 
-def _check_gradients(compiled: Compiled, inputs: list[torch.Tensor]) -> None:
-    """Raise ShardwiseError for gradients that the program has no collectives for, and that would be one rank's part."""
-    names = [source.names[0] for source in compiled.captured.graph.sources if source.kind == "input"]
-    wanted = [name for name, tensor in zip(names, inputs, strict=False) if tensor.requires_grad]
-    if wanted:
-        raise ShardwiseError(
-            problem(
-                f"gradients of inputs are not computed under a plan, and {listed(wanted)} requires one",
-                fix="pass input.detach(), or make what computes the input a part of the module that is split",
-            )
-        )
-    check_frozen(compiled)
+class _Part(torch.autograd.Function):
+    """This rank's part of a whole input; the gradients of the ranks' parts are gathered in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, layout: Layout, ranks: Communicator) -> torch.Tensor:
+        ctx.layout, ctx.ranks = layout, ranks
+        return shard(tensor, layout, ranks.coordinates)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        refuse_create_graph()
+        return gathered(gradient, ctx.layout, "the gradient of an input", ctx.ranks), None, None
 
 
 __all__ = ["Parallel"]

@@ -33,7 +33,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import schedule_of
 from shardwise.plans.stages import bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen
+from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, refuse_input_gradients
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import placed
@@ -181,16 +181,9 @@ class Pipeline(Split):
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
             )
         flat, spec = self._begin(args, kwargs)
-        ready, batch = self._for_step(flat, spec)
         tensors = _named(args, kwargs)
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                raise ShardwiseError(
-                    problem(
-                        f"gradients of inputs are not computed under a plan, and {name} requires one",
-                        fix="pass input.detach(), or make what computes the input a part of the module that is split",
-                    )
-                )
+        refuse_input_gradients(tensors, "under a plan of stages", "plan without stages")
+        ready, batch = self._for_step(flat, spec)
         for worker in ready.workers:
             for program in worker.programs.values():
                 check_frozen(program.compiled)
@@ -270,6 +263,8 @@ class Pipeline(Split):
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, predicts: bool) -> Any:
         flat, spec = self._begin(args, kwargs)
+        if torch.is_grad_enabled():
+            refuse_input_gradients(_named(args, kwargs), "under a plan of stages", "plan without stages")
         key, call, batch = self._call(flat, spec, loss_only=False, predicts=predicts)
         if key not in self._ready:
             captured = self._calls.captured(call)
@@ -347,7 +342,7 @@ class Pipeline(Split):
         is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
         training = self._calls.mode_of(call) if is_planned else None
         bounds = {
-            size: bound(self.plan, graph, prelude=passes.prelude, training=training)
+            size: bound(self.plan, graph, prelude=passes.prelude, training=training, constants=call.constants)
             for size, graph in passes.graphs.items()
         }
         state = {**self._state.tensors, SEED: self._seed}

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.graph.trees import (
     check_leaves,
     constant_key,
+    constant_text,
     flatten_call,
     flatten_with_path,
     is_constant,
@@ -84,7 +84,10 @@ class Signature:
     def described(self, name: str) -> str:
         """What an argument is: ``f32[8, 16]``, or its value."""
         leaf = dict(self.leaves).get(name, "missing")
-        return f"{leaf}{list(self.shapes[name])}" if name in self.shapes else leaf[:60]
+        if name not in self.shapes:
+            return leaf[:60]
+        dtype, *rest = leaf.split(" ", 1)
+        return " ".join([f"{dtype}{list(self.shapes[name])}", *rest])
 
     def __str__(self) -> str:
         leaves = [f"{name} {self.described(name)}" for name, _ in self.leaves]
@@ -96,12 +99,8 @@ class Signature:
 def _text(leaf: Any) -> str:
     """What says in every process what an argument is."""
     if isinstance(leaf, torch.Tensor):
-        return format_dtype(leaf.dtype)
-    if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
-        return f"{leaf.__module__}.{leaf.__qualname__}"
-    if isinstance(leaf, frozenset):
-        return f"{{{', '.join(sorted(map(_text, leaf)))}}}"
-    return "a device" if isinstance(leaf, torch.device) else repr(leaf)
+        return format_dtype(leaf.dtype) + " with a gradient" * takes_gradient(leaf)
+    return constant_text(leaf)
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
@@ -125,7 +124,17 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
 def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: Sequence[Shape]) -> tuple[Any, ...]:
     """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
     whole = iter(shapes)
-    return *mode, spec, *((next(whole), x.dtype) if isinstance(x, torch.Tensor) else constant_key(x) for x in flat)
+    tensor = torch.Tensor
+    return (
+        *mode,
+        spec,
+        *((next(whole), x.dtype, takes_gradient(x)) if isinstance(x, tensor) else constant_key(x) for x in flat),
+    )
+
+
+def takes_gradient(tensor: torch.Tensor) -> bool:
+    """Return whether a call made now is to bring a gradient for an input."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def mode_text(training: bool, loss_only: bool, predicts: bool, in_other_mode: Sequence[str]) -> str:
@@ -456,7 +465,17 @@ class LocalInputs:
         return tuple(map(sum, sizes))
 
     def whole(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The whole input, gathered from the parts of any size that the ranks of a place have."""
+        """The whole input, gathered from the parts of any size that the ranks of a place have. Raises ShardwiseError
+        for parts that want a gradient."""
+        if takes_gradient(tensor):
+            raise ShardwiseError(
+                problem(
+                    f"the ranks' parts of {name} have {_listed([shapes[name] for shapes in batch.parts])}, which are "
+                    "not those of the plan: they are gathered, and gradients do not flow back into gathered parts",
+                    fix="pass parts as the plan splits them (equal ones of a batch that divides), or the whole batch "
+                    'on every rank: inputs="global"',
+                )
+            )
         numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
         padded = tensor.new_zeros(max(numel))
         padded[: tensor.numel()] = tensor.detach().reshape(-1)
@@ -495,4 +514,14 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return listed + ", ..." * (len(shapes) > _NUM_NAMED)
 
 
-__all__ = ["Batch", "LocalInputs", "Signature", "Wanted", "call_key", "check_equal", "in_other_mode", "mode_text"]
+__all__ = [
+    "Batch",
+    "LocalInputs",
+    "Signature",
+    "Wanted",
+    "call_key",
+    "check_equal",
+    "in_other_mode",
+    "mode_text",
+    "takes_gradient",
+]

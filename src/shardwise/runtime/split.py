@@ -19,7 +19,7 @@ from shardwise.plans.plan import Plan
 from shardwise.runtime.calls import Calls, Inputs, Mode
 from shardwise.runtime.entries import KEY, Shard, check, cut, told
 from shardwise.runtime.hooks import StandIn
-from shardwise.runtime.signatures import Circumstances, Signature, mode_text
+from shardwise.runtime.signatures import Circumstances, Signature, mode_text, takes_gradient
 from shardwise.runtime.state import State
 from shardwise.runtime.template import Template
 
@@ -152,7 +152,10 @@ class Split(StandIn):
         """The arguments of a call with tensors of some shapes, on meta."""
         whole = iter(shapes)
         examples = [
-            torch.empty(next(whole), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x for x in flat
+            torch.empty(next(whole), dtype=x.dtype, device="meta", requires_grad=takes_gradient(x))
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in flat
         ]
         return unflatten(examples, spec)
 
