@@ -445,7 +445,8 @@ def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
             kwargs["dtype"] = mode.dtypes.of(args[0])
         with default_dtype(mode.models_default):
-            return _wide_argument(function(*args, **kwargs))
+            wide: torch.Tensor = _wide_argument(function(*args, **kwargs))
+        return wide
 
     return run
 
@@ -474,7 +475,7 @@ CASTS = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.double: torch.float64,
-    torch.Tensor.cfloat: torch.complex64,
+    torch.Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
     torch.Tensor.chalf: torch.complex32,
 }
 _DTYPE = torch.Tensor.dtype  # the descriptor
