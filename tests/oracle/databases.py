@@ -15,6 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
 DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)  # the first that an entry takes
+UNINITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 MOST_ELEMENTS = 20_000  # of a sample: larger ones take long and show nothing else
 
 
@@ -40,7 +41,7 @@ class Call(nn.Module):
 
 
 class Weighed(nn.Module):
-    """The results of a call, behind a loss that weighs every element of those with a gradient."""
+    """The results of a call, behind a loss that weighs every element of those that may have a gradient."""
 
     def __init__(self, called: Call) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Weighed(nn.Module):
         results = self.called(*inputs)
         losses = []
         for result in results:
-            if result.requires_grad:
+            if result.is_floating_point() or result.is_complex():
                 numbers = torch.view_as_real(result.resolve_conj()) if result.is_complex() else result
                 weights = torch.arange(1, numbers.numel() + 1, device=numbers.device).to(torch.float64) % 7 - 2.5
                 losses.append((numbers * weights.reshape(numbers.shape)).sum())
@@ -62,7 +63,8 @@ def database(name: str) -> dict[str, Any]:
     entries = _databases()[("operators", "modules", "optimizers").index(name)]
     if name == "optimizers":
         return {entry.optim_cls.__name__: entry for entry in entries}
-    return {getattr(entry, "formatted_name", entry.name): entry for entry in entries}
+    named = {getattr(entry, "formatted_name", entry.name): entry for entry in entries}
+    return {key: entry for key, entry in named.items() if key not in UNINITIALIZED}  # any value is theirs
 
 
 def samples(entry: Any, count: int) -> Iterator[Weighed]:

@@ -12,6 +12,7 @@ from oracle.outcomes import FAULTS, Outcome, outcomes
 from oracle.page import BEGIN, END, tables, with_tables, without_rule
 
 NUM_OPERATORS, NUM_MODULES = 30, 8
+FOUND = ("bernoulli", "chalf", "histogramdd", "nn_functional_conv_transpose3d", "normal")  # once wrong, or a traceback
 
 
 def share(kind: str, count: int) -> list[str]:
@@ -23,7 +24,7 @@ def check(kind: str, name: str) -> None:
     assert not faults, faults
 
 
-@pytest.mark.parametrize("name", share("operators", NUM_OPERATORS))
+@pytest.mark.parametrize("name", [*share("operators", NUM_OPERATORS), *FOUND])
 def test_operators_of_torchs_database_are_equal_or_refused(name: str) -> None:
     check("operators", name)
 

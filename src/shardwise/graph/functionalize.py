@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -248,7 +249,14 @@ class Functionalizer:
             else:
                 seen = base, op, self.read(base), index, base.root.version, self._grad
                 results.append(Tensor(ref, storage, *seen, is_placed=is_placed))
-        return results[0] if single else tuple(results)
+        if single:
+            return results[0]
+        if any(isinstance(item, (list, tuple)) for item in val):  # a list of tensors beside others (histogramdd)
+            rest = iter(results)
+            return tuple(
+                next(rest) if isinstance(item, torch.Tensor) else tuple(islice(rest, len(item))) for item in val
+            )
+        return tuple(results)
 
     def _batch_norm(self, node: Node, op: Op) -> Tensor:
         """Training-mode batch norm, with its updates of the running statistics as writes."""

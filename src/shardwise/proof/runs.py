@@ -381,4 +381,5 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def widened_module(module: torch.nn.Module) -> torch.nn.Module:
     """A copy with parameters and buffers in float64 and complex128."""
-    return copied(module)._apply(widened)
+    twin: torch.nn.Module = copied(module)._apply(widened)
+    return twin
