@@ -22,6 +22,8 @@ def explained(error: Exception) -> CaptureError:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if type(error).__name__ in DATA_DEPENDENT or isinstance(error.__cause__, DataDependentOutputException):
         fix = "compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers"
+        if "specialized integer" in first:
+            fix = "use the number of selected rows as it is, x[mask].shape[0]: not len(x[mask]), int(...) or range(...)"
         if any(
             Path(frame.filename).parent.name == "distributions" for frame in traceback.extract_tb(error.__traceback__)
         ):
