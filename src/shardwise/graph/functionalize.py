@@ -197,7 +197,12 @@ class Functionalizer:
         if target is aten.batch_norm.default and arguments(op)["training"] and not self._selections.concern(op):
             return self._batch_norm(node, op)
         if target is aten.instance_norm.default and _updates_statistics(arguments(op)):
-            raise _write_error("instance norm updates running statistics", op, "track_running_stats=False")
+            raise _write_error(
+                "instance norm updates running statistics",
+                op,
+                "track_running_stats=False: in training, "
+                "every sample is normalized by statistics of its own, with and without them",
+            )
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
@@ -391,6 +396,9 @@ class Functionalizer:
         written_node = node.kwargs.get("out") if outside else node.args[0]
         if not isinstance(written_node, Node) or not (outside or (name.endswith("_") and len(written) == 1)):
             raise _write_error(f"{name} writes into {', '.join(written)}", op, "use the form that returns its result")
+        if name == "embedding_renorm_":
+            fix = "leave max_norm out: divide the rows that are looked up by their norms, or the table in the optimizer"
+            raise _write_error("an embedding with max_norm scales rows of its table in place", op, fix)
         tensor = self._tensor(written_node)
         before = self.emitter.value(self.read(tensor))
         if name == "detach_":

@@ -77,9 +77,12 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
         name = operator_name(target)
         what, fix = REJECTED[name]
         what = f"{name} {what}"
+    elif target is torch.ops.aten.tensor_split.tensor_indices_or_sections:
+        what = "tensor_split takes the places at which it splits from a tensor, so that shapes depend on data"
+        fix = "give them as Python integers: torch.tensor_split(x, (2, 5)), or places.tolist() ahead of the model"
     elif any(tensor.layout != torch.strided for tensor in tensor_results(value)):
         what = f"{operator_name(target)} makes a sparse tensor, which can not be split"
-        fix = "keep it dense: index_add, scatter_add or a mask instead"
+        fix = "keep it dense: index_add, scatter_add or a mask; torch.matmul with a dense constant for torch.sparse.mm"
     elif not _has_fixed_shapes(value):
         name = operator_name(target)
         boolean = "boolean indexing" if name in ("index", "index_put") else name
