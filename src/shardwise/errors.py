@@ -25,11 +25,32 @@ _LONGEST_LINE = 2_000  # of a message: a file may say anything
 _AROUND = 60  # characters shown before and after a caret in a long text
 
 
+class ErrorText(str):
+    """The text of an error, together with the parts that it was made of (see ``problem``)."""
+
+    what: str = ""
+    op: str = ""
+    source: str = ""
+    fix: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+
+
 class ShardwiseError(ValueError):
-    """Something the user can mend. Of a very long line of its message only the beginning and the end are kept."""
+    """The base of all errors that a user can fix. Very long lines of the message lose their middle.
+
+    Attributes:
+        what: What is wrong, with the arithmetic.
+        op: The operator, or the path of the module ("" where the error is of none).
+        source: The user's line, ``model.py:41`` ("" where there is none).
+        fix: What to change ("" where the message names nothing).
+        facts: Further (name, text) pairs, in the order of the message.
+    """
 
     def __init__(self, message: str = "") -> None:
         super().__init__("\n".join(map(_shortened, message.split("\n"))))
+        parts = message if isinstance(message, ErrorText) else ErrorText(message)
+        self.what, self.op, self.source = parts.what or message, parts.op, parts.source
+        self.fix, self.facts = parts.fix, parts.facts
 
 
 class CaptureError(ShardwiseError):
@@ -96,22 +117,28 @@ def page(name: str) -> str:
     return f"{DOCUMENTATION}{name}/ (docs/{name}.md in the repository)"
 
 
-def problem(what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()) -> str:
-    """The message layout of every error: what (with the arithmetic), where, further facts, and the fix.
+def problem(
+    what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()
+) -> ErrorText:
+    """Lay out the message of an error: what is wrong (with the arithmetic), where, further facts, and the fix.
+
+    An error that is raised with it has these parts as attributes.
 
     >>> print(problem("cannot shard dim 1", op="mlp.up", source="model.py:41", fix="pad dim 1 to 32"))
     cannot shard dim 1
       op:     mlp.up (model.py:41)
       fix:    pad dim 1 to 32
     """
-    lines = [what]
+    lines, facts = [what], tuple(facts)
     if op or source:
         where = op if not source else f"{op} ({source})" if op else source
         lines.append(f"  op:     {where}")
     lines += [f"  {name + ':':<7} {text}" for name, text in facts]
     if fix:
         lines.append(f"  fix:    {fix}")
-    return "\n".join(lines)
+    text = ErrorText("\n".join(lines))
+    text.what, text.op, text.source, text.fix, text.facts = what, op, source, fix, facts
+    return text
 
 
 def _shortened(line: str) -> str:

@@ -6,6 +6,8 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import itertools
 import json
 import re
@@ -24,6 +26,7 @@ _IPV6_LINE = re.compile(r"(?P<name>[^\s=]+:[^\s=]*:[^\s=]*)(?P<options>(?:\s.*)?
 _OPTION = re.compile(r"(?<!\S)([\w-]+)\s*=\s*(\S+)")
 _IGNORED = frozenset({"max_slots", "max-slots", "slots_max", "slots-max"})  # a limit for mpirun's oversubscription
 _MOST_BYTES = 2**26  # of a hostfile or rank table: 64 for each of MAX_DEVICES
+_BACKLOG = 2048  # connections that wait to be taken, as of torch's store
 _NUM_SHOWN = 4  # names or numbers listed in a message before it says "..."
 
 
@@ -179,19 +182,56 @@ def find_host(hosts: Sequence[Host], path: str) -> int:
 
 
 def _is_here(name: str) -> bool:
-    """Whether a name or address leads to this machine: only an address of one's own can be bound."""
+    """Whether a name or address leads to this machine."""
+    return bool(_own_addresses(name))
+
+
+def _own_addresses(name: str) -> list[str]:
+    """Of the addresses that a name leads to those of this machine: only such can be bound."""
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
-        return False
+        return []
+    own = []
     for family, kind, protocol, _, address in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-        except OSError:
-            continue
-    return False
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            own.append(str(address[0]))
+    return own
+
+
+def own_address(name: str) -> str:
+    """Return the address of this machine at which a server listens that others reach by ``name``. Empty where it leads
+    to none, or to loopback though it does not say so (Debian's 127.0.1.1, to which other machines do not resolve it).
+    """
+    loopback = "127.0.0.1" if name == "localhost" else name if _is_loopback(name) else ""
+    return loopback or next((address for address in _own_addresses(name) if not _is_loopback(address)), "")
+
+
+def route_address(name: str, port: int) -> str:
+    """Return the address of this machine from which it reaches another, without sending anything; empty for none."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        pass
+    return ""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this machine, or at all where it is empty. Raises OSError."""
+    everywhere = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:

@@ -43,9 +43,11 @@ Job = Callable[..., Outcome]
 
 def alive(pid: int) -> bool:
     """Whether a process runs (a zombie, which waits to be reaped, does not)."""
-    status = Path(f"/proc/{pid}/stat")
-    if status.parent.parent.joinpath("self").exists():
-        return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    if Path("/proc/self").exists():
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):  # it may end while it is looked at
+            return False
     return subprocess.run(["ps", "-p", str(pid)], capture_output=True, check=False).returncode == 0
 
 

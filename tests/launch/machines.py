@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from shardwise.launch.channel import Channel
 
 _START = """
 import sys
@@ -18,6 +22,17 @@ options = dict(nnodes={machines}, node_rank={node}, master_addr="127.0.0.1", mas
 sys.exit(launch({command}, {ranks}, elastic=Elastic({settings}), **options))
 """
 
+SECRET = b"of the tests"
+
+
+def channels() -> tuple[Channel, Channel]:
+    """Both ends of a connection, that of the caller and the other, which have greeted each other."""
+    ours, theirs = socket.socketpair()
+    caller, called = Channel(ours, SECRET), Channel(theirs, SECRET, accepted=True)
+    caller.messages()
+    called.messages()
+    return caller, called
+
 
 class Machines:
     """``ranks``: of each; ``settings``: of ``Elastic``, as text; ``plain``: the ranks load no torch."""
@@ -27,6 +42,7 @@ class Machines:
         plain: bool = True,
     ) -> None:  # fmt: skip
         self.folder, self.port, self.num_machines = folder, port, machines
+        self.environment = {**os.environ, "XDG_CONFIG_HOME": str(folder)}  # where the first launcher makes the secret
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self._text = {
             "command": list(command), "port": port, "machines": machines, "ranks": ranks, "settings": settings,
@@ -36,7 +52,8 @@ class Machines:
     def start(self, node: int, **others: object) -> None:
         text = _START.format(**{**self._text, **others}, node=node)
         with (self.folder / f"said-by-{node}").open("ab") as said:
-            self.running[node] = subprocess.Popen([sys.executable, "-c", text], stdout=said, stderr=said)
+            command = [sys.executable, "-c", text]
+            self.running[node] = subprocess.Popen(command, stdout=said, stderr=said, env=self.environment)
 
     def said(self, node: int) -> str:
         return (self.folder / f"said-by-{node}").read_text()

@@ -6,6 +6,7 @@ Ranks here load no torch; ``tests/train/test_recovery.py`` trains.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch import elastic, watching, zygote
 from shardwise.launch.course import Elastic
 from shardwise.launch.watching import Watch
+from shardwise.runtime import private
 from shardwise.runtime.pages import Page, Seen
 
 BODY = """
@@ -262,12 +264,68 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: Callable[[str], str]
 
 
 def test_memory_that_a_killed_launcher_left_is_given_back(tmp_path: Path) -> None:
-    left = tmp_path / "shardwise-memory-left"
-    left.mkdir()
-    (left / "lock").touch()
+    left, new = tmp_path / "shardwise-memory-left", tmp_path / "shardwise-new-memory-left"
+    for folder in (left, new):
+        folder.mkdir(mode=0o700)
+        (folder / "lock").touch()
+    os.utime(new, (0, 0))
     with elastic.folder_in_memory(str(tmp_path)) as first, elastic.folder_in_memory(str(tmp_path)) as second:
         assert sorted(tmp_path.iterdir()) == sorted([Path(first), Path(second)])
     assert not list(tmp_path.iterdir())
+
+
+def test_what_others_put_where_launchers_have_their_folders_is_left_alone_and_stops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FIFO without a writer, at which an open waits; links to folders and files of the user; another user's."""
+    mine = tmp_path / "mine"
+    (mine / "data").mkdir(mode=0o700, parents=True)
+    (mine / "data" / "lock").touch()
+    place = tmp_path / "shm"
+    for name in ("memory-fifo", "memory-linked", "memory-open", "memory-another", "memory-live", "new-memory-live"):
+        (place / f"shardwise-{name}").mkdir(mode=0o700, parents=True)
+    os.mkfifo(place / "shardwise-memory-fifo" / "lock")
+    os.symlink(mine / "data" / "lock", place / "shardwise-memory-linked" / "lock")
+    os.symlink(mine / "data", place / "shardwise-memory-link")
+    os.mkfifo(place / "shardwise-memory-file")
+    for name in ("memory-open", "memory-another", "memory-live"):
+        (place / f"shardwise-{name}" / "lock").touch()
+    (place / "shardwise-memory-open").chmod(0o777)
+    there = sorted(place.iterdir())
+    lstat, another = os.lstat, place / "shardwise-memory-another"
+
+    def of_another(path: os.PathLike[str]) -> os.stat_result:
+        about = lstat(path)
+        return os.stat_result((*about[:4], about.st_uid + 1, *about[5:])) if Path(path) == another else about
+
+    monkeypatch.setattr(private.os, "lstat", of_another)
+    with open(place / "shardwise-memory-live" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with elastic.folder_in_memory(str(place)) as folder:
+            assert sorted(place.iterdir()) == sorted([*there, Path(folder)])
+    assert (mine / "data" / "lock").exists()
+
+
+def test_what_a_killed_launcher_left_among_temporary_files_is_deleted_by_the_next(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    path = script("mark('ready'); time.sleep(60)")
+    start = "import sys; from shardwise.launch import launcher; launcher.launch(sys.argv[1:], 1)"
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    process = subprocess.Popen([sys.executable, "-c", start, path], env=environment)
+    deadline = time.monotonic() + 6 * PROMPTLY
+    while not list(tmp_path.glob("ready-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    (left,) = folder.iterdir()
+    script("import tempfile; print(os.listdir(tempfile.gettempdir()))")
+    said = subprocess.check_output([sys.executable, "-c", start, path], env=environment, text=True)
+    assert left.name not in said
+    assert said.count("shardwise-job-") == 1
+    assert not list(folder.iterdir())
 
 
 def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:

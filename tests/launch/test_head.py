@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
 
-from shardwise.launch.channel import Channel
+from launch.machines import channels
 from shardwise.launch.course import Course, Elastic
 from shardwise.launch.head import Head
 from shardwise.launch.processes import Failure
@@ -22,10 +21,10 @@ class Job:
 
     def __init__(self) -> None:
         now = time.monotonic()
-        self.head = Head(Course(Elastic(min_ranks=1), 2 * RANKS), 0, 2, {0, 1}, now + 60, now + 60)
+        self.head = Head(Course(Elastic(min_ranks=1), 2 * RANKS), 0, 2, {0, 1}, now + 60, now + 60, b"")
         self.launchers = []
         for node in range(2):
-            own, heads = map(Channel, socket.socketpair())
+            own, heads = channels()
             slots = list(range(RANKS))
             hello = {"hello": node, "machines": 2, "ranks": 2 * RANKS, "slots": slots, "spares": [], "port": 1}
             self.head.admit(heads, {**hello, "rank_port": 2, "name": f"host{node}"})

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.hosts import Host, expand_counts, expand_nodelist, find_host, read_hostfile, read_rank_table
+from shardwise.hosts import (
+    Host,
+    expand_counts,
+    expand_nodelist,
+    find_host,
+    own_address,
+    read_hostfile,
+    read_rank_table,
+    route_address,
+)
 
 
 @pytest.fixture
@@ -194,3 +203,22 @@ def test_slurms_tasks_per_node_are_written_out() -> None:
     assert expand_counts("8") == (8,)
     with pytest.raises(ValueError, match="invalid literal"):
         expand_counts("")
+
+
+def test_a_server_listens_where_others_reach_it_by_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    leads = {"node1": ["127.0.1.1"], "node2": ["203.0.113.7"], "node3": ["127.0.1.1", "127.0.0.1"], "own": ["0.0.0.0"]}
+
+    def getaddrinfo(name: str, *_: object, **__: object) -> list[Any]:
+        if name not in leads:
+            raise socket.gaierror(name)
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, 0)) for address in leads[name]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert [own_address(name) for name in ("localhost", "127.0.0.1", "127.3.4.5", "::1")] == [
+        "127.0.0.1", "127.0.0.1", "127.3.4.5", "::1",
+    ]  # fmt: skip
+    assert [own_address(name) for name in ("node1", "node2", "node3", "nowhere")] == [""] * 4
+    assert own_address("own") == "0.0.0.0"
+    monkeypatch.undo()
+    assert route_address("127.0.0.1", 9) == "127.0.0.1"
+    assert route_address("no such machine.invalid", 9) == ""

@@ -6,7 +6,7 @@ Every machine is a launcher of its own on this one; ranks load no torch (``tests
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import re
 import signal
 import socket
@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from launch.jobs import gone
-from launch.machines import Machines
+from launch.machines import SECRET, Machines, channels
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host
 from shardwise.launch.channel import Channel
 from shardwise.launch.course import Course, Elastic
-from shardwise.launch.head import Head
+from shardwise.launch.head import STOPPED, Head
 from shardwise.launch.launcher import free_port, launch
 from shardwise.launch.member import Begin, Identity, Member, Station
 
@@ -230,23 +231,143 @@ def test_a_second_launcher_of_a_machine_and_one_of_another_job_are_refused(start
     assert machines.codes() == [0, 0]
 
 
-def test_whoever_says_what_no_launcher_would_changes_nothing(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_strangers_change_nothing(start: Start, tmp_path: Path, node: int) -> None:
+    """At the port of the machine that leads, and of another one. A generation is lost behind it, so that both work."""
+    body = """
+step(generation)
+if generation == 0:
+    wait_for("go", 1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
+"""
+    machines = start(body, ranks=1)
+    wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 2)
+    place = ("127.0.0.1", machines.port + node)
+    secret = (tmp_path / "shardwise" / "job-secret").read_bytes().strip()
+    greeting = b"shardwise-launcher-1 " + b"0" * 32 + b"\n"
+    code = b"0" * 64 + b" "
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):  # more than are listened to, which say nothing, or half of a word, as long as the job runs
+            stack.enter_context(socket.create_connection(place)).sendall(b"shardwise-lau")
+        for text in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"[" * 100_000 + b"\n",
+            b'{"beat": Infinity}\n',
+            b'{"come": ["127.0.0.1", 1], "number": 9}\n',
+            greeting + b'{"leave": 0}\n',
+            greeting + code + b'{"hello": 1, "machines": 2, "ranks": 2, "slots": [0], "port": 1, "rank_port": 1}\n',
+            greeting + code + b'{"come": ["127.0.0.1", 1], "number": 9}\n',
+            greeting + greeting,
+            b"\xff\n" * 9,
+            b"\n" * 1000,
+            b"x" * (1 << 21),
+        ):
+            with contextlib.suppress(OSError), socket.create_connection(place, timeout=5) as other:
+                other.sendall(text)
+                while other.recv(1 << 16):  # until it is closed
+                    pass
+        leave: tuple[dict[str, Any], ...] = ({"leave": 0}, {"leave": 130}, {"come": ("127.0.0.1", 1), "number": 9})
+        for message in (*leave, hello(1, 2)):
+            with contextlib.closing(called(place[1], b"the secret of another job")) as other:
+                other.send(**message)
+                wait_until(lambda: other.messages(0.1) or other.gone)
+                assert other.refused
+        # Whoever knows the secret is of the job, and may be wrong; what it says in one connection holds in no other.
+        wrong: tuple[dict[str, Any], ...] = (
+            {"beat": math.inf}, {"beat": 1 << 63}, {"leave": 0}, {"leave": 1e9}, {"beat": math.nan}, {"port": 0},
+            {"port": 1 << 16}, {"beat": True}, {"ended": 0}, {"x" * (1 << 21): 0},
+        )  # fmt: skip
+        for message in wrong if node == 0 else ():
+            with contextlib.closing(called(place[1], secret)) as other:
+                other.send(**hello(7, 2))
+                wait_until(lambda: other.messages(0.1))
+                other.send(**message)
+                wait_until(lambda: not other.messages(0.1) and other.gone)
+        with contextlib.closing(called(place[1], secret)) as other:
+            sent: list[bytes] = []
+            mocked = mock.Mock(wraps=other._socket, sendall=lambda line: sent.append(line) or send(line))
+            send, other._socket = other._socket.sendall, mocked
+            other.send(hello=9)
+            wait_until(lambda: other.messages(0.1) or other.gone)
+        with socket.create_connection(place) as again:
+            again.sendall(greeting.replace(b"0" * 32, other._nonce) + b"".join(sent))
+            heard = b""
+            while more := again.recv(1 << 16):
+                heard += more
+            assert b"has another secret" in heard
+        (tmp_path / "go-0").touch()
+        assert machines.codes() == [0, 0]
+    said = machines.said(node)
+    assert "Traceback" not in said + machines.said(1 - node)
+    assert "closed a connection from 127.0.0.1, which is no launcher: sent b'GET / HTTP/1.1" in said
+    assert "which sent a message that was not made with this job's secret for this connection" in said
+    assert "generation 1: rank" in said
+
+
+def test_a_message_is_heard_once_in_its_place_and_direction() -> None:
+    for fault in ("replayed", "swapped", "reflected", "changed", "cut"):
+        ours, theirs = socket.socketpair()
+        near, far = socket.socketpair()
+        with contextlib.ExitStack() as stack:
+            caller = stack.enter_context(contextlib.closing(Channel(ours, SECRET)))
+            answers = stack.enter_context(contextlib.closing(Channel(far, SECRET, accepted=True)))
+            for end in (theirs, near):  # between both: whoever is on the way
+                stack.enter_context(end)
+                end.settimeout(60.0)
+            near.sendall(theirs.recv(1000))
+            theirs.sendall(near.recv(1000))
+            assert not caller.messages()
+            assert not answers.messages()
+            caller.send(first=1)
+            caller.send(second=2)
+            first, second = re.findall(rb"[^\n]+\n", theirs.recv(1000))
+            near.sendall(first)
+            assert answers.messages() == [{"first": 1}]
+            lines = {"replayed": first, "swapped": second + second, "changed": second.replace(b"2", b"3")}
+            if fault == "reflected":
+                theirs.sendall(first)
+                assert caller.messages() == []
+                assert caller.fault
+                continue
+            near.sendall(lines.get(fault, second[:70] + b"\n"))
+            assert answers.messages() == ([{"second": 2}] if fault == "swapped" else [])
+            assert answers.gone
+            assert "not made with this job's secret for this connection" in answers.fault
+
+
+def test_a_launcher_with_another_secret_says_so_and_waits_in_vain(start: Start, tmp_path: Path) -> None:
     machines = start("step(0)\nwait_for('end', 1)\n", ranks=1)
     wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 2)
-    for text in (
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[" * 100_000 + b"\n",
-        b'{"hello": 5}\n',
-        b'{"come": 3}\n',
-        b'{"come": ["127.0.0.1", 1], "number": -1}\n',
-        b"\xff\n" * 9,
-        b"x" * (1 << 21),
-    ):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", machines.port), timeout=5) as other:
-            other.sendall(text)
-            other.recv(100)
+    machines.environment["SHARDWISE_JOB_SECRET"] = "that of quite another job"
+    machines.start(2, settings="wait_seconds=2")
+    assert machines.running.pop(2).wait(timeout=60) == 1
+    line = (
+        f"the launcher at 127.0.0.1:{machines.port} has another secret than this machine: give every machine the same"
+    )
+    assert machines.said(2).count(line) == 1
     (tmp_path / "end-0").touch()
     assert machines.codes() == [0, 0]
+
+
+def test_a_job_ends_with_0_only_where_every_rank_did() -> None:
+    """A machine whose launcher stopped its ranks, on whatever word, has not ended well."""
+    now = time.monotonic()
+    head = Head(Course(Elastic(), 1), 0, 1, {0}, now, now + 600.0, SECRET)
+    ours, theirs = channels()
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        head.admit(theirs, hello(0, 1))
+        head.turn()
+        ours.send(ended=0, code=STOPPED, failure=None, absent=[], rank_port=3)
+        for _ in range(3):
+            head.turn()
+        assert not head.over
+        assert head.number == 2, "it has begun the next generation"
+
+
+def called(port: int, secret: bytes = SECRET) -> Channel:
+    return Channel(socket.create_connection(("127.0.0.1", port)), secret)
 
 
 def hello(node: int, machines: int) -> dict[str, Any]:
@@ -269,13 +390,13 @@ def test_a_head_goes_on_without_machines_that_may_live_only_with_half(
 ) -> None:
     """The others, if they are more than half, go on without it."""
     now = time.monotonic()
-    head = Head(Course(Elastic(min_ranks=1), 3), 0, 3, {0, 1, 2}, now, now + 600.0)
+    head = Head(Course(Elastic(min_ranks=1), 3), 0, 3, {0, 1, 2}, now, now + 600.0, SECRET)
     with contextlib.ExitStack() as stack:
         ends: list[Channel] = []
         for node in range(3):
-            ours, theirs = socket.socketpair()
-            ends.append(stack.enter_context(contextlib.closing(Channel(ours))))
-            head.admit(stack.enter_context(contextlib.closing(Channel(theirs))), hello(node, 3))
+            ours, theirs = channels()
+            ends.append(stack.enter_context(contextlib.closing(ours)))
+            head.admit(stack.enter_context(contextlib.closing(theirs)), hello(node, 3))
         head.turn()
         assert head.running
         for node in lost:
@@ -295,43 +416,45 @@ def test_a_head_goes_on_without_machines_that_may_live_only_with_half(
 @pytest.mark.parametrize(("number", "gives_way"), [(1, False), (2, True)])
 def test_a_head_that_waits_gives_way_to_one_that_has_begun(number: int, gives_way: bool) -> None:
     now = time.monotonic()
-    head = Head(Course(Elastic(), 2), 0, 2, set(), now, now + 600.0, number=1)
-    with contextlib.closing(Station(0)) as station:
+    head = Head(Course(Elastic(), 2), 0, 2, set(), now, now + 600.0, SECRET, number=1)
+    with contextlib.closing(Station(0, SECRET)) as station:
         station.lead(head)
         station.start()
-        with contextlib.closing(Channel(socket.create_connection(("127.0.0.1", station.port)))) as other:
+        with contextlib.closing(called(station.port)) as other:
             other.send(come=("127.0.0.1", 5), number=number)
-            wait_until(lambda: station.called)
             wait_until(lambda: other.messages(0.1) or other.gone)
+        assert station.called == ("127.0.0.1", 5)
         assert (station.head is None, station.gave_way) == (gives_way, gives_way)
 
 
 def answered(*messages: dict[str, Any], close: bool = False) -> tuple[Begin | int, Member]:
     """What a launcher does that hears all of this from a head at once, and nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        identity = Identity(1, 2, 2, listener.getsockname()[:2], "", [0], [])
+        identity = Identity(1, 2, 2, listener.getsockname()[:2], "", [0], [], SECRET)
         member = Member(Elastic(wait_seconds=3.0), identity, [], free_port)
-        text = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
         def answer() -> None:
             connection, _ = listener.accept()
-            connection.recv(1 << 16)
+            channel = Channel(connection, SECRET, accepted=True)
+            assert channel.messages(60.0)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # the end travels with the words
-            connection.sendall(text)
+            for message in messages:
+                channel.send(**message)
             if close:
-                connection.close()
+                channel.close()
             else:
-                kept.append(connection)
+                kept.append(channel)
 
-        kept: list[socket.socket] = []
+        kept: list[Channel] = []
         thread = threading.Thread(target=answer)
         thread.start()
         with contextlib.closing(member):
             found = member.wait()
             thread.join()
             member.is_stopped()
-        for connection in kept:
-            connection.close()
+        for channel in kept:
+            channel.close()
         return found, member
 
 
@@ -351,8 +474,8 @@ def test_the_end_of_a_job_is_heard_from_a_head_that_closes_behind_it() -> None:
 
 
 def test_interrupting_the_head_that_waits_for_machines_ends_the_job() -> None:
-    member = Member(Elastic(), Identity(0, 3, 3, ("127.0.0.1", free_port()), "", [0], []), [], free_port)
-    with contextlib.closing(Channel(socket.create_connection(("127.0.0.1", member.station.port)))) as other:
+    member = Member(Elastic(), Identity(0, 3, 3, ("127.0.0.1", free_port()), "", [0], [], SECRET), [], free_port)
+    with contextlib.closing(called(member.station.port)) as other:
         other.send(**hello(1, 3))
         wait_until(lambda: other.messages(0.1))
         wait_until(member._meet)
@@ -372,14 +495,13 @@ def test_interrupting_the_head_that_waits_for_machines_ends_the_job() -> None:
 def test_half_of_a_divided_network_does_not_begin() -> None:
     """A head that took over since the first one was silent needs more than half of the machines."""
     now = time.monotonic()
-    head = Head(Course(Elastic(min_ranks=1), 4), 1, 4, {1, 2, 3}, now, now + 600.0, number=1, least=3)
-    ends = [socket.socketpair() for _ in range(3)]
-    for node, (ours, theirs) in enumerate(ends, start=1):
-        head.admit(Channel(theirs), hello(node, 4))
+    head = Head(Course(Elastic(min_ranks=1), 4), 1, 4, {1, 2, 3}, now, now + 600.0, SECRET, number=1, least=3)
+    ends = [channels() for _ in range(3)]
+    for node, (_, theirs) in enumerate(ends, start=1):
+        head.admit(theirs, hello(node, 4))
         head.turn()
         assert head.running == (node == 3)
-        ours.settimeout(1.0)
-    assert b'"generation": 1' in ends[0][0].recv(1 << 16)
+    assert any(message.get("generation") == 1 for message in ends[0][0].messages(60.0))
     for pair in ends:
         for end in pair:
             end.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,29 @@ def test_two_ranks_on_one_gpu_are_told_under_nccl() -> None:
     assert "NCCL needs a GPU for each rank: ranks 0, 2 on GPU-a" in told
     assert "CUDA_VISIBLE_DEVICES" in told
     assert "different versions" in ranks._difference([same + b"\n", b"torch 3 and shardwise 1\n"])
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize("master", ["127.0.0.1", "localhost"])
+def test_the_store_of_one_machine_listens_on_its_loopback_address(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": master, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    for _ in range(2):  # again after the end, at the same port
+        init_ranks("gloo")
+        listening = [
+            line.split()[1]
+            for kind in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{kind}").read_text().splitlines()
+            if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+        ]
+        assert listening == [f"0100007F:{port:04X}"]
+        finish()
+
+
+def test_a_store_whose_name_leads_to_no_address_of_the_machine_says_where_it_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "own_address", lambda _: "")
+    assert ranks._listen("node1", 1) is None
+    assert "the store listens on all addresses: node1 leads to none that others reach" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -269,6 +270,17 @@ def test_a_file_that_says_nothing_is_ignored_with_a_sentence(content: str, tmp_p
     disk.write(key, Times(4, 3))
     assert disk.read(key) == Times(4, 3)
     assert disk.read({**key, "torch": "3"}) is None
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_is_no_file_of_the_users_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    disk, key = TimesOnDisk(tmp_path / "shared"), {"program": "a"}
+    disk.write(key, Times(2, 1))
+    path = disk.path(key)
+    path.rename(tmp_path / "elsewhere")
+    {"fifo": os.mkfifo, "link": partial(os.symlink, tmp_path / "elsewhere"), "folder": os.mkdir}[kind](path)
+    with pytest.warns(PlanWarning, match=r"\.json does not say how fast a step is, and is not used: "):
+        assert disk.read(key) is None
 
 
 def test_the_folder_is_the_users(tmp_path: Path) -> None:

@@ -62,14 +62,14 @@ def trained(folder: str, kind: str, every: int, kill: tuple[int, int]) -> None:
             if step == STEPS:
                 break
     states = {name: optimizer.state[p] for name, p in par.named_parameters()}
-    torch.save([dict(par.state_dict()), states, loader.state_dict()], Path(folder, f"state-{rank}"))
+    torch.save([dict(par.state_dict()), states, loader.state_dict()], Path(folder, f"state-rank{rank}"))
 
 
 def check_equal(folder: Path, whole: Path) -> None:
     """Bit for bit: parameters, buffers, optimizer states and place in the data, on every rank."""
     for rank in range(3):
         (own, states, place), (wanted, others, there) = (
-            torch.load(where / f"state-{rank}", weights_only=True) for where in (folder, whole)
+            torch.load(where / f"state-rank{rank}", weights_only=True) for where in (folder, whole)
         )
         assert place == there
         assert all(torch.equal(own[name], wanted[name]) for name in wanted)
@@ -191,6 +191,32 @@ def with_a_trainer(folder: str) -> tuple[list[int], bool]:
 
 def test_a_trainer_goes_on_from_copies(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(with_a_trainer, 2, str(tmp_path), time_limit_seconds=180.0) == [([3, 2, 5], True)] * 2
+
+
+def in_folder(folder: str) -> str:
+    """What all ranks say where one is given a folder that others may have made, or write to."""
+    said = []
+    for name in ("link", "open", "fifo"):
+        where = Path(folder, f"{name if dist.get_rank() == 1 else 'mine'}-{dist.get_rank()}")
+        try:
+            Peers(sw.PeerCopy(where))
+        except ShardwiseError as error:
+            said.append(str(error))
+    return "\n".join(said)
+
+
+def test_copies_are_kept_in_a_folder_of_the_user_only(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    os.symlink(tmp_path / "elsewhere", tmp_path / "link-1")
+    (tmp_path / "open-1").mkdir()
+    (tmp_path / "open-1").chmod(0o777)
+    os.mkfifo(tmp_path / "fifo-1")
+    for said in run_ranks(in_folder, 2, str(tmp_path), time_limit_seconds=120.0):
+        assert said.count("not a folder that only this user writes to") == 2
+        assert "File exists" in said
+        assert said.count("copies of the state cannot be kept in") == 3
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "mine-0").stat().st_mode & 0o777 == 0o700
 
 
 def test_one_rank_and_wrong_numbers_are_refused(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
+from shardwise.graph.istft import COMPOSITES
 from shardwise.graph.kinds import check_kinds
 from shardwise.graph.lookups import align_lookups
 from shardwise.graph.masks import fold_masks
@@ -350,7 +351,7 @@ def _functionalized(
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
     input_names = tuple(entry.name for entry in inputs)
-    functionalizer = Functionalizer(Emitter(values, sources), _PREFIX, precision.autocast, repeats)
+    functionalizer = Functionalizer(Emitter(values, sources, COMPOSITES), _PREFIX, precision.autocast, repeats)
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
     functionalizer.run(program.graph.nodes)

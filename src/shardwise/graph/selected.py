@@ -103,13 +103,11 @@ class Selections(SelectedRows):
         return ref
 
     def apply(self, op: Op, val: Any) -> tuple[Arg, ...]:
-        """The results of an operator. ``val``: what it returned when it was traced. Raises CaptureError for what needs
-        the rows themselves."""
+        """The results of an operator with its ``sized`` arguments. ``val``: what it returned when it was traced. Raises
+        CaptureError for what needs the rows themselves."""
         selected = [name for name in op.operands if name in self.rows]
         if not selected and op.target in _SELECTING:
             return self._select(op, val) if has_symbols(val) else self.emitter.apply(op)
-        op = self._sized(op)
-        selected = [name for name in op.operands if name in self.rows]
         if is_random(op.target) and arguments(op).get("train") is False:
             return (Ref(selected[0]),)
         if is_random(op.target):

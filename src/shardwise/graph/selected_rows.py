@@ -61,7 +61,7 @@ class SelectedRows:
 
     # -- numbers of rows -----------------------------------------------------------------------------------------------
 
-    def _sized(self, op: Op) -> Op:
+    def sized(self, op: Op) -> Op:
         """The operator with the sizes of all rows, and with counts where it computes with numbers of rows."""
         if not has_symbols((op.args, tuple(value for _, value in op.kwargs))):
             return op

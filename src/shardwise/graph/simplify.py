@@ -130,9 +130,10 @@ def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
 
 
 def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Operands without elements (the empty start of a key-value cache) add nothing."""
+    """Operands without elements (the empty start of a key-value cache) add nothing, unless a gradient of zeros flows
+    through them."""
     tensors = op.args[0]
-    full = tuple(ref for ref in tensors if emitter.value(ref).numel)
+    full = tuple(ref for ref in tensors if emitter.value(ref).numel or emitter.value(ref).requires_grad)
     if len(full) == len(tensors) or not full:
         return None
     rest = emitter.value(full[0])

@@ -12,6 +12,7 @@ from shardwise.costs.cluster_file import family, format_cluster, load, parse
 from shardwise.costs.fit import Measurements, fit_cluster, format_residuals, residuals
 from shardwise.costs.machine import family_of
 from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.launch.elastic import folder_of_launcher
 from shardwise.launch.launcher import launch
 
 # By how much rounds of measurements are apart where nothing else runs, at most.
@@ -74,7 +75,7 @@ def _num_devices() -> int:
 
 
 def _measure(num_ranks: int, tiny: bool) -> Measurements:
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    with folder_of_launcher(tempfile.gettempdir(), "points") as folder:
         path = Path(folder) / "points.json"
         command: Sequence[str] = ["-m", "shardwise.launch.measure", str(path), *(["--tiny"] if tiny else [])]
         code = launch(command, num_ranks)

@@ -1,9 +1,17 @@
-"""Lines of JSON between the launchers of a job's machines. Standard library only."""
+"""Lines of JSON between the launchers of a job's machines, each with a code that nobody makes without its secret.
+
+Either end first sends a random number. A message then is a line ``CODE JSON``: an HMAC of its text and its place in the
+row, under a key of the secret, both numbers and the direction. So nothing that was said in another connection, or
+before in this one, is heard again. Nothing of a line is read before its code is right. Standard library only.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import re
+import secrets
 import select
 import socket
 import threading
@@ -11,9 +19,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from shardwise.errors import ShardwiseError
+from shardwise.texts import read_json, shown
+
 _MOST_BYTES = 1 << 20  # of a line
+_MOST_BYTES_OF_STRANGERS = 1 << 16  # before the first message
+_MOST_READS = 32  # in a row, of what may never end
 _SEND_SECONDS = 5.0
 _FINISH_SECONDS = 2.0
+_GREETING = b"shardwise-launcher-1 "
+_REFUSED = _GREETING + b"has another secret"
+_NONCE = re.compile(rb"[0-9a-f]{32}")
+_CODE_LENGTH = 64
 
 
 class HasFileno(Protocol):
@@ -21,25 +38,42 @@ class HasFileno(Protocol):
 
 
 class Channel:
-    """A connection to another launcher. ``gone``: it was closed there, or broke; ``silent``: since its last word, in
-    seconds. Both ends may be used by several threads, each direction by one at a time."""
+    """A connection to another launcher. ``accepted``: this end listened; ``gone``: it was closed there, or broke;
+    ``fault``: why this end closed it; ``refused``: the other end says that its secret is another one; ``heard``: when
+    something came last. Both ends may be used by several threads, each direction by one at a time."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, secret: bytes, *, accepted: bool = False) -> None:
         self._socket = connection
         self._socket.settimeout(_SEND_SECONDS)
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._secret, self._accepted = secret, accepted
+        self._nonce = secrets.token_hex(16).encode()
+        self._keys: tuple[bytes, bytes] | None = None  # to send, to hear; None until the other end's number has come
+        self._num_sent = self._num_heard = 0
+        self._waiting: list[bytes] = []  # to be sent then
         self._rest = b""
         self._sending = threading.Lock()
-        self.heard = time.monotonic()
-        self.gone = False
+        self.since = self.heard = time.monotonic()
+        self.gone = self.refused = False
+        self.fault = ""
+        self._send_bytes(_GREETING + self._nonce)
 
     @property
     def peer(self) -> str:
         """The other end's address."""
+        return self._address(self._socket.getpeername)
+
+    @property
+    def here(self) -> str:
+        """This end's address."""
+        return self._address(self._socket.getsockname)
+
+    @staticmethod
+    def _address(end: Any) -> str:
         try:
-            return str(self._socket.getpeername()[0]).removeprefix("::ffff:")
-        except OSError:
+            return str(end()[0]).removeprefix("::ffff:")
+        except (OSError, IndexError):
             return ""
 
     def fileno(self) -> int:
@@ -47,17 +81,31 @@ class Channel:
 
     def send(self, **message: Any) -> None:
         """Where nobody is there to hear it, ``gone`` says so afterwards."""
+        text = json.dumps(message).encode()
         with self._sending:
-            try:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
-            except OSError:
-                self.gone = True
+            if self._keys is None:
+                self._waiting.append(text)
+            else:
+                self._send_coded(self._keys[0], text)
+
+    def _send_coded(self, key: bytes, text: bytes) -> None:
+        self._send_bytes(_code(key, self._num_sent, text) + b" " + text)
+        self._num_sent += 1
+
+    def _send_bytes(self, line: bytes) -> None:
+        try:
+            self._socket.sendall(line + b"\n")
+        except OSError:
+            self.gone = True
 
     def messages(self, seconds: float = 0.0) -> list[Mapping[str, Any]]:
         """What has come, waiting for it for some time at most. Whoever says what no launcher would is disconnected."""
         messages: list[Mapping[str, Any]] = []
-        while not self.gone and readable([self._socket], seconds):
-            seconds = 0.0
+        limit = time.monotonic() + seconds
+        for _ in range(_MOST_READS):
+            left = 0.0 if messages else max(0.0, limit - time.monotonic())
+            if self.gone or not readable([self._socket], left):
+                break
             try:
                 data = self._socket.recv(1 << 16)
             except OSError:
@@ -65,15 +113,58 @@ class Channel:
             if not data:
                 self.gone = True
                 break
-            self.heard = time.monotonic()
             *lines, self._rest = (self._rest + data).split(b"\n")
             try:
-                messages += [dict(json.loads(line)) for line in lines if line.strip()]
-            except (ValueError, TypeError, RecursionError):
-                self.gone = True
-            if len(self._rest) > _MOST_BYTES:
-                self.gone = True
+                for line in lines:
+                    if (message := self._read(line)) is not None:
+                        messages.append(message)
+                most = _MOST_BYTES if self._num_heard else _MOST_BYTES_OF_STRANGERS
+                if len(self._rest) > most:
+                    raise ShardwiseError(f"sent a line of more than {most:,} bytes")
+            except ShardwiseError as error:
+                self.end(str(error))
+            if self._num_heard:
+                self.heard = time.monotonic()
         return messages
+
+    def _read(self, line: bytes) -> Mapping[str, Any] | None:
+        """The message of a line, if it is one. Raises ShardwiseError for what no launcher of this job sends."""
+        if self._keys is None:
+            nonce = line.removeprefix(_GREETING)
+            if nonce == line or not _NONCE.fullmatch(nonce):
+                raise ShardwiseError(f"is no launcher: sent {shown(line[:40])}")
+            self._agree_on_keys(nonce)
+            return None
+        if line == _REFUSED and not self._accepted and not self._num_heard:
+            self.refused = True
+            return None
+        code, _, text = line.partition(b" ")
+        if not hmac.compare_digest(code, _code(self._keys[1], self._num_heard, text)):
+            if self._accepted and not self._num_heard:
+                with self._sending:
+                    self._send_bytes(_REFUSED)
+            raise ShardwiseError("sent a message that was not made with this job's secret for this connection")
+        self._num_heard += 1
+        try:
+            message = read_json(text.decode())
+        except (ShardwiseError, UnicodeDecodeError) as error:
+            raise ShardwiseError(f"sent a text that is no message: {error}") from error
+        if not isinstance(message, dict):
+            raise ShardwiseError(f"sent {shown(message)} as a message")
+        return message
+
+    def _agree_on_keys(self, nonce: bytes) -> None:
+        both = nonce + self._nonce if self._accepted else self._nonce + nonce
+        of_caller, of_called = (hmac.digest(self._secret, name + both, "sha256") for name in (b"caller", b"called"))
+        with self._sending:
+            self._keys = (of_called, of_caller) if self._accepted else (of_caller, of_called)
+            waiting, self._waiting = self._waiting, []
+            for text in waiting:
+                self._send_coded(self._keys[0], text)
+
+    def end(self, fault: str) -> None:
+        """Hear no more of this connection."""
+        self.gone, self.fault = True, self.fault or fault
 
     def finish(self) -> None:
         """Say no more, and wait until the other end has read all: closed with words unread, a connection is reset."""
@@ -88,6 +179,10 @@ class Channel:
         self._socket.close()
 
 
+def _code(key: bytes, number: int, text: bytes) -> bytes:
+    return hmac.digest(key, number.to_bytes(8, "little") + text, "sha256").hex().encode()
+
+
 def readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
     """The descriptors of those that have something to read, waited for at most so long. However many there are."""
     poll = select.poll()
@@ -96,4 +191,30 @@ def readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
     return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
 
 
-__all__ = ["Channel", "readable"]
+# ---------------------------------------------------------------------------------------- what a message may contain
+
+
+def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:
+    """The number itself. Raises ValueError for anything but an integer of that range."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{shown(value)} is no number from {least} to {most}")
+    return value
+
+
+def as_port(value: Any) -> int:
+    return whole(value, 1, (1 << 16) - 1)
+
+
+def as_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{shown(value)} is no text")
+    return value
+
+
+def as_place(value: Any) -> tuple[str, int]:
+    """A name or address, and a port."""
+    name, number = value
+    return as_text(name), as_port(number)
+
+
+__all__ = ["Channel", "as_place", "as_port", "as_text", "readable", "whole"]

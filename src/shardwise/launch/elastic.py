@@ -22,11 +22,14 @@ import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardwise.errors import LaunchError, problem
 from shardwise.launch import bootstrap, zygote
 from shardwise.launch.course import Course, Elastic, culprit
+from shardwise.launch.head import EXIT_ALONE, STOPPED
 from shardwise.launch.job import EXIT_INTERRUPTED, Job, say
 from shardwise.launch.member import Begin, Member
 from shardwise.launch.processes import Failure
@@ -34,8 +37,10 @@ from shardwise.launch.watching import Watch
 from shardwise.launch.zygote import Zygote
 from shardwise.runtime.generation import GENERATION, Generation, plan_file
 from shardwise.runtime.pages import Seen
+from shardwise.runtime.private import check_own_folder, open_own
 
-_PREFIX, _LOCK = "shardwise-memory-", "lock"
+_LOCK = "lock"
+_NEW_SECONDS = 3600.0  # in which a launcher locks the folder that it has made
 
 
 @dataclass(slots=True)
@@ -77,16 +82,22 @@ class Agent:
 
     def take_part(self, member: Member) -> int:
         """The exit code of a job of which this machine has a part."""
+        number, code = -1, 0  # of the latest generation that had ranks here
         while True:
             begin = member.wait()
+            if begin == 0 and code and number == member.number:
+                say(f"the job ended with exit code 0, and ranks of machine {member.node} did not")
+                return EXIT_ALONE
             if isinstance(begin, int):
                 return begin
+            number = begin.number
             code, cause, absent, step = self._run_generation(begin, member)
             member.report(code, cause, absent, step)
 
     def _run_generation(self, begin: Begin, member: Member | None = None) -> tuple[int, Failure | None, list[int], int]:
         """(exit code, the failure that ended it; None where all ended well, or somebody interrupts; ranks that were in
-        no collective when they were stopped, the last step that was done)."""
+        no collective when they were stopped, the last step that was done). The code is 0 only where that of each rank
+        is."""
         self._restore_memory()
         generation = Generation(begin.number, self.memory, begin.suspect, num_machines=self.num_machines)
         ranks = range(begin.first, begin.first + len(begin.slots))
@@ -119,16 +130,25 @@ class Agent:
             absent = [number for number in asked if not pages[number].waits]
             if job.interrupted:  # perhaps while the others of a lost rank were stopped
                 return EXIT_INTERRUPTED, None, [], begin.step
+            if code == 0 and any(rank.process.returncode for rank in job.ranks):
+                code = STOPPED
             return code, job.cause, absent, max(begin.step, *(seen.step for seen in pages.values()))
         finally:
             job.kill()
 
     def _restore_memory(self) -> None:
         """Whoever cleans the system's memory up (at the end of a login, say) takes states, and not the job."""
-        if not os.path.isdir(self.memory):
-            os.makedirs(self.memory, mode=0o700)
-            self.locks.enter_context(_locked(self.memory))
-            say(f"{self.memory} was removed: steps that were kept there are lost")
+        try:
+            if not os.path.lexists(self.memory):
+                os.makedirs(self.memory, mode=0o700)
+                self.locks.enter_context(_locked(self.memory))
+                say(f"{self.memory} was removed: steps that were kept there are lost")
+            check_own_folder(self.memory)
+        except OSError as error:
+            what = f"the folder for states is gone: {error}"
+            raise LaunchError(
+                problem(what, fix="start the job again: it goes on from its newest checkpoint")
+            ) from error
 
     def _plan_ahead(self, generation: Generation, begin: Begin, shared: dict[str, str]) -> None:
         """Have the plans made that the next loss will ask for, if the script makes its plans by ``sw.planned``: that of
@@ -167,24 +187,31 @@ class Agent:
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
     """As long as a launcher lives it has its folder locked."""
-    with open(os.path.join(folder, _LOCK), "w") as lock:
+    check_own_folder(folder)
+    with open(open_own(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
-def folder_in_memory(place: str = "/dev/shm") -> Iterator[str]:
-    """A folder whose files are in memory that outlives processes, where the system has such. Those that launchers left
-    which were killed are deleted: whoever lives has locked its own."""
-    place = place if os.path.isdir(place) and os.access(place, os.W_OK) else tempfile.gettempdir()
-    for left in glob.glob(os.path.join(place, f"{_PREFIX}*")):
-        with contextlib.suppress(OSError), open(os.path.join(left, _LOCK)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix="shardwise-new-", dir=place)
+def folder_of_launcher(place: str, kind: str) -> Iterator[str]:
+    """A new folder ``shardwise-KIND-...`` in a place where other users have theirs. Those that this user's launchers
+    left which were killed are deleted: whoever lives has locked its own."""
+    for left in glob.glob(os.path.join(place, f"shardwise-{kind}-*")):
+        with contextlib.suppress(OSError):
+            check_own_folder(left)
+            with open(open_own(os.path.join(left, _LOCK))) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+    for left in glob.glob(os.path.join(place, f"shardwise-new-{kind}-*")):  # killed before it had locked its own
+        with contextlib.suppress(OSError):
+            check_own_folder(left)
+            if time.time() > os.lstat(left).st_mtime + _NEW_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"shardwise-new-{kind}-", dir=place)
     try:
         with _locked(folder):
-            locked = os.path.join(place, _PREFIX + os.path.basename(folder).removeprefix("shardwise-new-"))
+            locked = os.path.join(place, os.path.basename(folder).replace("-new", "", 1))
             os.rename(folder, locked)
             folder = locked
             yield folder
@@ -192,4 +219,10 @@ def folder_in_memory(place: str = "/dev/shm") -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-__all__ = ["Agent", "folder_in_memory"]
+def folder_in_memory(place: str = "/dev/shm") -> contextlib.AbstractContextManager[str]:
+    """A folder whose files are in memory that outlives processes, where the system has such."""
+    place = place if os.path.isdir(place) and os.access(place, os.W_OK) else tempfile.gettempdir()
+    return folder_of_launcher(place, "memory")
+
+
+__all__ = ["Agent", "folder_in_memory", "folder_of_launcher"]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.launch.channel import Channel
+from shardwise.launch.channel import Channel, as_place, as_port, as_text, whole
 from shardwise.launch.course import Course, culprit
 from shardwise.launch.job import say
 from shardwise.launch.processes import Failure
@@ -22,6 +22,7 @@ from shardwise.launch.watching import count_ranks, name_ranks
 Address = tuple[str, int]
 
 EXIT_ALONE = 1  # the machines that a job needs did not come
+STOPPED = -1  # in place of an exit code
 SURE_SECONDS = 3.0  # several words, of which one is said twice a second: who closes behind such a silence may live
 _BEAT_SECONDS = 0.5
 _AWAY_SECONDS = 2.0  # without a turn, after which nobody's silence counts: this machine was suspended
@@ -32,7 +33,8 @@ _CALL_SECONDS = 2.0  # between calls to a machine that is missing
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a machine says of its ranks' end. ``absent``: ranks that were in no collective when they were stopped."""
+    """What a machine says of its ranks' end. ``code``: 0 where each ended with 0, ``STOPPED`` where the launcher ended
+    them on another's word; ``absent``: ranks that were in no collective when they were stopped."""
 
     code: int
     failure: Failure | None
@@ -67,6 +69,7 @@ class Head:
     awaited: set[int]
     until_all: float
     deadline: float
+    secret: bytes = field(repr=False)
     number: int = 0
     least: int = 1
     how: str = ""  # what to say of the next generation
@@ -89,10 +92,15 @@ class Head:
 
     def admit(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         """A launcher came. One that is here already was started twice, or came back before it was missed."""
-        node = int(hello["hello"])
-        if int(hello["machines"]) != self.num_machines or int(hello["ranks"]) != self.course.num_ranks:
+        node, machines, ranks = (whole(hello[name]) for name in ("hello", "machines", "ranks"))
+        where = as_place((hello["name"], hello["port"]))
+        rank_port = as_port(hello["rank_port"])
+        slots, spares = ([whole(slot) for slot in hello[name]] for name in ("slots", "spares"))
+        if not where[0] or len({*slots, *spares}) < len(slots) + len(spares):
+            raise ValueError(f"no name, or slots that are given twice: {slots}, {spares}")
+        if machines != self.num_machines or ranks != self.course.num_ranks:
             what = (
-                f"machine {node} was started for {hello['ranks']} ranks on {hello['machines']} machines, "
+                f"machine {node} was started for {ranks} ranks on {machines} machines, "
                 f"machine {self.node} for {self.course.num_ranks} on {self.num_machines}"
             )
             channel.send(end=EXIT_ALONE, why=f"{what}: give the same on every machine")
@@ -105,12 +113,8 @@ class Head:
             return
         if before is not None:
             self._lose(before, "is gone")
-        slots, spares = [int(slot) for slot in hello["slots"]], [int(slot) for slot in hello["spares"]]
-        address = str(hello["name"]) or channel.peer
-        self.known[node] = address, int(hello["port"])
-        self.machines[node] = Machine(
-            node, address, int(hello["port"]), int(hello["rank_port"]), channel, slots, spares
-        )
+        self.known[node] = where
+        self.machines[node] = Machine(node, *where, rank_port, channel, slots, spares)
 
     def turn(self) -> None:
         """Look once around: what has come, who is gone, and whether something is to be done."""
@@ -144,22 +148,26 @@ class Head:
         for message in machine.channel.messages():
             try:
                 self._take(machine, message)
-            except (LookupError, TypeError, ValueError):  # no launcher says so
-                machine.channel.close()
+            except (LookupError, TypeError, ValueError) as error:
+                machine.channel.end(f"sent what no launcher would: {error}")
+                return
 
     def _take(self, machine: Machine, message: Mapping[str, Any]) -> None:
         if "beat" in message:
-            self.course.reach(int(message["beat"]))
+            self.course.reach(whole(message["beat"], -1))
         elif "ended" in message and message["ended"] == self.number - 1:
-            failure = _failure(message["failure"]) if message["failure"] else None
-            absent = tuple(int(rank) for rank in message["absent"])
-            machine.ended, machine.rank_port = Ended(int(message["code"]), failure, absent), int(message["rank_port"])
+            failure = _failure(message["failure"], machine.ranks) if message["failure"] is not None else None
+            absent = tuple(whole(rank) for rank in message["absent"])
+            code = whole(message["code"], STOPPED, 255)
+            machine.ended, machine.rank_port = Ended(code, failure, absent), as_port(message["rank_port"])
         elif "port" in message:
-            machine.rank_port = int(message["port"])
+            machine.rank_port = as_port(message["port"])
         elif "leave" in message:
-            self.finish(int(message["leave"]))
+            self.finish(whole(message["leave"], 1, 255), f"machine {machine.node} ends the job")
 
     def _lose(self, machine: Machine, how: str, *, may_live: bool = False) -> None:
+        if machine.channel.fault:
+            say(f"closed the connection to machine {machine.node}, which {machine.channel.fault}")
         machine.channel.close()
         del self.machines[machine.node]
         if machine.ranks and self.running:
@@ -176,7 +184,9 @@ class Head:
         node = missing[self.num_calls % len(missing)]
         self.num_calls += 1
         with contextlib.suppress(OSError), socket.create_connection(self.known[node], _CALL_LIMIT) as connection:
-            Channel(connection).send(come=self.known.get(self.node), number=self.number)
+            channel = Channel(connection, self.secret)
+            channel.send(come=self.known.get(self.node), number=self.number)
+            channel.messages(_CALL_LIMIT)  # it is sent when the other end has greeted, which closes when it has read
 
     # ------------------------------------------------------------------------------------------------------- deciding
 
@@ -213,7 +223,7 @@ class Head:
         reports = [machine.ended for machine in self._active if machine.ended]
         failures = [report.failure for report in reports if report.failure is not None]
         cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds), default=None)
-        code = next((report.code for report in reports if report.code and report.failure is None), 0)
+        code = next((report.code for report in reports if report.code > 0 and report.failure is None), 0)
         # Machines that fell silent may go on by themselves, if they are more than half.
         self.least = -(-(len(self._active) + len(self.lost)) // 2) if self.unsure else 1
         lost, self.lost, self.unsure = self.lost, [], False
@@ -229,8 +239,9 @@ class Head:
         elif cause is not None:
             self._lose_a_rank(cause, [rank for report in reports for rank in report.absent], now)
         else:
-            came = name_machines(machine.node for machine in self._standing_by)
-            self._regather(now, f"{came} came{self.course.after_step}; generation {self.number} goes on")
+            came = f"{name_machines(machine.node for machine in self._standing_by)} came"
+            came = came if self._standing_by else "a machine stopped its ranks"
+            self._regather(now, f"{came}{self.course.after_step}; generation {self.number} goes on")
 
     def _lose_a_rank(self, cause: Failure, absent: list[int], now: float) -> None:
         lost = culprit(cause, absent)
@@ -316,8 +327,15 @@ def name_machines(nodes: Iterable[int]) -> str:
     return f"machine{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
-def _failure(record: Mapping[str, Any]) -> Failure:
-    return Failure(**{**record, "blames": tuple(record["blames"])})
+def _failure(record: Mapping[str, Any], ranks: range) -> Failure:
+    """Raises an error where no launcher would say so of one of its ranks."""
+    failure = Failure(**{**record, "blames": tuple(whole(rank) for rank in record["blames"])})
+    if failure.rank not in ranks or type(failure.seconds) not in (int, float):
+        raise ValueError(f"rank {failure.rank} at {failure.seconds} is none of {ranks}")
+    whole(failure.exit_code, 1, 255)
+    for name in ("error", "traceback", "killed_by", "hangs"):
+        as_text(record[name])
+    return failure
 
 
-__all__ = ["EXIT_ALONE", "SURE_SECONDS", "Address", "Head", "Machine", "name_machines"]
+__all__ = ["EXIT_ALONE", "STOPPED", "SURE_SECONDS", "Address", "Head", "Machine", "name_machines"]

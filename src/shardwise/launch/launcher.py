@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import IO
 
 from shardwise.errors import LaunchError, problem
-from shardwise.hosts import Host
+from shardwise.hosts import Host, listen
 from shardwise.launch import bootstrap
 from shardwise.launch.course import Elastic
-from shardwise.launch.elastic import Agent, folder_in_memory
+from shardwise.launch.elastic import Agent, folder_in_memory, folder_of_launcher
 from shardwise.launch.job import Job, signals_caught
 from shardwise.launch.member import Begin, Identity, Member
 from shardwise.launch.places import DEFAULT_PORT
+from shardwise.launch.secret import SECRET, job_secret
 from shardwise.launch.zygote import Zygote
 
 
@@ -89,7 +89,7 @@ def launch(
         else:
             chosen = ",".join(devices)
         shared = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+            **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", SECRET))},
             **({"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}),
             "WORLD_SIZE": str(begin.num_ranks),
             "LOCAL_WORLD_SIZE": str(len(slots)),
@@ -101,8 +101,7 @@ def launch(
         return shared
 
     with contextlib.ExitStack() as stack:
-        scratch = tempfile.mkdtemp(prefix="shardwise-")
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch = stack.enter_context(folder_of_launcher(tempfile.gettempdir(), "job"))
         logs = _open_logs(stack, log_dir, here.ranks if node_rank < len(hosts) else [])
         caught: list[int] = []
 
@@ -121,7 +120,8 @@ def launch(
                 return agent.run_alone(master)
             spares = list(range(len(slots), len(slots) + elastic.spares))
             name = here.name if node_rank < len(hosts) else ""  # a machine that stands by is none of these
-            identity = Identity(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares)
+            secret = job_secret(os.environ)
+            identity = Identity(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares, secret)
             member = stack.enter_context(contextlib.closing(Member(elastic, identity, caught, free_port)))
             return agent.take_part(member)
         shared = environment(begin)
@@ -198,9 +198,8 @@ def _master_port(hosts: Sequence[Host], chosen: int | None, serves: bool) -> int
 
 def _why_not_free(port: int) -> str:
     """Empty if a process could listen on a port, on all addresses of this machine, as rank 0 does."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+        listen("", port).close()
     except OSError as error:
         return "another process does" if error.errno == errno.EADDRINUSE else str(error.strerror)
     return ""

@@ -12,15 +12,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.errors import LaunchError, problem
-from shardwise.launch.channel import Channel, readable
+from shardwise.hosts import listen, own_address, route_address
+from shardwise.launch.channel import Channel, as_place, as_text, readable, whole
 from shardwise.launch.course import Course, Elastic
 from shardwise.launch.head import EXIT_ALONE, SURE_SECONDS, Address, Head
 from shardwise.launch.job import EXIT_INTERRUPTED, say
 from shardwise.launch.processes import Failure
+from shardwise.launch.secret import SECRET_FIX
 
 _TURN_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
@@ -28,6 +30,9 @@ _TAKE_OVER_SECONDS = 15.0  # for the others to notice as well that the head is l
 _HELLO_SECONDS = 2.0
 _PORT_SECONDS = 10.0  # for which a port that was free is taken to be so
 _MOST_STRANGERS = 64  # connections that have not said who they are
+_STRANGER_SECONDS = 5.0  # in which they have to
+_MOST_CHARACTERS = 1 << 14  # of a failure's text, which the launcher of its machine has printed whole
+_MOST_FAULTS = 20  # of strangers that are reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,15 @@ class Begin:
 
 
 class Station(threading.Thread):
-    """Where a launcher listens. ``head``: the job's, if it is here; ``seat``: where it is otherwise; ``called``: where
-    one says that it is; ``gave_way``: the head that was here did, to that one."""
+    """Where a launcher listens, at an ``address`` of this machine ("": at all). ``head``: the job's, if it is here;
+    ``seat``: where it is otherwise; ``called``: where one says that it is; ``gave_way``: the head that was here did, to
+    that one."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, secret: bytes, address: str = "") -> None:
         super().__init__(daemon=True, name="station")
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        self._listener = listen(address, port)
         self.port: int = self._listener.getsockname()[1]
+        self.address, self._secret = address, secret
         self.head: Head | None = None
         self.seat: Address | None = None
         self.called: Address | None = None
@@ -61,6 +67,7 @@ class Station(threading.Thread):
         self.member: Channel | None = None
         self.step = -1
         self._strangers: list[Channel] = []
+        self._faults: set[tuple[str, str]] = set()
         self._closing = False
         self._lock = threading.Lock()  # of the head
 
@@ -84,17 +91,34 @@ class Station(threading.Thread):
         if self._listener.fileno() in readable([self._listener, *waiting], _TURN_SECONDS):
             with contextlib.suppress(OSError):  # it is gone already, or too many files are open
                 connection, _ = self._listener.accept()
-                self._strangers = [*self._strangers, Channel(connection)][-_MOST_STRANGERS:]
+                self._strangers.append(Channel(connection, self._secret, accepted=True))
+        late = time.monotonic() - _STRANGER_SECONDS
         for stranger in list(self._strangers):
             for message in stranger.messages()[:1]:
                 self._strangers.remove(stranger)
                 try:
                     self._answer(stranger, message)
-                except (LookupError, TypeError, ValueError):  # no launcher of ours
-                    stranger.close()
-        self._strangers = [stranger for stranger in self._strangers if not stranger.gone]
+                except (LookupError, TypeError, ValueError) as error:
+                    stranger.end(f"sent what no launcher would: {error}")
+                    self._dismiss(stranger)
+            if stranger in self._strangers and (stranger.gone or stranger.since < late):
+                stranger.end("" if stranger.gone else f"said nothing for {_STRANGER_SECONDS:g} seconds")
+                self._strangers.remove(stranger)
+                self._dismiss(stranger)
+        for stranger in self._strangers[:-_MOST_STRANGERS]:
+            stranger.end(f"was one of more than {_MOST_STRANGERS} that said nothing")
+            self._dismiss(stranger)
+        self._strangers = self._strangers[-_MOST_STRANGERS:]
         if self.head is not None:
             self.head.turn()
+
+    def _dismiss(self, stranger: Channel) -> None:
+        """Close a connection, and report it, unless it is like an earlier one or of too many."""
+        case = stranger.peer, stranger.fault
+        if stranger.fault and case not in self._faults and len(self._faults) < _MOST_FAULTS:
+            self._faults.add(case)
+            say(f"closed a connection from {case[0]}, which {case[1]}")
+        stranger.close()
 
     def _answer(self, stranger: Channel, message: Mapping[str, Any]) -> None:
         if "hello" in message and self.head is not None:
@@ -102,9 +126,9 @@ class Station(threading.Thread):
             return
         if "hello" in message:
             stranger.send(seat=self.seat)
-        elif "come" in message:
-            number = int(message["number"])
-            self.called = str(message["come"][0]), int(message["come"][1])
+        else:
+            number = whole(message["number"])
+            self.called = as_place(message["come"])
             # Another one leads this job, and has begun a generation while this one waits for machines.
             if self.head is not None and not self.head.running and self.head.number < number:
                 for machine in self.head.machines.values():
@@ -129,7 +153,7 @@ class Station(threading.Thread):
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What a launcher is in its job. ``num_machines``, ``num_ranks``: of the job at its start; ``home``: where that of
-    machine 0 listens; ``name``: by which others reach this machine ("": as the head sees it)."""
+    machine 0 listens; ``name``: by which others reach this machine ("": at the address at which it listens)."""
 
     node: int
     num_machines: int
@@ -138,6 +162,7 @@ class Identity:
     name: str
     slots: list[int]
     spares: list[int]
+    secret: bytes = field(repr=False)
 
 
 @dataclass
@@ -156,6 +181,7 @@ class Member:
     number: int = -1  # of the latest generation
     stopped: bool = False
     inbox: list[Mapping[str, Any]] = field(default_factory=list)
+    refused: list[Address] = field(default_factory=list)  # where launchers have another secret
 
     def __post_init__(self) -> None:
         identity = self.identity
@@ -168,18 +194,27 @@ class Member:
         self.station.start()
 
     def _listen(self) -> Station:
-        """At a port that is the same whenever this machine comes; only machine 0 must have it."""
+        """At the address by which others reach this machine, and a port that is the same whenever it comes; only
+        machine 0 must have that one."""
+        secret, address = self.identity.secret, own_address(self.name) if self.name else ""
+        if not address and self.node != 0:
+            address = route_address(*self.home)
+        if not address:
+            say(
+                f"listens on all addresses: {self.name or self.home[0]} leads to none of this machine that others reach"
+            )
         try:
-            return Station((self.home[1] + self.node) % (1 << 16))
+            return Station((self.home[1] + self.node) % (1 << 16), secret, address)
         except OSError as error:
             if self.node == 0:
                 what = f"machine 0 cannot listen on port {self.home[1]}: {error.strerror}"
                 raise LaunchError(problem(what, fix="choose another --master-port, the same on every node")) from None
-        return Station(0)
+        return Station(0, secret, address)
 
     def _lead(self, awaited: set[int], until_all: float, seconds: float) -> Head:
         course = Course(self.settings, self.identity.num_ranks)
-        head = Head(course, self.node, self.identity.num_machines, awaited, until_all, time.monotonic() + seconds)
+        deadline = time.monotonic() + seconds
+        head = Head(course, self.node, self.identity.num_machines, awaited, until_all, deadline, self.identity.secret)
         self.station.lead(head)
         return head
 
@@ -206,6 +241,8 @@ class Member:
                     where = ":".join(map(str, self.home))
                     say(f"machine {self.node} found no others at {where} in {self.settings.wait_seconds:g} seconds")
                     return EXIT_ALONE
+                if not self.station.is_alive():
+                    return EXIT_ALONE  # by a fault of its own, which was printed
                 time.sleep(_TURN_SECONDS)
                 continue
             assert self.channel is not None
@@ -217,7 +254,13 @@ class Member:
                 limit = time.monotonic() + self.settings.wait_seconds
             self.inbox += messages
             while self.inbox:  # what came behind a generation's beginning is for those who run its ranks
-                answer = self._take(self.inbox.pop(0))
+                try:
+                    answer = self._take(self.inbox.pop(0))
+                except (LookupError, TypeError, ValueError) as error:
+                    if self.channel is not None:
+                        self.channel.end(f"sent what no launcher would: {error}")
+                    self.inbox.clear()
+                    break
                 if answer is not None:
                     return answer
             if self._head_is_lost and (code := self._follow()) is not None:
@@ -225,26 +268,28 @@ class Member:
 
     def _take(self, message: Mapping[str, Any]) -> Begin | int | None:
         if "end" in message:
-            if message["why"]:
-                say(str(message["why"]))
-            return int(message["end"])
+            code, why = whole(message["end"], 0, 255), as_text(message["why"])
+            if why:
+                say(why)
+            return code
         if "dropped" in message:
             self._come_again()
         if "machines" in message:
-            self.crew = [(int(node), str(address), int(port)) for node, address, port in message["machines"]]
-            self.leader, self.number = int(message["head"]), int(message["generation"])
+            crew = [(whole(node), *as_place(where)) for node, *where in message["machines"]]
+            self.crew, self.leader, self.number = crew, whole(message["head"]), whole(message["generation"])
             self.name = self.name or next((address for node, address, _ in self.crew if node == self.node), "")
         if "ranks" not in message:
             return None
-        self.slots, self.spares = list(message["slots"]), list(message["spares"])
-        if message["how"]:
-            say(str(message["how"]))
-        first, num_ranks = message["ranks"]
-        master = str(message["master"][0]), int(message["master"][1])
-        step = int(message["step"])
-        return Begin(
-            self.number, bool(message["suspect"]), first, num_ranks, self.slots, len(self.spares), master, step
-        )
+        first, num_ranks = map(whole, message["ranks"])
+        slots, spares = ([whole(slot) for slot in message[name]] for name in ("slots", "spares"))
+        if not slots or not {*slots, *spares} <= {*self.identity.slots, *self.identity.spares}:
+            raise ValueError(f"{slots} and {spares} are no slots of this machine")
+        whole(first + len(slots), most=num_ranks)
+        how, master, step = as_text(message["how"]), as_place(message["master"]), whole(message["step"], -1)
+        self.slots, self.spares = slots, spares
+        if how:
+            say(how)
+        return Begin(self.number, bool(message["suspect"]), first, num_ranks, slots, len(spares), master, step)
 
     # -------------------------------------------------------------------------------------------------- beside ranks
 
@@ -260,7 +305,9 @@ class Member:
         """This machine's ranks of the latest generation have ended."""
         self.station.step = step
         if self.channel is not None:
-            failure = None if lost is None else asdict(lost)
+            failure = None
+            if lost is not None:
+                failure = asdict(replace(lost, error=_excerpt(lost.error), traceback=_excerpt(lost.traceback)))
             port = self.free_port()
             self.channel.send(beat=step)
             self.channel.send(ended=self.number, code=code, failure=failure, absent=list(absent), rank_port=port)
@@ -271,16 +318,16 @@ class Member:
         """Whether a head was found that took this machine in."""
         station = self.station
         if station.head is not None:
-            return self._join((self.name or self.home[0], station.port))
+            return self._join((station.address or self.name or self.home[0], station.port))
         gave_way, station.gave_way = station.gave_way, False
         if gave_way and self.number >= 0:
             self._come_again()
         places = [place for place in (station.called, station.seat, self.home) if place is not None]
         return any(self._join(place) for place in dict.fromkeys(places))
 
-    def _join(self, place: Address) -> bool:
+    def _join(self, where: Address) -> bool:
         try:
-            channel = Channel(socket.create_connection(place, timeout=_HELLO_SECONDS))
+            channel = Channel(socket.create_connection(where, timeout=_HELLO_SECONDS), self.identity.secret)
         except OSError:
             return False
         channel.send(
@@ -291,13 +338,17 @@ class Member:
             spares=self.spares,
             port=self.station.port,
             rank_port=self.free_port(),
-            name=self.name,
+            name=self.name or self.station.address or channel.here,
         )
         answer = channel.messages(_HELLO_SECONDS)
+        if channel.refused and where not in self.refused:
+            self.refused.append(where)
+            at = ":".join(map(str, where))
+            say(f"the launcher at {at} has another secret than this machine: {SECRET_FIX}; this machine goes on asking")
         for message in answer:
             if "seat" in message:  # no head is there
-                if message["seat"] is not None:
-                    self.station.seat = str(message["seat"][0]), int(message["seat"][1])
+                with contextlib.suppress(TypeError, ValueError):
+                    self.station.seat = as_place(message["seat"])
                 channel.close()
                 return False
         if not answer or (channel.gone and not any("end" in message for message in answer)):
@@ -326,6 +377,8 @@ class Member:
 
     def _hang_up(self) -> None:
         if self.channel is not None:
+            if self.channel.fault:
+                say(f"closed the connection to machine {self.leader}, which {self.channel.fault}")
             self.channel.close()
         self.channel = self.station.member = None
 
@@ -367,6 +420,11 @@ class Member:
         after = head.course.after_step
         how = "is silent" if silent else "is gone"
         head.how = f"machine {self.leader}, which led, {how}{after}; generation {head.number} goes on"
+
+
+def _excerpt(content: str) -> str:
+    """The beginning of a text, as a message may contain it."""
+    return content[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
 __all__ = ["Begin", "Identity", "Member", "Station"]

@@ -189,13 +189,14 @@ def _slurm(environment: Environment) -> _Told | None:
         return None
     nodelist = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", ""))
     try:
-        hosts = expand_nodelist(nodelist) or ("127.0.0.1",)
+        hosts = expand_nodelist(nodelist) or ("",)
     except ValueError:
         what = f"cannot read Slurm's list of machines {nodelist!r}"
         raise LaunchError(problem(what, fix="name the machine of rank 0: export MASTER_ADDR=node0")) from None
     count = _slurm_local_count(environment, _number(names["WORLD_SIZE"], variables["WORLD_SIZE"]), len(hosts))
     # Jobs get consecutive numbers; a few steps of one job may run side by side.
-    master = {"MASTER_ADDR": hosts[0], "MASTER_PORT": job_port(str(8 * job + step))}
+    address = hosts[0] if len(hosts) > 1 else "127.0.0.1"
+    master = {"MASTER_ADDR": address, "MASTER_PORT": job_port(str(8 * job + step))}
     return _Told("srun", {**master, **variables, "LOCAL_WORLD_SIZE": str(count)}, names)
 
 

@@ -23,6 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 
 from shardwise.costs import probe
 from shardwise.errors import LaunchError, problem
+from shardwise.hosts import listen, own_address
 from shardwise.launch.heap import keep_freed_memory
 from shardwise.launch.places import Place, read_place
 from shardwise.runtime.generation import current, read_generation
@@ -110,7 +111,14 @@ def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
     serves = place.rank == 0 and not is_agents
     try:
         store = TCPStore(
-            host, port, place.world_size, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host,
+            port,
+            place.world_size,
+            serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=_listen(host, port) if serves else None,
         )
     except dist.DistNetworkError as error:
         if not serves or "EADDRINUSE" not in str(error):
@@ -120,6 +128,19 @@ def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
         raise LaunchError(problem(what, fix=fix)) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"shardwise/attempt-{attempt}", store) if is_agents else store
+
+
+def _listen(host: str, port: int) -> int | None:
+    """A descriptor of a socket at the address that other ranks know: by itself torch listens at all addresses of the
+    machine, and whoever reaches the store can write to it. None where torch is to do so, or to say why it cannot."""
+    address = own_address(host)
+    if not address:
+        print(f"shardwise: the store listens on all addresses: {host} leads to none that others reach", file=sys.stderr)
+        return None
+    try:
+        return listen(address, port).detach()
+    except OSError:  # another process listens there, or an earlier store of this one, which torch finds
+        return None
 
 
 def _agree(place: Place, store: Store, timeout: timedelta, gpu: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanWarning
+from shardwise.runtime.private import open_own
 
 VERSION = 1
 
@@ -54,7 +55,8 @@ class TimesOnDisk:
     def read(self, key: Mapping[str, str]) -> Times | None:
         path = self.path(key)
         try:
-            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            with open(open_own(path), encoding="utf-8") as file:
+                content: Any = json.load(file)
             if content["version"] != VERSION or content["key"] != dict(key):
                 raise ValueError("it is of another version, or about another program")
             times = Times(float(content["eager_seconds"]), float(content["compiled_seconds"]))

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, ShardwiseError, problem
+from shardwise.runtime.private import check_own_folder
 from shardwise.train.agreement import from_all, here
 from shardwise.train.checkpoints import State, share_out
 from shardwise.train.files import Reader, Staged
@@ -46,7 +47,8 @@ _NOBODY = -1  # keeps a copy
 @dataclass(frozen=True, slots=True)
 class PeerCopy:
     """Copies in the memory of other machines. ``memory``: a folder in the memory of this machine that outlives its
-    processes (``"/dev/shm/run-7"``); ranks of one machine give the same, and nobody deletes it but you. ``every``: how
+    processes (``"/dev/shm/run-7"``), to which no other user may write; ranks of one machine give the same, and
+    nobody deletes it but you. ``every``: how
     many steps there are to a copy; after a loss training goes back by less than twice as many."""
 
     memory: str | Path
@@ -113,8 +115,16 @@ class Peers:
             what = "peer_copy= keeps the state on other ranks, and there is one"
             raise ShardwiseError(problem(what, fix="start more ranks, or leave it out"))
         self.memory = Path(self.how.memory)
-        self.memory.mkdir(parents=True, exist_ok=True)
-        places = from_all((platform.node(), str(self.memory.resolve())))
+        refused = ""
+        try:
+            self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own_folder(self.memory)
+        except OSError as error:
+            refused = str(error)
+        places = from_all((platform.node(), str(self.memory.resolve()), refused))
+        if refused := next((text for *_, text in places if text), ""):
+            what = f"copies of the state cannot be kept in {self.memory}: {refused}"
+            raise ShardwiseError(problem(what, fix="name a new folder, or one to which only you may write (chmod 700)"))
         self.machine_of = [places.index(place) for place in places]  # by its first rank
         self.is_idle = self.between_machines and len({*self.machine_of}) == 1
         if len({*self.machine_of}) == 1:  # ranks are lost alone
@@ -151,7 +161,7 @@ class Peers:
             values={"names": shares.names},
         )
         self.outdated = False
-        self.memory.mkdir(parents=True, exist_ok=True)
+        self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         known = from_all([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
         self.number, self.slot, self.filled = 1 + max((n for part in known for n in part), default=-1), 0, 0
         self.buffers, fault = {}, ""
