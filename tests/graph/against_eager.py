@@ -62,6 +62,7 @@ def check_against_eager(
     loss: Callable[..., Any] | None = None,
     tolerance: float = 1e-12,
     calls: int = 1,
+    equal_nan: bool = False,
     **kwargs: Any,
 ) -> Capture:
     """Captures the call and compares outputs, gradients and buffers with the eager module in float64, call by call."""
@@ -78,7 +79,7 @@ def check_against_eager(
         expected = call_module(twin, args, kwargs, loss)
         for own, theirs in zip(leaves, pytree.tree_leaves(expected), strict=True):
             if isinstance(theirs, torch.Tensor):
-                torch.testing.assert_close(own, theirs, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(own, theirs, rtol=tolerance, atol=tolerance, equal_nan=equal_nan)
         total = _scalar(leaves) if graph.loss is None else values[graph.loss]
         if total.requires_grad:
             total.backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -65,7 +67,9 @@ def test_arguments_that_forward_does_not_take_are_named():
     for given, kwargs, mend in (
         ((x,), {"loss": F.cross_entropy}, r"missing a required argument: 'input'.*1 targets.*par\.predict"),
         ((x, x, y), {"loss": F.cross_entropy}, r"too many positional arguments.*par\.predict"),
-        ((x, y), {}, "too many positional arguments.*pass what it takes"),
+        ((x, y), {}, r"1 positional argument, 2 were given.*pass loss="),
+        ((x, y), {"kwargs": {"scale": 2.0}}, "1 positional argument, 2 were given"),
+        ((x,), {"kwargs": {"scale": 2.0}}, "got an unexpected keyword argument 'scale'.*pass what it takes"),
     ):
         with pytest.raises(CaptureError, match=rf"(?s)Linear.forward does not take these arguments: {mend}") as refused:
             sw.plan(net, given, 2, **kwargs)
@@ -160,3 +164,71 @@ class Computed(nn.Module):
 def test_what_was_computed_from_a_parameter_once_is_not_taken_for_a_constant():
     with pytest.raises(sw.ShardwiseError, match="requires grad is no parameter"):
         sw.plan(Computed(), torch.randn(4, 4), 2, mesh=sw.Mesh(dp=2))
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 4}, {"momentum": None}], ids=["batch", "passes", "average"])
+def test_a_synchronized_batch_norm_is_a_batch_norm_of_the_whole_batch(options):
+    momentum, options = options.get("momentum", 0.1), {k: v for k, v in options.items() if k != "momentum"}
+    net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.SyncBatchNorm(4, momentum=momentum), nn.Flatten(), nn.Linear(36, 2))
+    x = torch.randn(8, 2, 3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sw.PlanWarning)
+        plan = sw.plan(net, x, 2, mode="data_parallel", loss=lambda out: out.sin().mean(), **options)
+    report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
+    assert report.ok, report
+
+
+class OfTable(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.table, self.weight = nn.Embedding(8, 4, **options), nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("adjacency", torch.eye(4))
+
+    def forward(self, x):
+        return (self.table(x.long().abs() % 8) @ self.weight).sum()
+
+
+def sparse_buffer():
+    net = OfTable()
+    net.adjacency = torch.eye(4).to_sparse()
+    return net
+
+
+WITH_A_FIX = {
+    "max_norm": (lambda: OfTable(max_norm=1.0), "max_norm scales rows of its table.*leave max_norm out"),
+    "sparse buffer": (sparse_buffer, r"adjacency is a sparse tensor \(sparse_coo\).*adjacency.to_dense"),
+    "sparse constant": (
+        lambda: Calls(lambda self, x: torch.sparse.mm(torch.eye(4).to_sparse(), x @ self.weight)),
+        "to_sparse makes a sparse tensor.*torch.matmul with a dense constant",
+    ),
+    "places in a tensor": (
+        lambda: Calls(lambda self, x: torch.tensor_split(x @ self.weight, torch.tensor([1, 2]))[1]),
+        "tensor_split takes the places.*Python integers",
+    ),
+    "sections in a tensor": (
+        lambda: Calls(lambda self, x: torch.tensor_split(x @ self.weight, torch.tensor(2))[1]),
+        "tensor_split takes the places.*Python integers",
+    ),
+    "running statistics": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)),
+        "instance norm updates running statistics.*track_running_stats=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_FIX)
+def test_layers_that_are_not_captured_are_refused_with_a_fix(name):
+    make, what = WITH_A_FIX[name]
+    with pytest.raises(CaptureError, match=f"(?s){what}"):
+        capture(make(), (torch.ones(4, 4),))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_transformer_that_reads_its_mask_is_refused_with_the_argument(given):
+    net = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    x, mask = torch.randn(4, 6, 8), nn.Transformer.generate_square_subsequent_mask(6)
+    if given:
+        capture(net, (x, x), {"tgt_mask": mask, "tgt_is_causal": True})
+        return
+    with pytest.raises(CaptureError, match=r"(?s)reads a mask.*tgt_is_causal=True"):
+        capture(net, (x, x), {"tgt_mask": mask})

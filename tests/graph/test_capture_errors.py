@@ -61,11 +61,11 @@ def loop(self, x):
 
 
 def boolean_index(self, x):
-    return x[x > 0].sum()
+    return x[x > 0].sort()[0].sum()
 
 
 def nonzero(self, x):
-    return torch.nonzero(x).sum()
+    return torch.nonzero(x).max()
 
 
 def unique(self, x):
@@ -230,10 +230,10 @@ CASES = [
     (number, 1, "", "torch.where"),
     (float_of, 1, "", "tensor"),
     (loop, 1, "", "tensor"),
-    (boolean_index, 1, "shape depends on data|depends on the data", "mask"),
-    (nonzero, 1, "shape depends on data|depends on the data", "mask"),
+    (boolean_index, 1, "sort needs the rows themselves that a mask selects", "mask"),
+    (nonzero, 1, "max needs the rows themselves that a mask selects", "mask"),
     (unique, 1, "shape depends on data|depends on the data", "mask"),
-    (masked_select, 1, "shape depends on data|depends on the data", "mask"),
+    (masked_select, 1, "the model returns rows that a mask selects", "the mask"),
     (mismatch, 1, "4.*3", "fake"),
     (to_numpy, 1, "numpy", "fake"),
     (transform, 1, r"torch\.func", "batched"),

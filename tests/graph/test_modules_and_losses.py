@@ -29,7 +29,6 @@ def test_what_is_no_module_is_explained():
 @pytest.mark.parametrize(
     ("module", "what", "mend"),
     [
-        (nn.Sequential(nn.Linear(2, 4), nn.SyncBatchNorm(4)), "1 is a SyncBatchNorm", "whole batch"),
         (torch.jit.ScriptModule(), "the model is a ScriptModule", "its Python"),
     ],
 )

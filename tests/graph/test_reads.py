@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
+import importlib
 import os
 import random
 import secrets
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.graph import reads
 from shardwise.graph.capture import capture
 
 GENERATOR, PYTHONS = np.random.default_rng(0), random.Random(0)
@@ -188,3 +191,76 @@ def test_settings_and_modules_that_a_cache_holds_stay_what_they_are():
         assert torch.equal(net(x), expected)
         assert sw.verify(net, x, plan).ok
     assert teacher() is before
+
+
+class Checkpointed(nn.Module):
+    """Asks for gradients as models with gradient checkpointing do."""
+
+    def __init__(self, effect: float = 0.0) -> None:
+        super().__init__()
+        self.fc, self.effect, self.checkpointing = nn.Linear(4, 4), effect, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().max()
+        asked = torch.is_grad_enabled() and self.checkpointing
+        hidden = checkpoint(self.fc, x / scale, use_reentrant=False) if asked else self.fc(x / scale)
+        return hidden.sum() * (1.0 if not torch.is_inference_mode_enabled() else 1.0 + self.effect)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_reading_that_changes_nothing_is_silent(checkpointing):
+    net = Checkpointed()
+    net.checkpointing = checkpointing
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        capture(net, (torch.randn(2, 4),))
+    assert torch.is_grad_enabled()
+
+
+def test_a_reading_that_changes_the_call_is_announced_by_line():
+    with pytest.warns(CaptureWarning, match=r"torch.is_inference_mode_enabled\), test_reads.py"):
+        capture(Checkpointed(effect=1.0), (torch.randn(2, 4),))
+
+
+def test_the_environment_that_an_installed_package_reads_is_silent(monkeypatch, tmp_path):
+    (tmp_path / "installed_layers.py").write_text("import os\ndef scale(): return float(os.getenv('UNSET', '2'))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    scale = importlib.import_module("installed_layers").scale
+    with pytest.warns(CaptureWarning, match="os.environ, installed_layers.py:2"):
+        capture(Scaled(scale), (torch.randn(2, 4),))
+    monkeypatch.setattr(reads, "_INSTALLED", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        capture(Scaled(scale), (torch.randn(2, 4),))
+
+
+HANDS_ON = {
+    "flatten": lambda x: x.flatten(),
+    "plus": lambda x: +x,
+    "t": lambda x: x.t(),
+    "real": lambda x: x.real,
+    "resolve_conj": lambda x: x.resolve_conj().resolve_neg(),
+    "conj": lambda x: x.conj_physical().conj(),
+    "atleast": lambda x: torch.atleast_1d(x, x)[0],
+    "contiguous": lambda x: x.contiguous(),
+    "to": lambda x: x.to(x.dtype).cpu(),
+    "expand": lambda x: x.expand(4).expand_as(x),
+    "view": lambda x: x.view(4).reshape(4).ravel(),
+}
+
+
+@pytest.mark.parametrize("name", HANDS_ON)
+def test_inputs_read_through_operators_that_return_their_operand_are_the_same_in_the_next_call(name):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            assert torch.is_grad_enabled() is not None
+            return (HANDS_ON[name](x) * self.weight + x * HANDS_ON[name](self.weight)).sum() + x.sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        capture(Model(), (torch.randn(4),))

@@ -472,15 +472,15 @@ def unique(a: Tensor) -> Tensor:
 
 
 def where_nonzero(a: Tensor) -> Tensor:
-    return torch.where(a > 0)[0].sum()
+    return torch.where(a > 0)[0].max()
 
 
 def masked_select(a: Tensor) -> Tensor:
-    return torch.masked_select(a, a > 0).sum()
+    return torch.masked_select(a, a > 0).std()
 
 
 def boolean_index(a: Tensor) -> Tensor:
-    return a[a > 0].sum()
+    return a[a > 0].cumsum(0).sum()
 
 
 def counts(a: Tensor) -> Tensor:
@@ -495,9 +495,9 @@ def repeats(a: Tensor) -> Tensor:
     ("function", "what"),
     [
         (unique, "unique"),
-        (where_nonzero, "where"),
-        (masked_select, "masked_select"),
-        (boolean_index, "boolean indexing"),
+        (where_nonzero, "max needs the rows themselves"),
+        (masked_select, "std needs the rows themselves"),
+        (boolean_index, "cumsum needs the rows themselves"),
         (counts, "bincount"),
         (repeats, "repeat_interleave"),
     ],

@@ -76,11 +76,22 @@ def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
-        fix = "pass what it takes"
+        why, fix, most = str(error), "pass what it takes", _most_positional(module)
         if num_targets:
             fix = f"pass the inputs and then the {num_targets} targets of the loss; par.predict takes the inputs only"
-        what = f"{type(module).__name__}.forward does not take these arguments: {error}"
+        elif most is not None and len(args) > most:
+            why = f"{most} positional argument{'s' * (most != 1)}, {len(args)} were given"
+            fix = "if the last are targets, pass loss=, a function of the output and of them; else pass what it takes"
+        what = f"{type(module).__name__}.forward does not take these arguments: {why}"
         raise CaptureError(problem(what, fix=fix)) from error
+
+
+def _most_positional(module: nn.Module) -> int | None:
+    """How many positional arguments forward takes; None: any number."""
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
 def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -49,7 +51,7 @@ from shardwise.graph.origins import line_of
 from shardwise.graph.precision import MODELS_OWN, Precision, check_real, with_reductions
 from shardwise.graph.quiet import quiet
 from shardwise.graph.reachable import emptied, reached
-from shardwise.graph.reads import reject_reads
+from shardwise.graph.reads import Read, ask_gradients, other_answers, reject_reads
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats
 from shardwise.graph.schema import arguments, is_random, operator_name
@@ -60,6 +62,7 @@ from shardwise.graph.state import difference
 from shardwise.graph.tracing import (
     Called,
     Traced,
+    TwoCalls,
     line_of_change,
     trace,
     trace_pair,
@@ -366,7 +369,7 @@ def _check_state(called: Called, inputs: tuple[Given, ...], traced: Traced) -> N
     """Raises CaptureError if the Python state that a call changes, or what it reads, makes the next call compute
     something else, and warns of state that goes on changing, and of what was read: what is captured is the first
     call."""
-    module, changed, precision = called.module, traced.outcome.changed, called.precision
+    changed = traced.outcome.changed
     if traced.outcome.registered:
         raise CaptureError(
             problem(
@@ -375,12 +378,9 @@ def _check_state(called: Called, inputs: tuple[Given, ...], traced: Traced) -> N
                 fix="make and freeze parameters, register buffers, and set hooks, before sw.plan and sw.parallelize",
             )
         )
-    program, calls = trace_pair(called)
-    functionalizer, nodes, constants, _ = _functionalized(program, module, inputs, precision)
-    outputs = tuple(map(functionalizer.ref_of, nodes))
-    graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
-    what = difference(graph, constants, calls.num_tensors) if calls.same_constants else "its next call returns others"
-    reject_reads(traced.reads, what)
+    calls, what = _compared(called, inputs)
+    silent = () if what else _without_effect(called, inputs, traced)
+    reject_reads([read for read in traced.reads if read not in silent], what)
     if what:
         raise CaptureError(
             problem(
@@ -396,6 +396,33 @@ def _check_state(called: Called, inputs: tuple[Given, ...], traced: Traced) -> N
             CaptureWarning,
             stacklevel=2,
         )
+
+
+def _compared(called: Called, inputs: tuple[Given, ...]) -> tuple[TwoCalls, str]:
+    """What two calls after each other returned, and what the second computes otherwise, or ""."""
+    program, calls = trace_pair(called)
+    functionalizer, nodes, constants, _ = _functionalized(program, called.module, inputs, called.precision)
+    outputs = tuple(map(functionalizer.ref_of, nodes))
+    graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
+    same = calls.same_constants
+    return calls, difference(graph, constants, calls.num_tensors) if same else "its next call returns others"
+
+
+def _without_effect(called: Called, inputs: tuple[Given, ...], traced: Traced) -> Collection[Read]:
+    """The reads whose other answer changes nothing: whether gradients are recorded, where a second call that is
+    answered the opposite computes the same."""
+    reads, answered, calls = ask_gradients(traced.reads), set[Read](), count()
+    if not reads:
+        return ()
+
+    def second_answered_otherwise() -> AbstractContextManager[None]:
+        return other_answers(answered) if next(calls) % 2 else nullcontext()
+
+    try:
+        _, what = _compared(called.inside(second_answered_otherwise), inputs)
+    except CaptureError:  # the model takes another path, which is not captured: the reading has an effect
+        return ()
+    return () if what else reads & answered
 
 
 def _module_sources(module: nn.Module, precision: Precision) -> tuple[list[Source], list[Value], dict[str, str]]:

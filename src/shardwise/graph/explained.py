@@ -22,6 +22,12 @@ def explained(error: Exception) -> CaptureError:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if type(error).__name__ in DATA_DEPENDENT or isinstance(error.__cause__, DataDependentOutputException):
         fix = "compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers"
+        if "_detect_is_causal_mask" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+            what = "torch.nn.Transformer reads a mask to find out whether it is causal"
+            fix = "say what the mask is: tgt_is_causal=True (or False) beside tgt_mask=, and is_causal= in an encoder"
+            return CaptureError(problem(what, source=source, fix=fix))
+        if "specialized integer" in first:
+            fix = "use the number of selected rows as it is, x[mask].shape[0]: not len(x[mask]), int(...) or range(...)"
         if any(
             Path(frame.filename).parent.name == "distributions" for frame in traceback.extract_tb(error.__traceback__)
         ):

@@ -6,6 +6,7 @@
 * Sub-graphs of ``torch.no_grad`` are inlined; a value that would carry a gradient into them is detached first.
 * Assertions and symbolic constraints are dropped, sizes of -1 made explicit, devices forgotten (a rank has one).
 * Marks of ``constrain`` stay until ``normalize``.
+* Rows that a boolean mask selects become all rows in masked form (``graph.selected``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.fx import GraphModule, Node
 from shardwise.errors import CaptureError, problem
 from shardwise.graph.autocast import Autocast
 from shardwise.graph.batch_norm import batch_norm_with_statistics
-from shardwise.graph.bodies import Bodies, Inlining, is_assertion, marks_of, storage_of
+from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of, storage_of
 from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.handed_on import Calls
@@ -33,6 +34,8 @@ from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, Repeats
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
+from shardwise.graph.selected import Selections
+from shardwise.graph.selected_rows import has_symbols, is_size, is_symbolic
 from shardwise.graph.views import write_through
 
 aten = torch.ops.aten
@@ -98,6 +101,8 @@ class Functionalizer:
         self._handed_on = Calls()
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats
+        self._selections = Selections(emitter)
+        self._val: Any = None  # what the present call returned when it was traced
 
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
         """Gives a placeholder its value."""
@@ -113,8 +118,8 @@ class Functionalizer:
         self._known[node] = self._known[other]
 
     def ref_of(self, node: Node) -> Ref:
-        """The current value of a tensor node."""
-        return self.read(self._tensor(node))
+        """The current value of a tensor node that the call returns."""
+        return self._selections.check_fixed(self.read(self._tensor(node)), self._origin(node))
 
     def memory_of(self, node: Node) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...], int] | None]:
         """A name for the memory that a tensor node has: that of its source, or one that its views have in common; and
@@ -181,15 +186,24 @@ class Functionalizer:
                 return self._inline(body, operands, self._grad)
         if is_assertion(target):
             return None
-        reject_unsupported(target, node.meta.get("val"), origin)
+        self._val = node.meta.get("val")
+        if is_size(target, self._val):
+            return self._val
+        if not (self._selections.takes(target, self._val) and isinstance(target, OpOverload)):
+            reject_unsupported(target, self._val, origin)
         op = replace(origin, target=target, args=self._argument(node.args), kwargs=self._keywords(node.kwargs))
         written = written_arguments(target)
         if written:
             return self._write(node, op, written)
-        if target is aten.batch_norm.default and arguments(op)["training"]:
+        if target is aten.batch_norm.default and arguments(op)["training"] and not self._selections.concern(op):
             return self._batch_norm(node, op)
         if target is aten.instance_norm.default and _updates_statistics(arguments(op)):
-            raise _write_error("instance norm updates running statistics", op, "track_running_stats=False")
+            raise _write_error(
+                "instance norm updates running statistics",
+                op,
+                "track_running_stats=False: in training, "
+                "every sample is normalized by statistics of its own, with and without them",
+            )
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
@@ -208,6 +222,8 @@ class Functionalizer:
         """The operators of a repeated layer, with the operands of this one."""
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
+        if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
+            raise NotRepeated("it computes with rows that a mask selects")
         before = {body_node: self._known[body_node] for body_node in (*body.operands, *body.nodes)}
         self._known.update(zip(body.operands, operands, strict=True))
         self._inlining = inlining
@@ -225,7 +241,7 @@ class Functionalizer:
 
     def _read_call(self, node: Node, op: Op) -> Any:
         val = node.meta["val"]
-        handed_on = self._handed_on.of(node)
+        handed_on = {} if self._selections.concern(op) else self._handed_on.of(node)
         single = returns_one_tensor(op.target)
         if single and handed_on and handed_on[0].is_whole:
             op = replace(op, target=aten.alias.default, args=(self.ref_of(handed_on[0].operand),), kwargs=())
@@ -283,6 +299,7 @@ class Functionalizer:
     def read(self, tensor: Tensor) -> Ref:
         """The current value, computed again if the memory was written since."""
         if tensor.base is not None and tensor.version != tensor.root.version:
+            self._selections.check_unchanged(tensor.ref, self.emitter.origin)
             before, self._grad = self._grad, tensor.grad
             tensor.ref = self._apply(_on_base(tensor, self.read(tensor.base)))[tensor.index]
             self._grad = before
@@ -292,8 +309,12 @@ class Functionalizer:
     def _apply(self, op: Op) -> tuple[Ref, ...]:
         """Emits an operator, on detached operands in a gradient-free region; otherwise only those are detached for
         which autograd leaves no gradient, so that every form of the operator leaves them none."""
+        computes_rows = self._selections.concern(op)
+        op = self._selections.sized(op) if computes_rows else op
         without = self.emitter.without_gradient(op) if self._grad else self.emitter.values
         op = _map_op(op, lambda name: self._detach(name) if name in without else Ref(name))
+        if computes_rows:
+            return tuple(self._selections.apply(op, self._val))
         return tuple(self.emitter.apply(op))
 
     def _cast(self, op: Op) -> Op:
@@ -310,7 +331,7 @@ class Functionalizer:
         if not self.emitter.values[name].requires_grad:
             return Ref(name)
         if name not in self._detached:
-            self._detached[name] = self.emitter.emit(aten.detach.default, Ref(name))
+            self._detached[name] = self._selections.copied(name, self.emitter.emit(aten.detach.default, Ref(name)))
         return self._detached[name]
 
     def _tensor(self, node: Node) -> Tensor:
@@ -330,6 +351,8 @@ class Functionalizer:
         """Nodes replaced by Refs to their current values, lists by tuples, devices by None."""
         if isinstance(arg, Node):
             known = self._known[arg]
+            if is_symbolic(known):
+                return known
             return tuple(map(self.read, known)) if isinstance(known, tuple) else self.read(known)
         if isinstance(arg, (tuple, list)):
             return tuple(map(self._argument, arg))
@@ -357,15 +380,17 @@ class Functionalizer:
                 "a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor"
             )
         before = self.read(root)
-        self._store_at(tensor, new, root.version + 1)
+        self._store_at(tensor, self._selections.copied(tensor.ref.name, new), root.version + 1)
         if self._grad and self.emitter.value(before).requires_grad and not self.emitter.is_reached(before, root.ref):
-            root.ref = self.emitter.with_zero_gradient((before.name,), root.ref)
+            zero = self.emitter.with_zero_gradient((before.name,), root.ref)
+            root.ref = self._selections.copied(root.ref.name, zero)
             if root is not tensor:
                 root.version += 1  # ``tensor`` and other views are read from it again
 
     def _store_at(self, tensor: Tensor, new: Ref, version: int) -> None:
         if tensor.base is not None:
             assert tensor.view is not None
+            self._selections.check_unchanged(tensor.ref, self.emitter.origin)
             base = self.read(tensor.base)
             if tensor.view.target is aten.detach.default and self.emitter.value(base).requires_grad:
                 what = "a value that carries a gradient is changed through .detach()"
@@ -388,6 +413,9 @@ class Functionalizer:
         written_node = node.kwargs.get("out") if outside else node.args[0]
         if not isinstance(written_node, Node) or not (outside or (name.endswith("_") and len(written) == 1)):
             raise _write_error(f"{name} writes into {', '.join(written)}", op, "use the form that returns its result")
+        if name == "embedding_renorm_":
+            fix = "leave max_norm out: divide the rows that are looked up by their norms, or the table in the optimizer"
+            raise _write_error("an embedding with max_norm scales rows of its table in place", op, fix)
         tensor = self._tensor(written_node)
         before = self.emitter.value(self.read(tensor))
         if name == "detach_":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import CaptureError, problem
@@ -20,8 +21,6 @@ _KINDS = {
     "torch.distributed.fsdp.FSDPModule": "plan and split the model before fully_shard, which "
     "turns its parameters into parts; the plan does what it is for",
     "torch.jit._script.ScriptModule": _SCRIPT,
-    "torch.nn.modules.batchnorm.SyncBatchNorm": "use BatchNorm1d, 2d or 3d: under a plan its statistics are those of "
-    "the whole batch",
     "shardwise.runtime.parallel.Parallel": _SPLIT,
     "shardwise.runtime.pipeline.Pipeline": _SPLIT,
 }
@@ -37,6 +36,11 @@ def check_kinds(module: Any) -> None:
             if fix := _KINDS.get(f"{kind.__module__}.{kind.__qualname__}"):
                 what = f"{f'{path} is' if path else 'the model is'} a {kind.__name__}, which is not captured"
                 raise CaptureError(problem(what, fix=fix))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout != torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            what = f"{name} is a sparse tensor ({layout}), which cannot be split"
+            raise CaptureError(problem(what, fix=f"register {name}.to_dense(), and multiply with torch.matmul"))
 
 
 __all__ = ["check_kinds"]

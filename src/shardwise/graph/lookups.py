@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,8 @@ class _Lookup:
         values = self._expanded(values, [self.sizes[dim] for dim in self.order])
         values = self._permuted(values, _inverse(self.order))
         if not self.chosen:
-            return self.emitter.emit(aten.add.Tensor, self.operand, self._reshaped(values, kept))
+            total: Ref = self.emitter.emit(aten.add.Tensor, self.operand, self._reshaped(values, kept))
+            return total
         values = self._reshaped(values, [*kept, prod(self.sizes[len(kept) :])])
         scatter = aten.scatter_add.default if accumulate else aten.scatter.src
         result = self.emitter.emit(scatter, self._flat(), len(kept), self._index(), values)
@@ -167,7 +169,8 @@ class _Lookup:
     def _index(self) -> Ref:
         """The index into ``_flat``."""
         emit, strides = self.emitter.emit, [self.shape[dim] for dim in self.chosen]
-        index, outside = None, None
+        index: Any = None
+        outside: Any = None
         for dim, ref in self.chosen.items():
             size = self.shape[dim]
             at = ref if self.emitter.value(ref).dtype == torch.int64 else emit(aten.to.dtype, ref, torch.int64)

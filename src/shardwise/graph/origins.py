@@ -58,6 +58,13 @@ def line_of(node: Node) -> str:
     return ""
 
 
+def is_of_package(package: str, line: str) -> bool:
+    """Whether a line, ``loop.py:41``, may be of an imported package."""
+    name = line.partition(":")[0]
+    files = (vars(module).get("__file__") for key, module in [*sys.modules.items()] if key.startswith(f"{package}."))
+    return any(file and Path(file).name == name for file in files)
+
+
 def is_initial(node: Node) -> bool:
     """Whether a function of ``torch.nn.init`` made the node."""
     return INITIAL in (node.meta.get("custom") or {})

@@ -20,11 +20,12 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from shardwise.graph.reachable import Reached
 from shardwise.graph.watching import Watching, watching
 
 _SEEDS = "its own seed"
+_GRADIENTS = "whether gradients are recorded"
 _GENERATOR = "a generator of random numbers"
 _CLOCKS = frozenset({"ctime", "gmtime", "localtime", "monotonic", "perf_counter", "process_time", "time"})
 _OF_THE_SYSTEM = frozenset(
@@ -112,7 +114,7 @@ def _reading(reads: list[Read]) -> Iterator[None]:
             what = _of_builtin(called)
         elif event == "call" and frame.f_code in _PYTHON:
             what, asks = _PYTHON[frame.f_code], frame.f_back
-        if what and (asker := _asker(asks)) is not None:
+        if what and (asker := _asker(asks)) is not None and not _is_switch(what, asker):
             reads.append(Read(what, f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"))
 
     before = sys.getprofile()
@@ -138,7 +140,7 @@ def _of_builtin(called: Any) -> str:
     if called is threading.get_ident:
         return "the system (threading.get_ident)"
     if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
-        return f"whether gradients are recorded (torch.{name})"
+        return f"{_GRADIENTS} (torch.{name})"
     # What Python holds itself is followed by ``host_random``.
     is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
     if is_own_generator and name in ("random", "getrandbits"):
@@ -155,6 +157,36 @@ def _asker(frame: FrameType | None) -> FrameType | None:
     name = frame.f_code.co_filename
     is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
     return None if is_standard or name.startswith(NOT_USER_CODE) else frame
+
+
+def _is_switch(what: str, asker: FrameType) -> bool:
+    """Whether an installed package reads the environment: its settings, which are those of the process."""
+    return what == "os.environ" and asker.f_code.co_filename.startswith(_INSTALLED)
+
+
+def ask_gradients(reads: Sequence[Read]) -> frozenset[Read]:
+    """Those that ask whether gradients are recorded."""
+    return frozenset(read for read in reads if read.what.startswith(_GRADIENTS))
+
+
+@contextmanager
+def other_answers(answered: set[Read]) -> Iterator[None]:
+    """Answer the model the opposite where it asks whether gradients are recorded. ``answered``: gets what it asked."""
+
+    def opposite(real: Callable[[], bool]) -> Callable[[], bool]:
+        def answer() -> bool:
+            if (asker := _asker(sys._getframe(1))) is None:
+                return real()
+            line = f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"
+            answered.add(Read(f"{_GRADIENTS} (torch.{real.__name__})", line))
+            return not real()
+
+        return answer
+
+    with ExitStack() as stack:
+        for real in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
+            stack.enter_context(patch.object(torch, real.__name__, opposite(real)))
+        yield
 
 
 def _described(reads: Sequence[Read]) -> str:
@@ -209,4 +241,4 @@ def reject_reads(reads: Sequence[Read], what: str) -> None:
         )
 
 
-__all__ = ["Read", "reads_of", "reject_reads"]
+__all__ = ["Read", "ask_gradients", "other_answers", "reads_of", "reject_reads"]

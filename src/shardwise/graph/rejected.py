@@ -30,7 +30,7 @@ CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
     "create_graph=True)",
 }
 
-_REJECTED = {
+REJECTED = {
     "item": ("reads a number out of a tensor", READ_A_NUMBER),
     "_local_scalar_dense": ("reads a number out of a tensor", READ_A_NUMBER),
     "is_nonzero": ("decides by the data of a tensor", "choose with torch.where"),
@@ -73,13 +73,16 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     elif target.namespace in _EXCHANGES:
         what = f"{operator_name(target)} in forward: the model sends messages of its own"
         fix = "leave it out: forward is that of one device on the whole batch, and the plan says what ranks exchange"
-    elif operator_name(target) in _REJECTED:
+    elif operator_name(target) in REJECTED:
         name = operator_name(target)
-        what, fix = _REJECTED[name]
+        what, fix = REJECTED[name]
         what = f"{name} {what}"
+    elif target is torch.ops.aten.tensor_split.tensor_indices_or_sections:
+        what = "tensor_split takes the places at which it splits from a tensor, so that shapes depend on data"
+        fix = "give them as Python integers: torch.tensor_split(x, (2, 5)), or places.tolist() ahead of the model"
     elif any(tensor.layout != torch.strided for tensor in tensor_results(value)):
         what = f"{operator_name(target)} makes a sparse tensor, which can not be split"
-        fix = "keep it dense: index_add, scatter_add or a mask instead"
+        fix = "keep it dense: index_add, scatter_add or a mask; torch.matmul with a dense constant for torch.sparse.mm"
     elif not _has_fixed_shapes(value):
         name = operator_name(target)
         boolean = "boolean indexing" if name in ("index", "index_put") else name

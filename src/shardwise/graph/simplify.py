@@ -1,5 +1,5 @@
-"""Forms that say nothing are dropped: casts to the same dtype, copies (a graph is functional), views of the whole, a
-zero that is added to a loss.
+"""Forms that say nothing are dropped: casts to the same dtype, copies (a graph is functional), views of the whole,
+operators that return their operand, a zero that is added to a loss.
 
 ``view`` becomes ``reshape``: on a rank the operand may be a slice, of which a view can not be taken.
 
@@ -54,6 +54,26 @@ def _reshape_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     if emitter.value(_operand(op)).shape == shape:
         return (_operand(op),)
     return (emitter.emit(aten.reshape.default, _operand(op), shape),)
+
+
+def _flatten(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """``flatten`` of a tensor of one dim returns it."""
+    return (_operand(op),) if len(emitter.value(_operand(op)).shape) == 1 else None
+
+
+def _of_real(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """What conjugates, or takes the real part, returns a real tensor as it is."""
+    return None if emitter.value(_operand(op)).dtype.is_complex else (_operand(op),)
+
+
+def _at_least(rank: int) -> Rewrite:
+    """``atleast_1d`` and its like of several tensors return those of enough dims."""
+
+    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+        operands: tuple[Arg, ...] = op.args[0]
+        return operands if all(len(emitter.value(ref).shape) >= rank for ref in operands) else None
+
+    return rewrite
 
 
 def _expand(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
@@ -158,6 +178,16 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
     aten.detach.default: _detach,
     aten.to.dtype: _cast,
     aten.type_as.default: _cast_like,
+    aten.positive.default: _identity,
+    aten.flatten.using_ints: _flatten,
+    aten.real.default: _of_real,
+    aten.conj.default: _of_real,
+    aten.conj_physical.default: _of_real,
+    aten.resolve_conj.default: _of_real,
+    aten.resolve_neg.default: _of_real,
+    aten.atleast_1d.Sequence: _at_least(1),
+    aten.atleast_2d.Sequence: _at_least(2),
+    aten.atleast_3d.Sequence: _at_least(3),
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
     aten.reshape.default: _reshape,

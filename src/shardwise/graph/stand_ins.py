@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from shardwise.graph.grouped import experts_of, grouped_mm
 
@@ -146,14 +146,15 @@ def _cumulative_batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:
 
 @contextmanager
 def cumulative_averages() -> Iterator[None]:
-    """While a model is traced: batch norms with ``momentum=None`` compute their factor as a tensor."""
+    """While a model is traced: batch norms with ``momentum=None`` compute their factor as a tensor. One that is
+    synchronized is like any other: the statistics of a plan are those of the whole batch."""
     original = _BatchNorm.forward
 
     def forward(norm: _BatchNorm, input: Tensor) -> Tensor:
         counts = norm.training and norm.momentum is None and norm.track_running_stats
         return _cumulative_batch_norm(norm, input) if counts else original(norm, input)
 
-    with patch.object(_BatchNorm, "forward", forward):
+    with patch.object(_BatchNorm, "forward", forward), patch.object(SyncBatchNorm, "forward", forward):
         yield
 
 

@@ -1,0 +1,218 @@
+"""What is known of selected rows while a graph is built: their masks, their numbers, and what hides the others.
+
+``graph.selected`` computes with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardwise.errors import CaptureError, problem
+from shardwise.graph.emitter import Emitter
+from shardwise.graph.ir import Arg, Op, Ref
+from shardwise.graph.origins import is_of_package
+from shardwise.graph.schema import arguments, is_random, operator_name
+from shardwise.graph.trees import constant_key
+
+aten = torch.ops.aten
+
+_FIX = (
+    "compute row by row and reduce (sum, mean, a loss) or put the rows back (out[mask] = rows); or keep all rows: "
+    "torch.where(mask, x, 0), and divide by mask.sum()"
+)
+# Of numbers of rows, by the names of sympy's and torch's classes.
+_ARITHMETIC: dict[str, Any] = {
+    "Add": aten.add.Tensor,
+    "Mul": aten.mul.Tensor,
+    "Max": aten.maximum.default,
+    "IntTrueDiv": aten.div.Tensor,
+    "FloatTrueDiv": aten.div.Tensor,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of a value: along ``dim`` it has the rows of a flat mask, ``copies`` neighbours for each."""
+
+    mask: Ref
+    dim: int
+    copies: int = 1
+
+
+@dataclass
+class SelectedRows:
+    """The values of a graph under construction that have selected rows. ``counts``: the symbol of a number of rows ->
+    their mask; ``positions``: values that are the coordinates of a mask's rows, with the mask and the dim (None: all
+    dims, in columns); ``ranges``: values that number the rows."""
+
+    emitter: Emitter
+    rows: dict[str, Rows] = field(default_factory=dict)
+    counts: dict[Any, Ref] = field(default_factory=dict)
+    positions: dict[str, tuple[Ref, int | None]] = field(default_factory=dict)
+    ranges: set[str] = field(default_factory=set)
+    masked: dict[tuple[str, int], Ref] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    calls: dict[object, int] = field(default_factory=dict)
+    num_numbered: int = 0
+
+    # -- numbers of rows -----------------------------------------------------------------------------------------------
+
+    def sized(self, op: Op) -> Op:
+        """The operator with the sizes of all rows, and with counts where it computes with numbers of rows."""
+        if not has_symbols((op.args, tuple(value for _, value in op.kwargs))):
+            return op
+        kinds = {argument.name: str(argument.type) for argument in op.target._schema.arguments}
+        values = arguments(op)
+        if op.target in (aten.arange.default, aten.arange.start) and values.get("start", 0) == 0:
+            return replace(op, args=(self._full(values["end"]),), target=aten.arange.default)
+
+        def sized(name: str, arg: Arg) -> Arg:
+            if isinstance(arg, tuple):
+                return tuple(sized(name, item) for item in arg)
+            if not isinstance(arg, (torch.SymInt, torch.SymFloat)):
+                return arg
+            if kinds[name] == "Tensor" and isinstance(values["self"], Ref):
+                number = self._counted(op, arg.node.expr)
+                if isinstance(arg, torch.SymInt):
+                    return number
+                return self.emitter.emit(aten.to.dtype, number, self.emitter.value(values["self"]).dtype)
+            if "int" in kinds[name] or "Int" in kinds[name]:
+                return self._full(arg)
+            raise self._refusal(op, "takes the number of selected rows")
+
+        names = [argument.name for argument in op.target._schema.arguments]
+        args = tuple(sized(name, arg) for name, arg in zip(names, op.args, strict=False))
+        return replace(op, args=args, kwargs=tuple((name, sized(name, arg)) for name, arg in op.kwargs))
+
+    def _full(self, size: Any) -> int:
+        """A size with all rows in place of the selected ones."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        all_rows = {symbol: self.emitter.value(mask).numel for symbol, mask in self.counts.items()}
+        return int(size.node.expr.subs(all_rows))
+
+    def _counted(self, op: Op, expr: Any) -> Any:
+        """A number that is computed from numbers of rows, ``expr`` of sympy, as a tensor."""
+        emit = self.emitter.emit
+        if expr.is_number:
+            dtype = torch.int64 if expr.is_Integer else torch.float64
+            return emit(aten.full.default, (), int(expr) if expr.is_Integer else float(expr), dtype=dtype)
+        if expr in self.counts:
+            return emit(aten.sum.default, self.counts[expr])
+        name = type(expr).__name__
+        if name == "ToFloat":
+            return emit(aten.to.dtype, self._counted(op, expr.args[0]), torch.float64)
+        if (target := _ARITHMETIC.get(name)) is None:
+            raise self._refusal(op, f"takes {expr}, of the number of selected rows")
+        numbers = [self._counted(op, arg) for arg in expr.args]
+        if name.endswith("TrueDiv"):
+            numbers = [emit(aten.to.dtype, number, torch.float64) for number in numbers]
+        first, *others = numbers
+        for other in others:
+            first = emit(target, first, other)
+        return first
+
+    def _count(self, op: Op, size: Any, flat: Ref) -> None:
+        """Remember whose number a symbol is."""
+        symbol = size.node.expr if isinstance(size, torch.SymInt) else size
+        is_free = getattr(symbol, "is_Symbol", False)
+        if not is_free or self._key(self.counts.setdefault(symbol, flat).name) != self._key(flat.name):
+            raise self._refusal(op, "selects rows whose number is taken to be another's")
+
+    def _of_shape(self, op: Op, tensor: torch.Tensor) -> Rows:
+        """The rows that a shape speaks of. Raises CaptureError unless it is one dim, with a fixed number for each."""
+        sizes: list[Any] = list(tensor.shape)
+        symbolic = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)]
+        expr = symbolic[0][1].node.expr
+        symbols = [symbol for symbol in expr.free_symbols if symbol in self.counts]
+        if len(symbolic) == len(symbols) == 1:
+            copies = expr / symbols[0]
+            if copies.is_Integer:
+                return Rows(self.counts[symbols[0]], symbolic[0][0], int(copies))
+        raise self._refusal(op)
+
+    # -- masks ---------------------------------------------------------------------------------------------------------
+
+    def _hidden(self, rows: Rows, rank: int) -> Ref:
+        """Where rows are not selected, in a shape that broadcasts to that of their value."""
+        emit, size = self.emitter.emit, self.emitter.value(rows.mask).numel
+        mask = emit(aten.logical_not.default, rows.mask)
+        if rows.copies > 1:
+            mask = emit(aten.expand.default, self._reshaped(mask, (size, 1)), (size, rows.copies))
+        return self._reshaped(mask, tuple(size * rows.copies if dim == rows.dim else 1 for dim in range(rank)))
+
+    def _masked(self, ref: Ref, fill: int = 0) -> Ref:
+        """A value with zeros, or another number, in the rows that are not selected."""
+        if ref.name not in self.rows:
+            return ref
+        if (ref.name, fill) not in self.masked:
+            hidden = self._hidden(self.rows[ref.name], len(self.emitter.value(ref).shape))
+            masked = self.emitter.emit(aten.masked_fill.Scalar, ref, hidden, fill)
+            self.rows[masked.name] = self.rows[ref.name]
+            self.masked[ref.name, fill] = self.masked[masked.name, fill] = masked
+        return self.masked[ref.name, fill]
+
+    def _check_masks(self, op: Op, names: Sequence[str]) -> None:
+        """Raise CaptureError for rows of several masks."""
+        if len({self._key(self.rows[name].mask.name) for name in names}) > 1:
+            raise self._refusal(
+                op, "takes rows that two masks select", "compute the mask once, and index everything with it"
+            )
+
+    def _key(self, name: str) -> int:
+        """A number that values have in common which are computed alike from the same values."""
+        for op in self.emitter.ops[self.num_numbered :]:
+            call = op.target, argument_key((op.args, tuple(value for _, value in op.kwargs)), self._number)
+            for i, result in enumerate(op.results):
+                key = result if is_random(op.target) else (call, i)
+                self.numbers[result] = self.calls.setdefault(key, len(self.calls))
+        self.num_numbered = len(self.emitter.ops)
+        return self._number(name)
+
+    def _number(self, name: str) -> int:
+        return self.numbers.setdefault(name, self.calls.setdefault(name, len(self.calls)))
+
+    def _reshaped(self, ref: Ref, shape: tuple[int, ...]) -> Ref:
+        same = self.emitter.value(ref).shape == shape
+        result: Ref = ref if same else self.emitter.emit(aten.reshape.default, ref, shape)
+        return result
+
+    def _refusal(self, op: Op, what: str = "", fix: str = _FIX) -> CaptureError:
+        name = operator_name(op.target)
+        what = what or "needs the rows themselves that a mask selects, whose number depends on data"
+        if is_of_package("torch_geometric", op.source):
+            fix = "pass add_self_loops=False to layers of torch_geometric, and add the loops to edge_index outside"
+        return CaptureError(problem(f"{name} {what}", op=op.module, source=op.source, fix=fix))
+
+
+def argument_key(arg: Arg, number: Callable[[str], int]) -> object:
+    """A key of an argument, by the numbers of the values that it names."""
+    if isinstance(arg, Ref):
+        return Ref, number(arg.name)
+    return tuple(argument_key(item, number) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
+
+
+def is_symbolic(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_size(target: Any, val: Any) -> bool:
+    """Whether an operator reads a size that depends on data, or computes with such sizes in Python."""
+    of_python = not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return is_symbolic(val) and (of_python or operator_name(target) in ("sym_size", "sym_numel"))
+
+
+def has_symbols(value: Any) -> bool:
+    """Whether a value, or a size of a tensor, is symbolic."""
+    if isinstance(value, (tuple, list)):
+        return any(map(has_symbols, value))
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return is_symbolic(value)
+
+
+__all__ = ["Rows", "SelectedRows", "has_symbols", "is_size", "is_symbolic"]
