@@ -82,7 +82,7 @@ class Reached:
                 for name in (names - self.names).intersection(vars(kind)):
                     self.meet(vars(kind)[name])
             self.names |= names
-            candidates = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
+            candidates: list[Any] = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
             for cell in function.__closure__ or ():
                 with suppress(ValueError):  # a cell that is empty yet
                     candidates.append(cell.cell_contents)

@@ -162,7 +162,7 @@ class Reader:
         elif tensor is not None:
             self.leaf(place, Registered((tensor.shape, tensor.dtype)), f"a buffer {list(tensor.shape)}", None)
 
-    def read_other(self, value: object) -> None:
+    def read_other(self, value: Any) -> None:
         """What lies outside of the model and its code names: attributes of modules, functions and objects, numbers and
         containers of classes and files, unless they are of Python or torch."""
         kind = type(value)  # (isinstance asks an object for its __class__)
