@@ -473,3 +473,23 @@ def test_operands_of_two_dtypes_are_refused_where_kernels_take_one(call):
         Narrow()(torch.rand(4, 4))
     with pytest.raises(CaptureError, match=r"takes operands of one dtype: .*torch\.float64"):
         capture(Narrow(), (torch.rand(4, 4),))
+
+
+class Experts(nn.Module):
+    """Every expert on the rows that are sent to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, out = x.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            out.index_add_(0, rows, expert(x[rows]))
+        return out.sum()
+
+
+def test_a_loop_over_experts_is_refused_for_its_sizes() -> None:
+    with pytest.raises(CaptureError, match="where has a result whose shape depends on data"):
+        capture(Experts(), (torch.ones(4, 4),))

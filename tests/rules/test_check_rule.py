@@ -288,3 +288,22 @@ def test_our_own_rules_pass_the_check(sample: Any) -> None:
 
 def test_reasons_are_about_operators_that_have_rules() -> None:
     assert REMAINING.keys() <= {str(target) for target in RULES} | set(map(str, SAMPLES))
+
+
+@torch.library.custom_op("shardwise_test::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_without_a_derivative_is_named() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    registered = sw.rule(doubled, "a b -> a b", linear=((0,),))
+    with pytest.raises(sw.ShardwiseError, match=r"doubled.* has no derivative .*(?s:.)*register_autograd"):
+        sw.check_rule(doubled, {"x": x})
+    assert sw.check_rule(doubled, {"x": x.detach()}).ok
+    registered.remove()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.graph.looking import function_of, unwrapped
 from shardwise.graph.origins import is_of_models
 
 Cached = functools._lru_cache_wrapper
@@ -47,19 +48,19 @@ class Reached:
 
     def meet(self, value: Any) -> None:
         """A value that the code may use."""
-        if isinstance(value, (MethodType, functools.partial)):
-            self.bound.append(value.__self__ if isinstance(value, MethodType) else value)
-        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        if isinstance(value, functools.partial):
+        if issubclass(type(value), (MethodType, functools.partial)):
+            self.bound.append(value.__self__ if type(value) is MethodType else value)
+        value = function_of(value)
+        if issubclass(type(value), functools.partial):
             value = value.func
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
         self.values.append(value)
-        if isinstance(value, Cached):
+        if issubclass(type(value), Cached):
             self.caches.append(value)
-        value = getattr(value, "__wrapped__", value)
-        if isinstance(value, FunctionType) and is_of_models(value.__code__.co_filename):
+        value = unwrapped(value)
+        if type(value) is FunctionType and is_of_models(value.__code__.co_filename):
             self._pending.append(value)
 
     def meet_class(self, kind: type, *first: str) -> None:
@@ -81,7 +82,7 @@ class Reached:
                 for name in (names - self.names).intersection(vars(kind)):
                     self.meet(vars(kind)[name])
             self.names |= names
-            candidates = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
+            candidates: list[Any] = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
             for cell in function.__closure__ or ():
                 with suppress(ValueError):  # a cell that is empty yet
                     candidates.append(cell.cell_contents)
@@ -89,10 +90,10 @@ class Reached:
             while candidates:
                 value = candidates.pop()
                 self.meet(value)
-                if isinstance(value, ModuleType) and value not in modules:
+                if issubclass(type(value), ModuleType) and value not in modules:
                     modules.add(value)
                     candidates += [vars(value)[name] for name in names.intersection(vars(value))]
-                elif isinstance(value, type) and value.__module__ != "builtins":
+                elif issubclass(type(value), type) and value.__module__ != "builtins":
                     self.meet_class(value, "__init__", "__call__")
 
 
@@ -120,7 +121,7 @@ def names_in_methods(kind: type, names: Collection[str]) -> set[str]:
     while pending:
         name = pending.pop()
         method = inspect.getattr_static(kind, name, None)
-        method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+        method = function_of(method)
         if isinstance(method, FunctionType) and is_of_models(method.__code__.co_filename):
             new = set(_names(method.__code__)) - used
             used |= new

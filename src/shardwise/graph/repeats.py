@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
+from shardwise.graph.looking import items_of
 from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.state import OF_TORCH, Reader, snapshot
 from shardwise.graph.trees import constant_key, is_constant
@@ -209,13 +210,18 @@ def _attribute_key(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         raise _Unequal
     if is_constant(value):
-        return constant_key(value)
+        try:
+            key = constant_key(value)
+            hash(key)
+        except Exception:  # whatever a user's class of numbers or texts raises
+            return _Same(value)
+        return key
     if isinstance(value, partial):
         return partial, _attribute_key(value.func), _attribute_key(value.args), _attribute_key(value.keywords)
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_attribute_key, value))
+        return type(value), tuple(map(_attribute_key, items_of(value)))
     if isinstance(value, dict):
-        return type(value), tuple((_attribute_key(k), _attribute_key(v)) for k, v in value.items())
+        return type(value), tuple((_attribute_key(k), _attribute_key(v)) for k, v in items_of(value))
     return _Same(value)
 
 
@@ -267,6 +273,8 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, gro
         return None
     if any(map(_has_hooks, module.modules())) or torch._C._functorch.maybe_current_level() is not None:
         return None
+    if any(tensor._has_symbolic_sizes_strides for tensor in operands):  # sizes that depend on data cannot be compared
+        return None
     memory: dict[int, int] = {}
     with torch._C.DisableTorchFunction():  # it is not the model that asks
         forms = tuple(
@@ -274,9 +282,11 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, gro
         )
     places = tuple(None if isinstance(leaf, torch.Tensor) else (constant_key(leaf),) for leaf in leaves)
     try:
-        return forms, places, spec, line, _state(module, group.numbers[id(module)]), _modes()
-    except _Unequal:
+        key = forms, places, spec, line, _state(module, group.numbers[id(module)]), _modes()
+        hash(key)
+    except Exception:  # _Unequal, or whatever a user's constants raise when they are compared
         return None
+    return key
 
 
 @dataclass(frozen=True)

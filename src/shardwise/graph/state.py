@@ -21,13 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.graph.ir import Arg, Graph, Ref
+from shardwise.graph.looking import attribute, function_of, items_of, size_of, text_of
 from shardwise.graph.origins import is_module_of_models, is_of_models
 from shardwise.graph.schema import is_random
 from shardwise.graph.trees import constant_key, is_constant
@@ -114,14 +115,20 @@ class Reader:
     thorough: bool = False
 
     def read(self, place: str, value: Any) -> None:
+        try:
+            self._read(place, value)
+        except Exception:  # whatever a user's object raises when it is looked at: it is then known by its identity
+            self.leaf(place, id(value), type(value).__name__, value)
+
+    def _read(self, place: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self.leaf(place, ("tensor", id(value)), f"a tensor {list(value.shape)}", value)
         elif isinstance(value, (nn.Module, *_SEEN_BY_IDENTITY)):
             kind: type = type(value)
             self.leaf(place, id(value), kind.__name__, value)
-            self._read_function(getattr(value, "__func__", value))
+            self._read_function(function_of(value))
         elif is_constant(value):
-            self.leaf(place, constant_key(value), repr(value)[:40], None)
+            self.leaf(place, constant_key(value), text_of(value)[:40], None)
         elif id(value) in self.seen or (_is_configuration(value) and not self.thorough):
             self.leaf(place, id(value), type(value).__name__, value)
         else:
@@ -131,17 +138,18 @@ class Reader:
 
     def _read_parts(self, place: str, value: Any) -> None:
         if isinstance(value, dict):
-            self.leaf(place, ("items", len(value)), f"{len(value)} items", None)
-            for key, item in value.items():
-                self.read(f"{place}[{key!r}]", item)
+            self.leaf(place, ("items", size_of(value)), f"{size_of(value)} items", None)
+            for key, item in items_of(value):
+                self.read(f"{place}[{text_of(key)}]", item)
         elif isinstance(value, set):
-            self.leaf(place, ("set", frozenset(map(_item_key, value))), f"{len(value)} items", None)
+            items = items_of(value)
+            self.leaf(place, ("set", frozenset(map(_item_key, items))), f"{len(items)} items", None)
         elif isinstance(value, (list, tuple, deque)):
-            self.leaf(place, ("items", len(value)), f"{len(value)} items", None)
-            for i, item in enumerate(value):
+            self.leaf(place, ("items", size_of(value)), f"{size_of(value)} items", None)
+            for i, item in enumerate(items_of(value)):
                 self.read(f"{place}[{i}]", item)
-        elif hasattr(value, "__dict__"):
-            for name, item in vars(value).items():
+        elif isinstance(attributes := attribute(value, "__dict__"), (dict, MappingProxyType)):
+            for name, item in attributes.items():
                 self.read(f"{place}.{name}", item)
         else:
             self.leaf(place, _pickled(value), type(value).__name__, value)
@@ -154,30 +162,31 @@ class Reader:
         elif tensor is not None:
             self.leaf(place, Registered((tensor.shape, tensor.dtype)), f"a buffer {list(tensor.shape)}", None)
 
-    def read_other(self, value: object) -> None:
+    def read_other(self, value: Any) -> None:
         """What lies outside of the model and its code names: attributes of modules, functions and objects, numbers and
         containers of classes and files, unless they are of Python or torch."""
-        if isinstance(value, ModuleType):
+        kind = type(value)  # (isinstance asks an object for its __class__)
+        if issubclass(kind, ModuleType):
             if is_module_of_models(value):
                 self._read_file(value)
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             self.read_class(value)
-        elif isinstance(value, FunctionType):
+        elif kind is FunctionType:
             self._read_function(value)
-        elif isinstance(value, nn.Module) or is_module_of_models(sys.modules.get(type(value).__module__)):
+        elif issubclass(kind, nn.Module) or is_module_of_models(sys.modules.get(type(value).__module__)):
             if id(value) in self.seen or _is_configuration(value):
                 return
             self.seen.add(id(value))
             self.kept_alive.append(value)
-            for name, item in getattr(value, "__dict__", {}).items():
+            for name, item in (attribute(value, "__dict__") or {}).items():
                 if name not in OF_TORCH:
                     self._read_plain(f"{type(value).__name__}.{name}", item)
 
     def _read_plain(self, place: str, value: Any) -> None:
         """A number or a text, or what a container that is no table holds itself."""
-        if isinstance(value, (list, dict, set, deque)) and len(value) <= _MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else value
-            self.leaf(place, tuple(map(_item_key, items)), f"{len(value)} items", tuple(items))
+        if isinstance(value, (list, dict, set, deque)) and size_of(value) <= _MOST_ITEMS:
+            items = items_of(value)
+            self.leaf(place, tuple(map(_item_key, items)), f"{len(items)} items", tuple(items))
         elif (
             isinstance(value, (bool, int, float, str, type(None), threading.local))
             or type(value).__module__ == "itertools"
@@ -216,7 +225,7 @@ class Reader:
         for name, value in vars(kind).items():
             if not name.startswith("__") and (isinstance(value, _OF_CLASSES) or (self.thorough and _is_content(value))):
                 self.read(f"{kind.__name__}.{name}", value)
-            self._read_function(getattr(value, "fget", None) or getattr(value, "__func__", value))
+            self._read_function(function_of(value))
         module = sys.modules[kind.__module__]
         if self.thorough:
             for name in _names_used(kind, module):
@@ -267,7 +276,7 @@ def _names_used(kind: type, module: ModuleType) -> list[str]:
 
 def _code_of(value: Any) -> list[CodeType]:
     """The code of a function, method or property."""
-    function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    function = function_of(value)
     return [inspect.unwrap(function).__code__] if isinstance(function, FunctionType) else []
 
 

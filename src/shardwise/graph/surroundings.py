@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.looking import attribute, item_of, items_of, size_of, text_of
 from shardwise.graph.origins import is_module_of_models
 from shardwise.graph.reachable import Reached, names_in_methods
 from shardwise.graph.state import OF_TORCH
@@ -186,7 +187,7 @@ class _Reader:
         elif is_constant(value):
             if not isinstance(value, (type, FunctionType, BuiltinFunctionType)):
                 self.numbers.add(where)
-            self._leaf(where, constant_key(value), getattr(value, "__qualname__", repr(value))[:40])
+            self._leaf(where, constant_key(value), (attribute(value, "__qualname__") or text_of(value))[:40])
         elif id(value) in self._seen:
             self._leaf(where, type(value), f"a {type(value).__name__}")
         else:
@@ -206,12 +207,12 @@ class _Reader:
             self._leaf(where, id(value), text)
             self._at(_in_context, value, None, f"{where}, in its context")
         elif isinstance(value, (dict, list, tuple, deque, set)):
-            self._leaf(where, type(value), f"{len(value)} items")
+            self._leaf(where, type(value), f"{size_of(value)} items")
             self._read_items(where, value)
         elif _is_of_a_user(value):
             self._leaf(where, type(value), text)
             names = names_in_methods(type(value), self.names)
-            self._read_attributes(where, getattr(value, "__dict__", {}), names)
+            self._read_attributes(where, attribute(value, "__dict__") or {}, names)
             for kind in type(value).__mro__:
                 if is_module_of_models(sys.modules.get(kind.__module__)):
                     self._read_class(kind, names)
@@ -219,17 +220,18 @@ class _Reader:
             self._leaf(where, id(value), text)
 
     def _read_items(self, where: str, value: Any) -> None:
-        self._if(_has_length, value, len(value))
-        if len(value) > _MOST_ITEMS:
+        self._if(_has_length, value, size_of(value))
+        if size_of(value) > _MOST_ITEMS:
             return
         if isinstance(value, dict):
-            for key in list(value):
-                self._at(dict.get, value, key, f"{where}[{key!r}]")
+            for key, _ in items_of(value):
+                self._at(dict.get, value, key, f"{where}[{text_of(key)}]")
         elif isinstance(value, set):
-            self._leaf(where, frozenset(map(_item_key, value)), f"{len(value)} items")
-            self._if(_has_items, value, frozenset(value))
+            items = frozenset(items_of(value))
+            self._leaf(where, frozenset(map(_item_key, items)), f"{len(items)} items")
+            self._if(_has_items, value, items)
         else:
-            for i in range(len(value)):
+            for i in range(size_of(value)):
                 self._at(_item, value, i, f"{where}[{i}]")
 
     def _read_attributes(self, where: str, table: dict[str, Any], names: Set[str]) -> None:
@@ -254,7 +256,7 @@ class _Reader:
             return
         self._seen.add(id(kind))
         table = vars(kind)
-        self._if(_has_length, table, len(table))
+        self._if(_has_names, table, len(table))
         for name in sorted(names & table.keys()):
             self._at(MappingProxyType.get, table, name, f"{kind.__qualname__}.{name}")
 
@@ -285,10 +287,10 @@ def _is_settings(value: Any, depth: int = 4) -> bool:
     """Whether there is nothing but numbers and texts in a value, so that no tensor is kept alive with it."""
     if is_constant(value):
         return True
-    if isinstance(value, (list, tuple, dict, set)) and len(value) <= _MOST_ITEMS:
-        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (list, tuple, dict, set)) and size_of(value) <= _MOST_ITEMS:
+        items: Iterable[Any] = dict.values(value) if isinstance(value, dict) else items_of(value)
     elif _is_of_a_user(value):
-        items = getattr(value, "__dict__", {}).values()
+        items = (attribute(value, "__dict__") or {}).values()
     else:
         return False
     return depth > 0 and all(_is_settings(item, depth - 1) for item in items)
@@ -334,15 +336,19 @@ def _in_context(variable: ContextVar[Any], _: None) -> object:
 
 
 def _item(container: Any, i: int) -> object:
-    return container[i] if i < len(container) else None
+    return item_of(container, i) if i < size_of(container) else None
 
 
 def _has_length(container: Any, length: int) -> bool:
-    return len(container) == length
+    return size_of(container) == length
+
+
+def _has_names(table: Any, length: int) -> bool:
+    return len(table) == length
 
 
 def _has_items(container: set[Any], items: frozenset[Any]) -> bool:
-    return container == items
+    return set.__eq__(container, items)
 
 
 def _is_at(tensor: torch.Tensor, state: tuple[int, int]) -> bool:

@@ -205,7 +205,7 @@ def is_constant(leaf: Any) -> bool:
     if isinstance(leaf, FunctionType):
         return leaf.__closure__ is None and not leaf.__defaults__ and not leaf.__kwdefaults__
     if isinstance(leaf, frozenset):
-        return all(map(is_constant, leaf))
+        return all(map(is_constant, frozenset.__iter__(leaf)))
     return isinstance(leaf, _BY_VALUE)
 
 

@@ -193,7 +193,11 @@ class _Call:
         outputs = tuple(Ref(name) for name in op.results)
         generator = torch.Generator().manual_seed(5)
         seeds = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in results)
-        gradients = _gradients(results, seeds, tensors)
+        try:
+            gradients = _gradients(results, seeds, tensors)
+        except RuntimeError as error:  # also NotImplementedError
+            fix = "give it a derivative (torch.library.register_autograd), or pass samples that require no gradient"
+            raise ShardwiseError(problem(f"{target} has no derivative for the sample: {error}", fix=fix)) from error
         graph = Graph(tuple(values), sources, (op,), outputs)
         return _Call(op, graph, tuple(tensors), results, seeds, gradients, tuple(labels))
 

@@ -91,6 +91,7 @@ def _take_rows(
 ) -> Tensor:
     shape = broadcast_shape(_without(x, dim), _without(indices, dim))
     whole = [*shape[:dim], -1, *shape[dim + 1 :]]
+    indices = torch.where(indices < 0, indices + prod(sizes), indices)  # those of gather are never negative
     return _gather_rows(x.expand(whole), dim, indices.expand(whole), sizes, offsets, lengths)
 
 

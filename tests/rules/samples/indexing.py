@@ -17,6 +17,7 @@ INDEXING = [
     call(aten.gather.default, x(4, 5, 2), 1, ids(5, 3, 2, 2)),
     unsplit(aten.gather.default, x(4), 0, ids(4)),
     call(aten.take_along_dim.default, x(3, 5), ids(5, 1, 2), 1),
+    call(aten.take_along_dim.default, x(3, 5), ids(5, 3, 4) - torch.tensor([5, 0, 5, 0]), 1),
     call(aten.take_along_dim.default, x(1, 5, 2), ids(5, 3, 4, 2), 1),
     call(aten.index_select.default, x(3, 5, 2), 1, ids(5, 4)),
     call(aten.index.Tensor, x(3, 5), [None, ids(5, 2, 3)]),

@@ -1,0 +1,62 @@
+"""Looking at a user's objects, whose methods may raise or have effects: containers are read as the containers of Python
+that they are, whatever their classes make of that (an ``Irrep`` of e3nn is a tuple whose length raises)."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import FunctionType, MethodType
+from typing import Any
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
+
+
+def attribute(value: object, name: str) -> Any:
+    """An attribute, or None where there is none or asking for it raises."""
+    try:
+        return getattr(value, name, None)
+    except Exception:  # whatever a user's __getattr__ raises
+        return None
+
+
+def function_of(value: Any) -> Any:
+    """The function of a property or method; anything else as it is. By its type: ``isinstance`` asks for
+    ``__class__``."""
+    kind = type(value)
+    if issubclass(kind, property):
+        return value.fget
+    return value.__func__ if issubclass(kind, (MethodType, classmethod, staticmethod)) else value
+
+
+def unwrapped(value: Any) -> Any:
+    """The function that a decorated one wraps, or the value."""
+    wrapped = attribute(value, "__wrapped__")
+    return wrapped if type(wrapped) is FunctionType else value
+
+
+def text_of(value: object) -> str:
+    """``repr``, or the name of the type where that raises."""
+    try:
+        return repr(value)
+    except Exception:  # whatever a user's __repr__ raises
+        return f"a {type(value).__name__}"
+
+
+def size_of(container: Any) -> int:
+    """The number of items of a container."""
+    size: int = _base(container).__len__(container)
+    return size
+
+
+def items_of(container: Any) -> list[Any]:
+    """The items of a container; of a dict, its pairs."""
+    return list(dict.items(container)) if isinstance(container, dict) else list(_base(container).__iter__(container))
+
+
+def item_of(container: Any, index: int) -> Any:
+    """An item of a list, tuple or deque."""
+    return _base(container).__getitem__(container, index)
+
+
+def _base(container: Any) -> Any:
+    kind = type(container)
+    return kind if kind in _CONTAINERS else next(base for base in _CONTAINERS if issubclass(kind, base))
