@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api import check_kinds
 from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import flops_of
@@ -27,6 +28,7 @@ from shardwise.report.joined import Joined
 from shardwise.report.options import NUM_SHOWN, Option, Question, changes, limit_of, mends, tried
 from shardwise.report.planned import Planned, Staged
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
+from shardwise.texts import is_number
 
 SECONDS = 30.0
 _FEW = 4  # stages whose parts of the peak are printed; as_data has those of all
@@ -181,7 +183,8 @@ class Fits:
 def _split(plan: Plan) -> str:
     """Over which mesh, in which stages."""
     if plan.pipeline is None:
-        return str(plan.mesh)
+        passes = f", {plan.micro_batches} passes over {plan.micro_batch} samples" if plan.micro_batches > 1 else ""
+        return f"{plan.mesh}{passes}"
     meshes = ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
     return (
         f"{len(plan.stages)} stages of {meshes}, {plan.schedule} over {plan.micro_batches} micro-batches, bubble "
@@ -231,14 +234,15 @@ def fits(
     stages and schedules are tried as well. ``price_per_hour``: of a device, for the price of 1e9 tokens (that of the
     cluster file). Raises as ``sw.plan`` does, but for a plan that does not fit.
     """
-    if not seconds >= 0:
-        raise ShardwiseError(problem(f"seconds is {seconds}", fix="the time for mends or changes, from 0"))
-    if price_per_hour is not None and not 0 <= price_per_hour < inf:
+    if not (is_number(seconds) and seconds >= 0):
+        raise ShardwiseError(problem(f"seconds is {seconds!r}", fix="the time for mends or changes, from 0"))
+    if price_per_hour is not None and not (is_number(price_per_hour) and 0 <= price_per_hour < inf):
         fix = "what a device costs in an hour, from 0; or leave it out"
-        raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour}", fix=fix))
+        raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour!r}", fix=fix))
     if isinstance(cluster, int):  # devices that nobody described have the memory it takes
         settings = {"memory_bytes": inf, **settings}
     cluster = Cluster.of(cluster)
+    check_kinds(settings.get("mesh"), settings.get("precision"), settings.get("optimizer") or "adamw")
     question = Question.of(find_plan, module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
     asked = question.planned("")
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
