@@ -237,7 +237,10 @@ def plan(
                     asked = replace(wanted, passes=passes)
                     program = built(graph, factored.rules, choice, plan_mesh, asked, Kinds())
                     stages = (stage_of(graph, factored.rules, program.choice, program.spmd),)
-                    return Plan(stages, *settings, precision=precision, micro_batches=passes)
+                    prices = Prices(Links(cluster, plan_mesh), optimizer, passes)
+                    prediction = program.prediction(prices.with_buckets(graph, bucket_bytes))
+                    pricing = PricingEntry.of(cluster, memory_bytes)
+                    return Plan(stages, *settings, pricing, prediction, precision, passes)
                 planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
                 planner = replace(planner, kinds=captures.kinds)
                 if recompute == "auto":
