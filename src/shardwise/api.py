@@ -63,6 +63,7 @@ from shardwise.search.modes import MODES, Mode
 from shardwise.search.planner import Planner
 from shardwise.search.settings import Settings
 from shardwise.search.zero import Zero
+from shardwise.texts import is_number, shown
 
 SearchName = PricedSearch | Literal["sharding_propagation"]
 SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
@@ -114,7 +115,8 @@ def plan(
     batch). Example inputs are those of one micro-batch or of the whole global batch; every tensor whose dim 0 has the
     size of the first one's has samples, others are given to every pass. Where they have ``global_batch`` samples and
     no ``micro_batch`` is said, a search by price chooses it: divisors are tried, the largest first, as long as none
-    fits or the steps get faster (``plan.explain("micro_batch")``); every one is a search of its own. ``memory_bytes``:
+    fits or the steps get faster (``plan.explain("micro_batch")``); every one is a search of its own. Where neither is
+    said, a step is one pass over the example inputs, or in passes if only these fit. ``memory_bytes``:
     what the tensors of a device may take at the peak of a step; by default what the cluster's devices have less their
     reserve, of which a given number is clear (a number of devices is no description: they have what it takes).
     ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules. ``layouts``:
@@ -144,10 +146,12 @@ def plan(
     """
     arguments = dict(locals())
     _check_words(mode, search, bucket_bytes, recompute, offload)
-    _check_kinds(mesh, precision, optimizer)
-    if memory_bytes is not None and not memory_bytes > 0:
+    check_kinds(mesh, precision, optimizer)
+    _check_names("strategies", strategies, "{'blocks.*.up': 'n@tp'}: module path patterns to strategies")
+    _check_names("layouts", layouts, "{'args[0]': '[32@dp, 512]'}: inputs, parameters or buffers to layouts")
+    if memory_bytes is not None and not (is_number(memory_bytes) and memory_bytes > 0):
         raise ShardwiseError(
-            problem(f"memory_bytes is {memory_bytes}", fix="the bytes that a device has for tensors, above 0")
+            problem(f"memory_bytes is {memory_bytes!r}", fix="the bytes that a device has for tensors, above 0")
         )
     if isinstance(cluster, int) and memory_bytes is None:  # devices that nobody described have the memory it takes
         memory_bytes = inf
@@ -207,7 +211,8 @@ def plan(
                 )
                 return Staged.of(pipeline)
             samples = num_samples(call.arguments)
-            batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=by_price)
+            chooses = by_price and graph.loss is not None
+            batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=chooses)
             wanted = Settings(
                 search,
                 optimizer,
@@ -234,7 +239,10 @@ def plan(
                     asked = replace(wanted, passes=passes)
                     program = built(graph, factored.rules, choice, plan_mesh, asked, Kinds())
                     stages = (stage_of(graph, factored.rules, program.choice, program.spmd),)
-                    return Plan(stages, *settings, precision=precision, micro_batches=passes)
+                    prices = Prices(Links(cluster, plan_mesh), optimizer, passes)
+                    prediction = program.prediction(prices.with_buckets(graph, bucket_bytes))
+                    pricing = PricingEntry.of(cluster, memory_bytes)
+                    return Plan(stages, *settings, pricing, prediction, precision, passes)
                 planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
                 planner = replace(planner, kinds=captures.kinds)
                 if recompute == "auto":
@@ -321,10 +329,13 @@ def compare(
     if isinstance(cluster, int):  # as in ``plan``
         settings = {"memory_bytes": inf, **settings}
     cluster = Cluster.of(cluster)
+    check_kinds(mesh, precision, optimizer)
     precision = precision or Precision()
     arguments = call_arguments(example_inputs, kwargs)
     call = Example(module, arguments, loss, settings.get("strategies"), precision)
     kinds, rows = Kinds(), []
+    if not isinstance(searches, list | tuple):
+        raise ShardwiseError(problem(f"searches is {shown(searches)}", fix=f"some of {', '.join(SEARCHES)}, in a list"))
     for search in searches:
         start = time.perf_counter()
         try:
@@ -403,7 +414,7 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
 
 
-def _check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
+def check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
     """Refuse what is no mesh, no precision and no optimizer whose states are known."""
     named(optimizer)
     if not isinstance(mesh, Mesh | None):
@@ -411,6 +422,11 @@ def _check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
     if not isinstance(precision, Precision | None):
         fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= say the other dtypes"
         raise ShardwiseError(problem(f"precision is {precision!r}", fix=fix))
+
+
+def _check_names(setting: str, entries: Any, example: str) -> None:
+    if entries is not None and not (isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)):
+        raise ShardwiseError(problem(f"{setting} is {shown(entries)}", fix=f"a dict such as {example}"))
 
 
 def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search, called: Mesh) -> PricingEntry:

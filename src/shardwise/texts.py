@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def shown(value: object, most: int = 60) -> str:
         return f"a {type(value).__name__} of {len(value):,}" if value else repr(value)
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a real number, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def whole_number(text: str) -> int | None:

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_mended_and_the_mends_fit() -> None:
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
     needs = step_memory(module, batch, plan).peak.num_bytes
     limit = needs / 4
-    answer = sw.fits(module, batch, "h100-1x2", memory_bytes=limit, seconds=600)
+    answer = sw.fits(module, batch, "h100-1x2", memory_bytes=limit, micro_batch=64, seconds=600)
     assert not answer
     assert "no plan fits" in answer.asked.refused
     assert answer.options
@@ -131,7 +131,7 @@ def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.Mon
     module, batch = asked(64)
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
     limit = step_memory(module, batch, plan).peak.num_bytes * 0.4
-    settings: dict[str, Any] = {"memory_bytes": limit, "recompute": "none"}
+    settings: dict[str, Any] = {"memory_bytes": limit, "recompute": "none", "micro_batch": 64}
     said = refused(**settings)
     lines = [line for line in said.splitlines() if line.startswith("  mend ")]
     assert 1 <= len(lines) <= 3

@@ -121,7 +121,11 @@ def test_diff_has_an_exit_code_for_growth(folder: Path, capsys: pytest.CaptureFi
     assert run("diff", "adamw.json", "sgd.json", "--max-growth", "1") == 0
     assert run("verify", "net.py:build", "sgd.json", "--steps", "0") == 2
     assert "nothing would be compared" in capsys.readouterr().err
-    assert run("plan", "net.py:build", "--cluster", "2", "--mode", "data_parallel", "-o", "unpriced.json") == 0
+    assert run("plan", "net.py:build", "--cluster", "h100-1x2", "--mode", "data_parallel", "-o", "dp.json") == 0
+    assert run("diff", "dp.json", "adamw.json", "--json") == 0
+    assert run("fits", "net.py:build", "--cluster", "h100-1x2", "--mode", "data_parallel", "--seconds", "0") == 0
+    capsys.readouterr()
+    replace(sw.Plan.load("dp.json"), predicted=None).save("unpriced.json")
     assert run("diff", "adamw.json", "unpriced.json", "--max-growth", "1") == 2
     assert "has no prediction" in capsys.readouterr().err
 

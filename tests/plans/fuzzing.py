@@ -33,7 +33,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.plans.bind import program_of
-from shardwise.plans.file import digest_of
+from shardwise.plans.file import plan_digest
 
 SECONDS = 1.0  # of the processor, for one file
 LONGEST_MESSAGE = 20_000
@@ -243,7 +243,7 @@ def mutated_plan(number: int) -> tuple[str, bool]:
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         mutate_data(rng, data)
     body = {key: data[key] for key in data if key not in ("format", "version", "digest")}
-    data["digest"] = digest_of(body)
+    data["digest"] = plan_digest(body)
     text = json.dumps(data, ensure_ascii=rng.random() < 0.5)
     if rng.random() < 0.1:
         key = rng.choice(('"mode"', '"mesh"', '"strategy"', '"stages"'))

@@ -277,4 +277,4 @@ def test_a_searched_plan_prints_its_prediction(plan: sw.Plan) -> None:
     assert "priced step" in text
     assert "simulated" in text
     assert "peak memory" in text
-    assert "predicted" not in str(planned(mode="data_parallel"))
+    assert "additive price" not in str(planned(mode="data_parallel")), "nothing minimised it"

@@ -11,6 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.plans.file import VERSION
+from shardwise.report.options import without_mends
 
 X = torch.randn(8, 16)
 
@@ -152,6 +153,32 @@ def test_the_micro_batch_is_the_largest_that_fits_unless_smaller_ones_are_faster
     assert tried.tried[0].micro_batch == 256
     assert "no plan fits" in tried.tried[0].refused
     assert str(tried).startswith(f"a pass is over {tight.micro_batch} samples; tried, the largest first")
+
+
+def test_a_batch_that_does_not_fit_in_a_pass_is_planned_in_passes_without_being_asked():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 4)
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x))).square().mean()
+
+    cluster, x, mesh = sw.Cluster.load("h100-1x2"), torch.randn(4096, 64), sw.Mesh(dp=2)
+    free = sw.plan(Wide(), x, cluster, mesh=mesh)
+    assert free.micro_batches == 1
+    assert not free.explain("micro_batch").tried
+    limit = 0.3 * free.prediction.peak_bytes
+    tight = sw.plan(Wide(), x, cluster, mesh=mesh, memory_bytes=limit)
+    assert tight.micro_batches > 1
+    assert tight.prediction.peak_bytes <= limit
+    assert "no plan fits" in tight.explain("micro_batch").tried[0].refused
+    assert sw.verify(Wide(), x, tight, steps=1).ok
+    answer = sw.fits(Wide(), x, cluster, mesh=mesh, memory_bytes=limit, seconds=0)
+    assert answer.ok
+    assert f"{tight.micro_batches} passes over {tight.micro_batch} samples" in str(answer)
+    with pytest.raises(sw.PlanError, match="no plan fits"), without_mends():
+        sw.plan(Wide(), x, cluster, mesh=mesh, memory_bytes=1000)
 
 
 def test_gradients_of_earlier_passes_are_counted_in_every_pass():

@@ -20,7 +20,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement, check_placements
 from shardwise.layouts.strategy import parse_choices, parse_cuts
 from shardwise.layouts.text import parse_dtype, parse_layout, parse_move
-from shardwise.plans.file import digest_of, parse_ranks
+from shardwise.plans.file import parse_ranks, plan_digest
 from shardwise.rules.notation import parse_rule
 from shardwise.texts import read_text, shown
 
@@ -196,7 +196,7 @@ def data() -> dict[str, Any]:
 def signed(data: dict[str, Any]) -> str:
     """The file of a plan with a digest that is right: only what is in it can be wrong."""
     body = {key: data[key] for key in data if key not in ("format", "version", "digest")}
-    return json.dumps({**data, "digest": digest_of(body)})
+    return json.dumps({**data, "digest": plan_digest(body)})
 
 
 BROKEN = {

@@ -17,7 +17,7 @@ from shardwise.api import step_memory
 from shardwise.graph.capture import capture
 from shardwise.graph.text import format_graph, parse_graph
 from shardwise.plans.bind import program_of
-from shardwise.plans.file import digest_of
+from shardwise.plans.file import plan_digest
 from shardwise.programs import casts, differentiate, exchanges, gradients, once
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, sent_by
 from shardwise.programs.program import localize
@@ -68,7 +68,7 @@ def test_a_file_with_a_wrong_precision_is_refused(entry: Any, said: str) -> None
     data = json.loads(plan_of("llama", 2, MIXED, "dp").to_json()) | {"precision": entry}
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
     with pytest.raises(sw.PlanError, match=said):
-        sw.Plan.from_json(json.dumps({**data, "digest": digest_of(body)}))
+        sw.Plan.from_json(json.dumps({**data, "digest": plan_digest(body)}))
 
 
 def test_a_file_of_version_5_is_read_as_the_dtypes_of_the_model() -> None:

@@ -4,6 +4,7 @@ bound, and why a simulation preferred another plan."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from search.cost_graphs import cluster_of
+from shardwise.api import step_memory
 from shardwise.costs.collectives import Links
 from shardwise.costs.prediction import PassedOver
 from shardwise.costs.prices import Prices
@@ -136,10 +138,55 @@ def test_a_plan_must_fit_beside_the_reserve_of_its_devices_and_says_so() -> None
     assert given.prediction.peak_bytes <= 2 * peak, "what is given is clear of any reserve"
 
 
-def test_the_prediction_of_a_plan_that_was_not_priced_is_refused_with_the_mend() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "data_parallel"},
+        {"mode": "data_parallel", "zero": 1},
+        {"mode": "data_parallel", "zero": 3},
+        {"mode": "data_parallel", "global_batch": 8, "micro_batch": 4},
+        {"mode": "stand_alone"},
+        {"mode": "semi_auto"},
+        {"search": "sharding_propagation"},
+        {"strategies": {"maker": "n@dp"}, "mesh": sw.Mesh(dp=2)},
+    ],
+    ids=str,
+)
+def test_a_plan_that_was_not_searched_is_predicted_as_its_program_is(settings: dict[str, Any]) -> None:
     model, inputs = FourConsumers(), (torch.randn(8, 16),)
-    plan = sw.plan(model, inputs, 2, mode="data_parallel")
-    assert plan.predicted is None
-    with pytest.raises(sw.PlanError, match=r"no prediction: it was not chosen by price(?s:.)*dynamic_programming"):
+    cluster = sw.Cluster.load("h100-1x2")
+    plan = sw.plan(model, inputs, cluster, **settings)
+    cost = plan.prediction
+    step = step_memory(model, inputs, plan)
+    assert cost.peak_bytes == step.peak.num_bytes
+    assert cost.passes == plan.micro_batches
+    assert 0 < cost.simulated_seconds < 2 * cost.pass_seconds
+    assert cost.optimality_gap is None
+    assert not plan.is_searched
+    assert sw.Plan.from_json(plan.to_json()) == plan
+    assert replace(plan, predicted=None, pricing=None) == plan, "ranks on other hosts have this plan, too"
+    assert "simulated step" in str(plan)
+    assert "additive price" not in str(plan)
+    searched = sw.plan(model, inputs, cluster, search="dynamic_programming", mesh=settings.get("mesh"))
+    named = [name for name, *_ in plan.diff(searched).settings]
+    assert "step" in named or plan.strategies == searched.strategies or "data_parallel" not in settings.values()
+    answer = sw.fits(model, inputs, cluster, seconds=0, **settings)
+    assert answer.ok
+    assert answer.step_seconds == cost.planned_seconds
+    assert answer.step is not None
+    assert answer.step.peak.num_bytes == cost.peak_bytes
+    assert answer.utilisation > 0
+    tight = sw.fits(model, inputs, cluster, seconds=0, memory_bytes=cost.peak_bytes - 1, **settings)
+    assert not tight.ok
+    assert "the peak is" in str(tight)
+
+
+def test_the_prediction_of_stages_that_were_not_priced_is_refused_with_the_mend() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Flatten(0))
+    inputs = (torch.randn(8, 4),)
+    plan = sw.plan(
+        model, inputs, 2, mode="data_parallel", stages=2, micro_batch=4, loss=lambda output: output.square().sum()
+    )
+    with pytest.raises(sw.PlanError, match=r"no prediction: it is of stages(?s:.)*dynamic_programming"):
         _ = plan.prediction
     assert "predicted" not in sw.Plan.from_json(plan.to_json()).to_json(), "files keep their names"

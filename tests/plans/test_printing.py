@@ -30,7 +30,8 @@ def gpt_plan(name: str) -> sw.Plan:
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(layers=3, context=16, width=32, heads=4))
         ids, labels = torch.empty(2, 8, 16, dtype=torch.int64)
-    return sw.plan(model, (ids, labels), 8, search="sharding_propagation", **CHOICES[name])
+    cluster = sw.Cluster.load("local").with_devices(8)
+    return sw.plan(model, (ids, labels), cluster, search="sharding_propagation", **CHOICES[name])
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.plans.bind import program_of as bound
 from shardwise.plans.example import Example, planned_graph
-from shardwise.plans.file import digest_of
+from shardwise.plans.file import plan_digest
 from shardwise.programs.check import BrokenProgram, check_program
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Copy, Land
@@ -193,5 +193,5 @@ def test_a_file_from_before_says_that_nothing_waits_on_the_host() -> None:
         for entry in stage["operators"].values():
             assert entry.pop("offloaded") is False
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
-    read = sw.Plan.from_json(json.dumps({**data, "version": 6, "digest": digest_of(body)}))
+    read = sw.Plan.from_json(json.dumps({**data, "version": 6, "digest": plan_digest(body)}))
     assert read.stages == plan.stages

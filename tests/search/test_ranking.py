@@ -267,7 +267,7 @@ def test_a_refusal_adds_up_the_least_memory_and_names_the_limit_that_was_asked_f
         model, inputs = Chain(), (torch.empty(64, 256),)
 
     def plan(limit: float) -> sw.Plan:
-        return sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search=search, memory_bytes=limit)
+        return sw.plan(model, inputs, 4, mesh=sw.Mesh(dp=4), search=search, memory_bytes=limit, micro_batch=64)
 
     assert plan(LEAST).prediction.peak_bytes <= LEAST
     limit = share * LEAST

@@ -11,22 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api import check_kinds
 from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import flops_of
 from shardwise.costs.kernels import DTYPE_NAMES
 from shardwise.costs.ledger import Peak
+from shardwise.costs.memory import memory_of
 from shardwise.costs.prediction import Interval
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
+from shardwise.plans.bind import program_of
+from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.intervals import said, said_bytes, said_step
 from shardwise.plans.plan import Plan
+from shardwise.plans.prices import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.joined import Joined
 from shardwise.report.options import NUM_SHOWN, Option, Question, changes, limit_of, mends, tried
 from shardwise.report.planned import Planned, Staged
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
+from shardwise.texts import is_number
 
 SECONDS = 30.0
 _FEW = 4  # stages whose parts of the peak are printed; as_data has those of all
@@ -181,7 +187,8 @@ class Fits:
 def _split(plan: Plan) -> str:
     """Over which mesh, in which stages."""
     if plan.pipeline is None:
-        return str(plan.mesh)
+        passes = f", {plan.micro_batches} passes over {plan.micro_batch} samples" if plan.micro_batches > 1 else ""
+        return f"{plan.mesh}{passes}"
     meshes = ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
     return (
         f"{len(plan.stages)} stages of {meshes}, {plan.schedule} over {plan.micro_batches} micro-batches, bubble "
@@ -231,34 +238,35 @@ def fits(
     stages and schedules are tried as well. ``price_per_hour``: of a device, for the price of 1e9 tokens (that of the
     cluster file). Raises as ``sw.plan`` does, but for a plan that does not fit.
     """
-    if not seconds >= 0:
-        raise ShardwiseError(problem(f"seconds is {seconds}", fix="the time for mends or changes, from 0"))
-    if price_per_hour is not None and not 0 <= price_per_hour < inf:
+    if not (is_number(seconds) and seconds >= 0):
+        raise ShardwiseError(problem(f"seconds is {seconds!r}", fix="the time for mends or changes, from 0"))
+    if price_per_hour is not None and not (is_number(price_per_hour) and 0 <= price_per_hour < inf):
         fix = "what a device costs in an hour, from 0; or leave it out"
-        raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour}", fix=fix))
+        raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour!r}", fix=fix))
     if isinstance(cluster, int):  # devices that nobody described have the memory it takes
         settings = {"memory_bytes": inf, **settings}
     cluster = Cluster.of(cluster)
+    check_kinds(settings.get("mesh"), settings.get("precision"), settings.get("optimizer") or "adamw")
     question = Question.of(find_plan, module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
     asked = question.planned("")
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
         raise ShardwiseError(
             problem(
-                "sw.fits answers from prices, and a plan of these settings has none (a mode, or strategies that are "
-                "completed without a search)",
+                "sw.fits answers from prices, and stages have none under a mode, or strategies that are completed "
+                "without a search",
                 fix='leave them out, or add search="dynamic_programming"',
             )
         )
     step = None
     if asked.plan is None:
         options, untried = tried(
-            mends(question), seconds, lambda options: sum(o.fits for o in options) >= 2 * NUM_SHOWN
+            mends(question), seconds, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN
         )
-        best = sorted((option for option in options if option.fits), key=lambda option: option.price)
+        best = sorted((option for option in options if option.is_priced), key=lambda option: option.price)
     else:
         step = _step(question, asked.plan)
         options, untried = tried(changes(question, asked.plan), seconds, lambda options: False)
-        better = [option for option in options if option.fits and option.price < asked.price]
+        better = [option for option in options if option.is_priced and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(question, asked)
     memory_bytes = limit_of(cluster, question.settings)
@@ -276,10 +284,15 @@ def _step(question: Question, plan: Plan) -> Step:
         peaks = tuple(stage_peak(plan, number, stage_pass.step) for number, stage_pass in enumerate(passes))
         seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
         return Step(seconds, peak, peaks, *_arithmetic(chosen.found.graph, plan, cluster))
-    assert isinstance(chosen, Planned), "it was chosen by price"
-    assert chosen.predicted is not None, "it was chosen by price"
-    graph = chosen.finished_search.cost.domains.graph
-    return Step(chosen.predicted.step_interval(cluster), chosen.peak, (), *_arithmetic(graph, plan, cluster))
+    assert chosen.predicted is not None, "plans without stages are priced"
+    if isinstance(chosen, Planned):
+        graph, peak = chosen.finished_search.cost.domains.graph, chosen.peak
+    else:
+        arguments = question.args, dict(question.kwargs)
+        call = Example(question.module, arguments, question.settings.get("loss"), precision=chosen.precision)
+        spmd = program_of(chosen, planned_graph(call, chosen), training=question.module.training)
+        graph, peak = spmd.graph, memory_of(spmd, prices_of(chosen)).peak
+    return Step(chosen.predicted.step_interval(cluster), peak, (), *_arithmetic(graph, plan, cluster))
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:

@@ -55,12 +55,18 @@ HELD: Mapping[str, Held] = {
 
 def waits_on_host(optimizer: str) -> bool:
     """Whether the states are on the host from step to step."""
-    return optimizer.endswith(ON_HOST)
+    return isinstance(optimizer, str) and optimizer.endswith(ON_HOST)
 
 
 def named(optimizer: str) -> tuple[str, str]:
     """The name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
     torch's default on the device. Raises ShardwiseError."""
+    if not isinstance(optimizer, str):
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        name = "momentum" if getattr(optimizer, "defaults", {}).get("momentum") else kind.__name__.lower()
+        fix = f"optimizer={name!r}" if name in HELD else f"the name of one, such as 'adamw': {', '.join(HELD)}"
+        what = f"optimizer is the name of an optimizer, whose states are counted, not an object of {kind.__name__}"
+        raise ShardwiseError(problem(what, fix=fix))
     name, _, variant = optimizer.removesuffix(ON_HOST).partition(" ")
     if name not in HELD:
         what = f"the memory of optimizer {optimizer!r} is not known"

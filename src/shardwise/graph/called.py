@@ -19,6 +19,9 @@ def call_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones. Raises CaptureError
     for what is none of these."""
+    if not isinstance(kwargs, Mapping | None):
+        what = f"kwargs is {shown(kwargs)}"
+        raise CaptureError(problem(what, fix="a dict of the inputs that are passed by name; leave it out for none"))
     if isinstance(example_inputs, Mapping):
         return (), {**example_inputs, **(kwargs or {})}
     if not isinstance(example_inputs, Iterable):

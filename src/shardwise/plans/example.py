@@ -144,6 +144,8 @@ class Trials:
             self._best, self._statistics = plan, self._of_passes
         else:
             self._is_done = True
+        if not self.batches.is_asked and self._next[0] not in self.batches.candidates[1:2]:
+            self._is_done = True
 
     def refuse(self, error: PlanError) -> None:
         """Why there is none; it is raised where there is nothing else to try."""
@@ -151,6 +153,8 @@ class Trials:
             raise error
         self.tried.append(Tried(*self._next, refused=str(error).partition("\n")[0]))
         self._failure = self._failure or error
+        if not self.batches.is_asked and self._next[0] in self.batches.candidates[1:2]:
+            self._is_done = True
 
     def best(self) -> Plan:
         """The plan to take. Raises PlanError where there is none; warns of statistics of micro-batches."""
@@ -163,7 +167,9 @@ class Trials:
     @property
     def choices(self) -> tuple[Tried, ...]:
         """What was tried, where there was a choice."""
-        return tuple(self.tried) if self.batches is not None and len(self.batches.candidates) > 1 else ()
+        if self.batches is None or len(self.tried if not self.batches.is_asked else self.batches.candidates) == 1:
+            return ()
+        return tuple(self.tried)
 
 
 def announce_statistics(buffers: list[str], *, stacklevel: int) -> None:

@@ -74,6 +74,15 @@ def digest_of(body: Any) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
+def plan_digest(body: dict[str, Any]) -> str:
+    """The digest of a plan's content. What is predicted for a plan that no search chose is left out: it depends on the
+    cluster (``Cluster.local``: on the host), the plan does not, and ranks compare digests."""
+    prediction = body.get("prediction")
+    if isinstance(prediction, dict) and not prediction.get("additive_price"):
+        body = {**body, "pricing": None, "prediction": None}
+    return digest_of(body)
+
+
 def stage_body(stage: Stage) -> dict[str, Any]:
     """A stage as it stands in a file."""
     conversions = stage.conversions
@@ -153,10 +162,10 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
     said = str(data.get("digest"))[:12]
-    if not edited and data.get("digest") != digest_of(body):
+    if not edited and data.get("digest") != plan_digest(body):
         raise PlanError(
             problem(
-                f"{name} was changed after it was saved: its content has digest {digest_of(body)[:12]}, it says "
+                f"{name} was changed after it was saved: its content has digest {plan_digest(body)[:12]}, it says "
                 f"{said if is_line(said) else shown(said)}",
                 fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
             )

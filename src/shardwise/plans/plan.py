@@ -40,6 +40,7 @@ from shardwise.plans.file import (
     checked_body,
     digest_of,
     format_ranks,
+    plan_digest,
     pricing_body,
     settings_of,
     stage_body,
@@ -183,16 +184,21 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction:
-        """What a step takes, in seconds and bytes (``predicted``, for a plan that has it). Raises PlanError for a plan
-        that was not chosen by price."""
+        """What a step takes, in seconds and bytes (``predicted``, for a plan that has it). Raises PlanError for one of
+        stages, and for one of a file without prices."""
         if self.predicted is None:
             raise PlanError(
                 problem(
-                    "the plan has no prediction: it was not chosen by price",
+                    "the plan has no prediction: it is of stages, or its file has no prices",
                     fix='plan again with sw.plan(..., search="dynamic_programming"), or ask sw.fits for its step',
                 )
             )
         return self.predicted
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether it was chosen by price: a search minimised its additive price."""
+        return self.predicted is not None and self.predicted.additive_price > 0
 
     @property
     def optimality_gap(self) -> float | None:
@@ -203,8 +209,8 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over everything in the plan."""
-        return digest_of(self._body())
+        """SHA-256 over everything in the plan, but for the prediction of one that was not searched."""
+        return plan_digest(self._body())
 
     @cached_property
     def model(self) -> str:
@@ -246,7 +252,7 @@ class Plan:
     def report(self, path: str | Path, *, other: Any = None, profile: Any = None) -> None:
         """Write the plan as a page that one looks at (``report.planned``). Raises PlanError for a plan that was
         not chosen by price, or was read; ``shardwise report plan.json`` writes what a file has of it."""
-        if self.predicted is None and self.pipeline is None:
+        if self.pipeline is None and not self.is_searched:
             raise self._without_search()
         raise PlanError(
             problem(
@@ -264,7 +270,7 @@ class Plan:
                     "stage, and top(k) for the best pipelines near it",
                 )
             )
-        why = "it was not chosen by price" if self.predicted is None else "a plan file has no search in it"
+        why = "a plan file has no search in it" if self.is_searched else "it was not chosen by price"
         return PlanError(
             problem(
                 f"the plan cannot be explained: {why}",

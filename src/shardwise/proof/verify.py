@@ -46,6 +46,7 @@ from shardwise.proof.stages import Pipelined
 from shardwise.proof.substance import Substance
 from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
+from shardwise.texts import is_number
 
 # float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
 TOLERANCE = 1e-9
@@ -133,8 +134,16 @@ def verify(
     Both runs have float64 as torch's default dtype. A loss or gradient of nan on one device, or gradients that are zero
     everywhere, prove nothing: the report is not ``ok``, and ``not_proven`` says why (``proof.substance``).
     """
-    if steps < 1:
-        raise ShardwiseError(problem(f"steps is {steps}: nothing would be compared", fix="a whole number from 1"))
+    if not isinstance(plan, Plan):
+        raise ShardwiseError(
+            problem(f"the plan is of type {type(plan).__name__}", fix="what sw.plan returns, or sw.Plan.load(path)")
+        )
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ShardwiseError(problem(f"steps is {steps!r}: nothing would be compared", fix="a whole number from 1"))
+    if not (is_number(tolerance) and tolerance >= 0):
+        raise ShardwiseError(problem(f"tolerance is {tolerance!r}", fix="the largest relative error allowed, from 0"))
+    if isinstance(seed, bool) or not isinstance(seed, int | None):
+        raise ShardwiseError(problem(f"seed is {seed!r}", fix="a whole number; leave it out for that of torch"))
     if steps > MOST_STEPS:
         raise ShardwiseError(problem(f"steps is {steps}", fix=f"a whole number up to {MOST_STEPS:,}"))
     args, named = call_arguments(example_inputs, kwargs)

@@ -56,6 +56,11 @@ class Option:
         return self.plan is not None
 
     @property
+    def is_priced(self) -> bool:
+        """Whether it fits at a known price; stages have none under a mode."""
+        return self.step_seconds > 0
+
+    @property
     def step_seconds(self) -> float:
         """0 where the plan was not priced."""
         return self._figures[0]
@@ -125,6 +130,10 @@ class Question:
             if not (what or isinstance(error, NothingFits)):
                 raise  # what was asked for is no question of memory
             return Option(what, step, devices, refused=str(error))
+        limit, needed = limit_of(devices, settings), 0.0 if plan.predicted is None else plan.predicted.peak_bytes
+        if needed > limit:  # a plan that was not searched is not refused for that
+            refused = f"the peak is {format_bytes(needed)} a device, {format_bytes(limit)} are allowed"
+            return Option(what, step, devices, refused=refused)
         return Option(what, step, devices, plan)
 
 

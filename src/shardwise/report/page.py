@@ -75,7 +75,7 @@ def write_page(
     is none); ``profile``: a measured step (``par.profile``) to lay over the prediction; ``other``: a plan to set beside
     this one. Raises PlanError for a plan without a prediction, and for a profile of a plan with other stages."""
     for shown_plan in (plan, other):
-        if shown_plan is not None and shown_plan.predicted is None and shown_plan.pipeline is None:
+        if shown_plan is not None and shown_plan.pipeline is None and not shown_plan.is_searched:
             raise PlanError(
                 problem(
                     "the plan has no prediction, so there is nothing to look at: it was not chosen by price",

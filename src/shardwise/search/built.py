@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardwise.costs.ledger import stays_at
+from shardwise.costs.memory import memory_of_program
+from shardwise.costs.prediction import Prediction
+from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import price_program
+from shardwise.costs.timeline import simulate_program
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.differentiate import finished, keeping_all
@@ -15,6 +21,7 @@ from shardwise.programs.rank_program import Program
 from shardwise.programs.spmd import Choice, Spmd, build_spmd
 from shardwise.programs.vjp import Kinds
 from shardwise.rules.rule import OpRule
+from shardwise.search.candidates import MAX_OPERATORS
 from shardwise.search.levers import with_levers
 from shardwise.search.settings import Settings
 from shardwise.search.zero import stored_apart, summed_at_source
@@ -55,6 +62,26 @@ class Built:
     def busiest(self) -> Program:
         """The step of the rank that holds most."""
         return finished(replace(self.stored.kept, spmd=self.spmd))
+
+    def prediction(self, prices: Prices) -> Prediction:
+        """What a pass takes, of a plan that is compared with no others."""
+        price, program = price_program(self.spmd, prices), self.busiest
+        exposed, compute, traffic = price.exposed + price.update, price.compute, price.traffic
+        if len(self.spmd.graph.ops) > MAX_OPERATORS:
+            seconds, kept_bytes, peak = 0.0, (memory := memory_of_program(program, prices)).kept_bytes, memory.peak
+        else:
+            seconds, kept_bytes, peak = (step := simulate_program(program, prices)).seconds, step.kept_bytes, step.peak
+        num_bytes = float(stays_at(peak) + kept_bytes)
+        return Prediction(
+            exposed,
+            compute,
+            traffic,
+            num_bytes,
+            simulated_seconds=seconds,
+            peak_bytes=float(peak.num_bytes),
+            peak_at=peak.where,
+            passes=prices.passes,
+        )
 
 
 def stored(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardwise.costs.cluster import Device
 from shardwise.costs.flops import FLOPS
 from shardwise.costs.fragments import Fragments
+from shardwise.costs.kernels import is_view
 from shardwise.costs.prices import Prices
 from shardwise.costs.routing import Router
 from shardwise.costs.saved import saved_by
@@ -34,6 +35,8 @@ from shardwise.search.wishes import num_blockers
 
 # Of the seconds of a lowered operator forward has one part in so many: as many as for each of two operands.
 LOWERED_PARTS = 3
+# Elements, or products, from which an operator that depends on no parameter is worth a choice: about 10 us on an H100.
+MUCH_WORK = 2**22
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class Domain:
 
 
 class Choosing:
-    """What of a graph is to be chosen, on every mesh. ``active``: values that depend on a parameter; only these have
-    layouts to choose, all others are made where they are needed."""
+    """What of a graph is to be chosen, on every mesh. ``active``: values that depend on a parameter or on much work;
+    only these have layouts to choose, all others are made where they are needed."""
 
     def __init__(self, graph: Graph, factored: Factored) -> None:
         self.graph, self.rules, self.atoms = graph, factored.rules, factored.atoms
@@ -97,14 +100,38 @@ class Choosing:
     def active(self) -> frozenset[str]:
         active = {*self.parameters, *self.received}
         for op in self.graph.ops:
-            if any(name in active for name in op.operands):
+            if op.name in self.heavy or any(name in active for name in op.operands):
                 active.update(op.results)
         return frozenset(active)
 
     @cached_property
+    def heavy(self) -> frozenset[str]:
+        """Operators that have a choice though they depend on no parameter: those that reduce what takes much work, as
+        consumers of a whole result say nothing about how that is split, and those that do much work for them."""
+        dependent = {*self.parameters, *self.received}
+        free: list[Op] = []
+        for op in self.graph.ops:
+            if any(name in dependent for name in op.operands):
+                dependent.update(op.results)
+            else:
+                free.append(op)
+        heavy: set[str] = set()
+        reduced: set[str] = set()
+        for op in reversed(free):
+            rule, is_needed = self.rules[op.name], not reduced.isdisjoint(op.results)
+            if prod(factor.size for factor in rule.factors) >= MUCH_WORK and (is_needed or _reduces(rule)):
+                is_needed = True
+                heavy.update(() if is_view(op.target) else (op.name,))
+            if is_needed:
+                reduced.update(op.operands)
+        return frozenset(heavy)
+
+    @cached_property
     def operators(self) -> tuple[Op, ...]:
         """The operators that have a choice, in execution order."""
-        return tuple(op for op in self.graph.ops if any(name in self.active for name in op.operands))
+        return tuple(
+            op for op in self.graph.ops if op.name in self.heavy or any(name in self.active for name in op.operands)
+        )
 
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
@@ -396,6 +423,12 @@ class Domains:
             whole = max(value.numel for value in (*values, *outputs))
             num_bytes += other_bytes * max(prod(shape) for side in shapes for shape in side) / max(whole, 1)
         return num_bytes
+
+
+def _reduces(rule: OpRule) -> bool:
+    """Whether a factor of an operator is in none of its results."""
+    kept = {factor for dims in rule.results for dim in dims for factor in dim}
+    return any(factor.size > 1 and factor.name not in kept for factor in rule.factors)
 
 
 def strategy_of(choices: Sequence[AxisChoice], axes: Axes) -> Strategy:

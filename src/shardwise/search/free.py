@@ -1,7 +1,8 @@
 """Values that depend on no parameter: masks, positions, rotary tables, labels, and the inputs themselves.
 
-They have no price worth a choice. Each is made as its consumers want it, where these agree, and whole on every device
-otherwise, so that what a consumer needs is a slice of what is there and nothing is communicated.
+They have no price worth a choice, unless they are ``Choosing.heavy``. Each is made as its consumers want it, where
+these agree, and whole on every device otherwise, so that what a consumer needs is a slice of what is there and nothing
+is communicated.
 """
 
 from __future__ import annotations

@@ -14,10 +14,12 @@ MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
 @dataclass(frozen=True)
 class Batches:
     """``step``: the samples of an optimizer step; ``candidates``: of a micro-batch, those that may be chosen, largest
-    first."""
+    first. ``is_asked``: whether the user gave a size; otherwise there are others than the step only where that does not
+    fit, and the least of them comes second: where it does not fit, none does."""
 
     step: int
     candidates: tuple[int, ...]
+    is_asked: bool = True
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class Tried:
 def batches_of(
     samples: int | None, global_batch: int | None, micro_batch: int | None, num_devices: int, *, chooses: bool
 ) -> Batches | None:
-    """What the sizes that the user gave mean, for example inputs of some ``samples``; None: nothing was said.
+    """What the sizes that the user gave mean, for example inputs of some ``samples``; None: one pass over them.
 
     ``chooses``: whether plans are compared by price. Raises ShardwiseError where they contradict each other.
     """
     if global_batch is None and micro_batch is None:
-        return None
+        if not chooses or not samples or samples > MOST_SAMPLES:
+            return None
+        step, *smaller = _divisors(samples, num_devices)
+        return Batches(step, (step, *smaller[-1:], *smaller[:-1]), is_asked=False)
     _check_size("global_batch", global_batch)
     _check_size("micro_batch", micro_batch)
     if samples is None or not samples:

@@ -35,7 +35,7 @@ class Zero:
     over: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):
+        if type(self.stage) is not int or self.stage not in (1, 2, 3):
             raise ShardwiseError(problem(f"zero={self.stage!r} is no stage", fix="1, 2 or 3; leave it out for none"))
         if isinstance(self.whole_below, bool) or not isinstance(self.whole_below, int) or self.whole_below < 0:
             raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
