@@ -7,7 +7,8 @@
 #   make docs       the documentation as a site, in build/site; a link that leads nowhere is an error
 #   make docs-images  the pictures of docs/images, made anew in a headless Chromium
 #   make package    a wheel and a source distribution, in dist
-#   make sweep      every rule against its operator and under its default plan, mutated files, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make sweep      every rule against its operator and under its default plan, mutated files, torch's own databases of samples, more random programs than the suite runs (SWEEP_ARGS='--programs 5000')
+#   make operator-database  torch's operators, modules and optimizers with its own samples, and the tables of docs/operator-database.md (SWEEP_ARGS='linalg')
 #   make museum     mistakes that others have published, made here on purpose, and what finds them (docs/museum.md)
 #   make museum-page  the list in docs/museum.md, written anew
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
@@ -49,7 +50,7 @@
 SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
+.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 OLDEST := 2.11.0
@@ -111,7 +112,11 @@ sweep: install
 	PYTHONPATH=tests $(BIN)/python -m rules.checking
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m rules.planned
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.fuzzing
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m oracle
 	PYTHONPATH=tests $(BIN)/python -m programs.sweep $(SWEEP_ARGS)
+
+operator-database: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m oracle --write $(SWEEP_ARGS)
 
 museum: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m museum

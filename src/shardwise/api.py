@@ -21,7 +21,7 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.autocast import no_autocast
-from shardwise.graph.batch import num_samples
+from shardwise.graph.batch import batch_size, num_samples
 from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
@@ -225,6 +225,8 @@ def plan(
                 settings = (mode, search, optimizer, module.training, bucket_bytes)
                 if not by_price:
                     plan_mesh = mesh or Mesh(dp=cluster.num_devices)
+                    if mode == "data_parallel":
+                        _announce_repeated(graph, plan_mesh, stacklevel=4)
                     factored, choice = decide(graph, annotations, plan_mesh, mode)
                     choice = keep(choice, layouts or {}, graph, factored, plan_mesh)
                     asked = replace(wanted, passes=passes)
@@ -365,6 +367,17 @@ def _announce_one_memory(cluster: Cluster, stacklevel: int) -> None:
         warnings.warn(
             f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and gains "
             "nothing",
+            PlanWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def _announce_repeated(graph: Graph, mesh: Mesh, stacklevel: int) -> None:
+    samples = batch_size(graph)
+    if samples is not None and samples < mesh.num_devices:
+        warnings.warn(
+            f"a batch of {samples} on {mesh.num_devices} devices: some repeat the work of others; a pass of at least "
+            f"{mesh.num_devices} samples gives each a share",
             PlanWarning,
             stacklevel=stacklevel,
         )

@@ -21,7 +21,7 @@ def test_the_site_builds_and_no_link_or_anchor_leads_nowhere(tmp_path: Path) -> 
     assert 'href="tutorials/vision/"' in front
     planning = (tmp_path / "site/reference/planning/index.html").read_text(encoding="utf-8")
     assert "Choose how to split" in planning, "the reference is made of docstrings"
-    assert (tmp_path / "site/decisions/0001-a-move-is-prepared-once/index.html").is_file()
+    assert (tmp_path / "site/decisions/0008-redistribution-is-a-shortest-path/index.html").is_file()
     assert not list((tmp_path / "site").rglob("*.py"))
 
 

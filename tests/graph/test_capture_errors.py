@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from graph.against_eager import check_against_eager
@@ -95,6 +96,15 @@ def flex(self, x):
 
 def custom_function(self, x):
     return Chosen.apply(x)
+
+
+def packed(self, x):
+    lengths = [4, 2, 2, 1]
+    return pack_padded_sequence(x, lengths, batch_first=True).data.sum()
+
+
+def packed_list(self, x):
+    return pack_sequence([x[0], x[1, :2]]).data.sum()
 
 
 def tensor_hook(self, x):
@@ -229,6 +239,8 @@ CASES = [
     (transform, 1, r"torch\.func", "batched"),
     (flex, 3, r"flex_attention in forward", "scaled_dot_product_attention.*sdpa"),
     (custom_function, 1, "autograd.Function .*test_capture_errors.Chosen.*data", "custom_op"),
+    (packed, 2, "packed sequence", "padded batch"),
+    (packed_list, 1, "packed sequence", "padded batch"),
     (tensor_hook, 1, "register_hook in forward", "autograd.Function"),
     (accumulation_hook, 2, "register_post_accumulate_grad_hook in forward", "parameters"),
     (retained, 2, "retain_grad in forward", "autograd.Function"),

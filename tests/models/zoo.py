@@ -97,7 +97,7 @@ def attempt(
         _note(outcome, "capture", error, debug)
     else:
         outcome.num_operators = len(captured.graph.ops)
-        with _captured_once(captured):
+        with captured_once(captured):
             for label, plan in _plans(tiny, model, inputs, captured, num_plans, seed, outcome, debug):
                 try:
                     report = sw.verify(model, (), plan, kwargs=inputs, steps=1)
@@ -163,13 +163,20 @@ def _plans(
 
 
 def random_plan(
-    model: nn.Module, inputs: dict[str, Any], captured: Capture, factored: Factored, rng: random.Random
+    model: nn.Module,
+    inputs: dict[str, Any],
+    captured: Capture,
+    factored: Factored,
+    rng: random.Random,
+    *,
+    args: tuple[Any, ...] = (),
+    meshes: Sequence[sw.Mesh] = RANDOM_MESHES,
 ) -> Plan:
     """A plan with a random legal strategy for every operator and a random layout of every parameter, buffer and
     input."""
-    mesh = rng.choice(RANDOM_MESHES)
+    mesh = rng.choice(meshes)
     graph = captured.graph
-    plan = sw.plan(model, (), mesh.num_devices, kwargs=inputs, mesh=mesh, mode="stand_alone", optimizer="sgd")
+    plan = sw.plan(model, args, mesh.num_devices, kwargs=inputs, mesh=mesh, mode="stand_alone", optimizer="sgd")
     strategies = {
         op.name: random_strategy(rng, factored.rules[op.name], op, graph, mesh).format(mesh) for op in graph.ops
     }
@@ -194,7 +201,7 @@ def random_plan(
 
 
 @contextmanager
-def _captured_once(captured: Capture) -> Iterator[None]:
+def captured_once(captured: Capture) -> Iterator[None]:
     """``sw.plan`` and ``sw.verify`` would capture the same module for every plan: half of the zoo's time."""
     with ExitStack() as stack:
         for place in ("shardwise.api.capture", "shardwise.proof.verify.capture"):

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import shardwise as sw
@@ -151,6 +152,25 @@ class Numbered(Body):
         return (self.scores(x + self.own) * torch.arange(BATCH)[:, None]).square().mean()
 
 
+class Lookups(Body):
+    """Indices that count the samples beside indices that choose among the elements of each."""
+
+    def forward(self, x, lengths, positions, y):
+        rows = torch.arange(x.shape[0])
+        seen = (torch.arange(x.shape[1]) < lengths[:, None])[rows[:, None, None], torch.arange(x.shape[1])]
+        hidden = self.body(x) * seen.transpose(1, 2)
+        last = self.head(hidden[rows, lengths - 1])
+        picked = hidden[rows[:, None], positions] + hidden.gather(1, positions[..., None].expand(-1, -1, 8))
+        packed = (
+            positions[rows[:, None, None], torch.arange(3)[:, None]]
+            == positions[rows[:, None, None], positions[:, None]]
+        )
+        margin = torch.zeros_like(last).index_put((rows, y), torch.tensor(0.3).to(x.dtype))
+        crossed = hidden[rows, y, -y]
+        packed = packed.new_zeros(packed.shape, dtype=x.dtype) + packed
+        return F.cross_entropy(last - margin, y) + (picked.square().sum(-1) * packed.sum(1)).mean() + crossed.sum()
+
+
 class Recurrent(nn.Module):
     """Initial states of zeros, one per sample."""
 
@@ -209,6 +229,7 @@ TOKENS = {
     "dropout": (Dropping, (rows(4, 6),)),
     "attention": (Attention, (rows(4, 8), labels())),
     "numbered": (Numbered, (rows(6),)),
+    "lookups": (Lookups, (rows(6, 6), labels() % 5 + 1, labels(3) % 3, labels() % 5)),
     "recurrent": (Recurrent, (rows(4, 6), labels())),
     "outputs": (Outputs, ({"x": rows(6), "y": labels()}, torch.rand(6))),
     "counting": (Counting, (rows(6),)),
@@ -240,6 +261,54 @@ def test_a_last_pass_over_fewer_samples_counts_for_as_much_as_it_has(name):
     seven = tuple(x[:7] for x in inputs)
     assert pass_sizes(7, 2) == (2, 2, 2, 1)
     report = sw.verify(module, seven, plan, tolerance=EQUAL)
+    assert report.ok, str(report)
+
+
+LANGUAGE_MODELS = {
+    "llama": lambda **sizes: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+    "gpt2": lambda **sizes: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+    ),
+    "qwen2": lambda **sizes: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)),
+    "mistral": lambda **sizes: transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=4, **sizes)),
+    "last token": lambda **sizes: transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(pad_token_id=0, num_labels=5, **sizes)
+    ),
+    "encoder and decoder": lambda **sizes: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=64,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_position_embeddings=32,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 2}], ids=["passes", "stages"])
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_padded_batches_of_language_models_run_in_passes_and_stages(name, options):
+    torch.manual_seed(0)
+    model = LANGUAGE_MODELS[name](
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    ids = torch.randint(3, 64, (BATCH, 9), generator=generator(3))
+    mask = (torch.arange(9) < 9 - torch.arange(BATCH)[:, None] % 4).long()
+    targets = labels().clamp(min=0) if name == "last token" else ids.masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": targets}
+    plan = sw.plan(model, batch, 2, mode="data_parallel", micro_batch=2, optimizer="sgd", **options)
+    report = sw.verify(model, batch, plan, steps=2, tolerance=EQUAL)
     assert report.ok, str(report)
 
 

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from museum.faults import exchange
+from shardwise.programs import lower
 from shardwise.proof import rounding, verify
+from shardwise.rules.lowerings import scans
 
 DATA, TENSOR = sw.Mesh(dp=2), sw.Mesh(tp=2)
 
@@ -158,6 +160,31 @@ def test_a_mistake_is_not_taken_for_rounding(mistake: str, scale: float) -> None
     assert report.rounding.unexplained
     assert "not rounding: " in str(report)
     assert report.first_wrong
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sw.shard(torch.cumprod, "d1@tp")(self.linear(x), 1).sum(0).square().mean()
+
+
+def test_an_operator_whose_lowering_is_wrong_is_named() -> None:
+    module, batch = Scores(), torch.randn(4, 6)
+    before = scans._before
+
+    def planned() -> sw.Plan:
+        for cached in (lower._capture_lowering, lower._divided, lower._lowered):
+            cached.cache_clear()
+        return sw.plan(module, batch, 2, mesh=TENSOR, strategies={"linear": "n@tp"})
+
+    with mock.patch.object(scans, "_before", lambda totals, dim, _: before(totals, dim, 2)):
+        report = sw.verify(module, batch, planned())
+    assert not report.ok
+    assert report.first_wrong.startswith("the result of /cumprod (test_rounding.py:")
+    assert sw.verify(module, batch, planned()).ok
 
 
 def test_disturbed_numbers_differ_in_their_last_bits() -> None:

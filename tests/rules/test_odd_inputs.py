@@ -80,6 +80,24 @@ def halves(value: Tensor) -> Tensor:
     return value
 
 
+def transform(signal: Tensor, *sizes: Any, **named: Any) -> Tensor:
+    spectrum = torch.stft(signal, *sizes, **named, return_complex=True)
+    return spectrum * spectrum.abs()  # not what its inverse makes the signal of again
+
+
+def modes(value: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Parts of a tensor written one by one, as layers of Fourier neural operators do it."""
+    value[:, :2] = a[:, :2]
+    value[:, -2:] = b[:, :2]
+    value[2] = a[1]
+    value[-1, ::2] = b[0, 3:]
+    value.t()[3].mul_(2j)
+    value.narrow(1, -4, 2).add_(b[:, :2])
+    value[1].copy_(value[3])
+    value[1:, 1:2].conj_physical_()
+    return value
+
+
 def through_views(value: Tensor) -> Tensor:
     value = value * 1
     value.transpose(0, 1)[1:].zero_()
@@ -216,6 +234,29 @@ CASES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         (x(4, 6),),
     ),
     "twice the same tensor": (lambda a: (a @ a.t(), a * a, torch.cat([a, a]), F.mse_loss(a, a * 2)), (x(4, 6),)),
+    "short-time transforms": (
+        lambda a, w: (
+            torch.istft(transform(a, 8, 2, window=w), 8, 2, window=w),
+            torch.istft(transform(a, 8, 3), 8, 3, length=20),
+            torch.istft(transform(a, 8, 2, 6, w[:6], normalized=True), 8, 2, 6, w[:6], normalized=True, length=22),
+            torch.istft(transform(a[0], 8, onesided=False), 8, onesided=False),
+            torch.istft(transform(a + 1j * a.flip(0), 8, 2, window=w), 8, 2, window=w, return_complex=True),
+            torch.istft(transform(a, 8, 4, center=False), 8, 4, center=False),
+        ),
+        (x(4, 24), unit(8) + 0.5),
+    ),
+    "in place on complex slices": (
+        lambda a, b, c: (
+            modes(torch.zeros(4, 6, dtype=a.dtype), a, b),
+            modes(a * 1, b * 2, a.conj()),
+            modes(a.conj() * 1, c, b).t()[1:3],
+        ),
+        (
+            torch.complex(x(4, 6), x(4, 6)).detach().requires_grad_(),
+            torch.complex(x(4, 6), x(4, 6)).detach().requires_grad_(),
+            x(4, 6),
+        ),
+    ),
     # memory formats
     "channels last": (
         lambda a, w: (
@@ -304,6 +345,36 @@ def test_nan_in_the_loss_stays_nan() -> None:
     states, module = torch.randn(4, 8), Broken()
     plan = sw.plan(module, states, 4, mesh=sw.Mesh(dp=2, tp=2), search="sharding_propagation")
     assert sw.verify(module, states, plan).ok
+
+
+class Spaced(nn.Module):
+    def __init__(self, space: Function) -> None:
+        super().__init__()
+        self.space, self.end, self.linear = space, nn.Parameter(torch.tensor(2.0)), nn.Linear(8, 8)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return (self.linear(states) * self.space(self.end, self.linear.bias[1])).square().mean()
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        lambda end, other: torch.linspace(0, end, 8),
+        lambda end, other: torch.linspace(end, other, 8) * other,
+        lambda end, other: torch.linspace(other, 3.0, 8),
+        lambda end, other: torch.logspace(0.5, end, 8),
+        lambda end, other: torch.logspace(other, end, 8, base=3.0),
+        lambda end, other: torch.logspace(end, 1, 8),
+    ],
+)
+def test_no_gradient_flows_into_numbers_that_torch_reads_out_of_parameters(space: Function) -> None:
+    states, module = torch.randn(4, 8), Spaced(space)
+    module(states).backward()
+    assert module.end.grad is None
+    plan = sw.plan(module, states, 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"linear": "n@tp"})
+    report = sw.verify(module, states, plan)
+    assert report.ok, str(report)
+    assert ("gradient", "end") not in {(d.kind, d.name) for d in report.differences}
 
 
 # -- lower precision ---------------------------------------------------------------------------------------------------

@@ -280,10 +280,10 @@ def stored_and_loaded(folder: str) -> tuple[list[str], float, list[Any]]:
     par.step(batch)
     optimizer.step()
     for what, state in (("model", par.state_dict()), ("optimizer", optimizer.state_dict())):
-        torch.save(state, f"{folder}/{what}-{rank}.pt")
+        torch.save(state, f"{folder}/{what}-rank{rank}.pt")
     dist.barrier()
     messages = [
-        message(lambda target=target, path=f"{folder}/{what}-{number}.pt": target.load_state_dict(torch.load(path)))
+        message(lambda target=target, path=f"{folder}/{what}-rank{number}.pt": target.load_state_dict(torch.load(path)))
         for what, target in (("model", par), ("optimizer", optimizer))
         for number in (rank, 0)
     ]

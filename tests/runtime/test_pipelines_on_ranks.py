@@ -4,7 +4,7 @@ norm over all stages, batches that do not divide, and outputs brought to all ran
 from __future__ import annotations
 
 import copy
-import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -195,7 +195,7 @@ def check_predicted() -> None:
     par = sw.parallelize(copy.deepcopy(module), plan, loss=squared)
     par = copy.deepcopy(par)  # with process groups that are shared
     with pytest.raises(sw.LaunchError, match="is not stored whole"):
-        torch.save(par, io.BytesIO())
+        pickle.dumps(par)
     for size in (8, 3):
         found, want = par.predict(x[:size]), module(x[:size])
         assert float((found["scores"] - want["scores"]).abs().max()) < TOLERANCE

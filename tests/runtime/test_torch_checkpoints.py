@@ -4,7 +4,6 @@ would go wrong is refused; and files of one rank's part go on working."""
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -187,12 +186,15 @@ def right_on_ranks(folder: str) -> dict[str, Any]:
     for name, action in refused.items():
         found[name] = refusal(action)
         dist.barrier()
-    return {**found, "own part": _own_part(par, optimizer), "files": Path(f"{folder}/no").exists()}
+    return {
+        **found,
+        "own part": _own_part(par, optimizer, f"{folder}/rank{dist.get_rank()}.pt"),
+        "files": Path(f"{folder}/no").exists(),
+    }
 
 
-def _own_part(par: sw.Parallel, optimizer: torch.optim.Optimizer) -> bool:
+def _own_part(par: sw.Parallel, optimizer: torch.optim.Optimizer, file: str) -> bool:
     """Whether a file of this rank's part brings back what was saved, and training goes on alike."""
-    file = io.BytesIO()
     torch.save({"model": par.state_dict(), "optimizer": optimizer.state_dict()}, file)
     before = [p.detach().clone() for p in par.parameters()]
 
@@ -203,7 +205,6 @@ def _own_part(par: sw.Parallel, optimizer: torch.optim.Optimizer) -> bool:
         return [p.detach().clone() for p in par.parameters()]
 
     after = step()
-    file.seek(0)
     saved = torch.load(file)
     par.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

@@ -99,3 +99,45 @@ def test_four_real_ranks_equal_one_device(run_ranks: RunRanks) -> None:
     for errors in run_ranks(stepped, 4, time_limit_seconds=240):
         assert len(errors) == 12
         assert max(errors.values()) < 1e-11, errors
+
+
+class Mixed(nn.Module):
+    """Layers that look at the whole batch beside those that do not, and a view of batch and time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.up(x.flatten(0, 1))).relu()
+        return self.down(h.view(x.shape[0], x.shape[1], -1).mean(1)).square().mean()
+
+
+def odd_batches() -> dict[str, float]:
+    """On a rank: per batch size and mesh, the largest error of the loss, gradients and parameters after a step."""
+    errors: dict[str, float] = {}
+    for mesh in (sw.Mesh(dp=4), sw.Mesh(a=2, b=2)):
+        for samples in (5, 6, 7):
+            x = torch.randn(samples, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(samples))
+            plan = sw.plan(Mixed().double(), x, 4, mesh=mesh, mode="data_parallel", optimizer="sgd")
+            par, alone = sw.parallelize(Mixed().double(), plan), Mixed().double()
+            optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (par, alone)]
+            loss, want = par.step(x), alone(x)
+            want.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            pairs = [(loss, want)]
+            for name, parameter in alone.named_parameters():
+                mine = par.get_parameter(name)
+                pairs += [(mine, parameter), (mine.grad, parameter.grad)]
+            rows = plan.layouts["args[0]"].local_shape(mesh.coordinates(dist.get_rank()))[0]
+            assert rows in (samples // 4, samples // 4 + 1)
+            errors[f"{samples} on {mesh}"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return errors
+
+
+def test_batches_that_do_not_divide_have_a_part_on_each_of_four_ranks(run_ranks: RunRanks) -> None:
+    for errors in run_ranks(odd_batches, 4, time_limit_seconds=240):
+        assert len(errors) == 6
+        assert max(errors.values()) < 1e-13, errors

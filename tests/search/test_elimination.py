@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from search.cost_graphs import all_values, random_problem
-from shardwise.search import ilp
+from shardwise.errors import ShardwiseError
+from shardwise.search import conditioning, ilp
 from shardwise.search.elimination import Interner, Problem, TooWide, restricted, solve
 
 
@@ -154,3 +155,34 @@ def test_variables_of_one_value_in_a_long_chain_are_all_eliminated() -> None:
         factors += [((i, i + 2), link) for i in range(0, length - 2, 3)]
         solution = solve(Problem([1] * length, factors, interner))
         assert solution.assignment == [0] * length
+
+
+@pytest.mark.parametrize("max_joint", [10, 50, 300])
+def test_conditioning_has_a_bound_and_an_assignment_on_both_sides_of_the_least_value(max_joint, monkeypatch):
+    monkeypatch.setattr(conditioning, "MAX_JOINT", max_joint)
+    reached = 0
+    for seed in range(150):
+        problem = random_problem(seed)
+        least = all_values(problem).min()
+        try:
+            found = conditioning.solve_conditioned(problem)
+        except ShardwiseError:  # of the allowed assignments none was found
+            assert np.isfinite(least), seed
+            continue
+        assert problem.value(found.assignment) == pytest.approx(found.value, rel=1e-12), seed
+        assert found.lower <= least * (1 + 1e-12) <= found.value * (1 + 2e-12), seed
+        reached += found.value <= least * (1 + 1e-12)
+    assert reached > 100
+
+
+def test_an_integer_program_that_is_too_large_is_refused_before_it_is_built(monkeypatch):
+    monkeypatch.setattr(ilp, "MAX_BYTES", 1000)
+    monkeypatch.setattr(ilp._Program, "_matrix", None)
+    with pytest.raises(ilp.TooLarge, match="the integer program takes"):
+        ilp.solve_ilp(clique(6, 5))
+
+
+def test_an_elimination_whose_tables_together_are_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr("shardwise.search.elimination.MAX_BYTES", 8 * 5**4)
+    with pytest.raises(TooWide, match="makes tables of"):
+        solve(clique(6, 5))

@@ -3,6 +3,8 @@ and price, and keeping what the user decided."""
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 import torch
@@ -13,10 +15,11 @@ import shardwise as sw
 from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, check_search, tiny_cost
 from search.cost_graphs import climbed, cluster_of, cost_of_model, random_assignments, seconds_of, small_cost
 from search.small_models import Mlp, TwoProducts
+from search.wide_models import WIDE, Scan
 from shardwise.costs.cluster import Cluster
 from shardwise.layouts.choice import Split
 from shardwise.layouts.strategy import parse_choices
-from shardwise.search import solving
+from shardwise.search import conditioning, ilp, solving
 from shardwise.search.auto import PRICED_SEARCHES, assignment_of, best_completion, searched
 from shardwise.search.cost_graph import BYTES, CostGraph, Weights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
@@ -202,6 +205,37 @@ def test_what_else_solves_a_graph_that_is_too_wide_does_so_as_an_integer_program
     with pytest.warns(WideWarning) as warned:
         assert found() == pytest.approx(exact, rel=1e-9)
     assert len(warned) >= 2, "two completions are too wide"
+
+
+def test_a_search_that_would_take_too_much_memory_ends_in_a_plan_with_a_gap():
+    model, x, mesh = Scan(), torch.randn(8, 8, 16), sw.Mesh(a=2, b=2, c=2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.warns(WideWarning, match=r"the integer program takes 6\.\d GiB, more than 2: .* optimality gap"):
+        plan = sw.plan(model, x, 8, mesh=mesh)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
+    assert grown < 1, "GiB"
+    prediction = plan.prediction
+    assert prediction is not None
+    assert 0 < prediction.bound < prediction.additive_price < 1.1 * prediction.bound
+    assert ": optimality gap 0." in str(plan)
+    assert sw.verify(model, x, plan, steps=1).ok
+
+
+@pytest.mark.parametrize("search", ["dynamic_programming", "ilp"])
+@pytest.mark.parametrize("name", WIDE)
+def test_plans_of_wide_models_by_conditioning_are_not_above_their_gap(name, search, monkeypatch):
+    kind, shape = WIDE[name]
+    model, x, mesh = kind(), torch.randn(shape), sw.Mesh(x=2)
+    exact = sw.plan(model, x, 2, mesh=mesh).prediction
+    monkeypatch.setattr(solving, "MAX_JOINT", 200)
+    monkeypatch.setattr(conditioning, "MAX_JOINT", 200)
+    monkeypatch.setattr(ilp, "MAX_BYTES", 0)
+    with pytest.warns(WideWarning, match="with some choices fixed in turns"):
+        plan = sw.plan(model, x, 2, mesh=mesh, search=search)
+    found = plan.prediction
+    assert 0 < found.bound <= exact.additive_price * (1 + 1e-9)
+    assert exact.bound * (1 - 1e-9) <= found.additive_price < 1.5 * exact.additive_price
+    assert sw.verify(model, x, plan, steps=1).ok
 
 
 def test_a_plan_of_another_search_is_completed_where_the_graph_is_too_wide(monkeypatch):

@@ -37,6 +37,22 @@ def test_data_parallel_splits_the_batch_over_all_axes_and_reduces_every_gradient
     assert {entry.layout for entry in plan.parameters} == {"f32[16, 8]", "f32[16]", "f32[8, 16]", "f32[8]"}
 
 
+@pytest.mark.parametrize("mesh", [sw.Mesh(dp=4), sw.Mesh(a=2, b=2), sw.Mesh(dp=2, tp=4), sw.Mesh(dp=6)], ids=str)
+@pytest.mark.parametrize("samples", [5, 6, 7, 9, 10, 13])
+def test_every_device_has_a_share_of_a_batch_that_does_not_divide(mesh: sw.Mesh, samples: int) -> None:
+    model, batch = Mlp(), torch.randn(samples, 8)
+    few = samples < mesh.num_devices
+    with pytest.warns(sw.PlanWarning, match="some repeat the work") if few else warnings.catch_warnings():
+        plan = sw.plan(model, batch, mesh.num_devices, mode="data_parallel", mesh=mesh)
+    layout = plan.layouts["args[0]"]
+    rows = [layout.local_shape(mesh.coordinates(rank))[0] for rank in range(mesh.num_devices)]
+    if not few:
+        assert sum(rows) == samples
+        assert max(rows) - min(rows) <= 1
+    report = sw.verify(model, batch, plan, steps=1)
+    assert report.ok, str(report)
+
+
 def test_propagation_is_data_parallel_where_nothing_is_fixed(x):
     propagated = planned(Mlp(), (x,), search="sharding_propagation")
     assert propagated.operators == planned(Mlp(), (x,), mode="data_parallel").operators

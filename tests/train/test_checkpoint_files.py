@@ -264,6 +264,7 @@ def test_a_policy_says_which_stay(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-6", "step-7"}
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-8.incomplete").mkdir()
+    (tmp_path / "step-8.incomplete" / "notes").write_text("")  # whoever wrote that
     saved(tmp_path, 3, keep=sw.Keep(last=1))  # a run that went back: what it saves now stays
     assert {path.name for path in tmp_path.iterdir()} == {"notes", "step-3", "step-7", "step-8.incomplete"}
     for wrong in ({}, {"last": 0}, {"every": True}, {"best": "loss", "order": "max"}):

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
+import os
 import random
 import shutil
+import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -231,45 +238,157 @@ def test_damaged_folders_never_change_a_module_silently(tmp_path: Path, monkeypa
 # ------------------------------------------------------------------------------------------- two jobs, and odd places
 
 
-def test_two_jobs_that_save_to_one_place_are_told_and_mix_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_second_job_that_saves_to_one_place_is_refused_by_name(tmp_path: Path, monkeypatch: Any) -> None:
     model, began = nn.Linear(8, 8), threading.Event()
     go_on = threading.Event()
     real = saving.write
 
     def slow(path: Path, staged: Any) -> Any:
         file = real(path, staged)
-        if threading.current_thread().name.startswith("shardwise-saves") and not began.is_set():
-            began.set()
-            go_on.wait(60)
+        began.set()
+        go_on.wait(60)
         return file
 
     monkeypatch.setattr(saving, "write", slow)
     first = sw.save_checkpoint(tmp_path / "step-1", model, step=1, blocking=False)
     assert began.wait(60)
-    other = nn.Linear(8, 8)
-    sw.save_checkpoint(tmp_path / "step-1", other, step=1)  # the other job's
     monkeypatch.setattr(saving, "write", real)
+    other = nn.Linear(8, 8)
+    with pytest.raises(sw.CheckpointError, match=rf"step-1 is being saved by process {os.getpid()} on "):
+        sw.save_checkpoint(tmp_path / "step-1", other, step=1)  # the other job's
+    sw.save_checkpoint(tmp_path / "step-2", other, step=2)
+    assert (tmp_path / "step-1.incomplete").is_dir()  # of a live writer
     go_on.set()
-    with pytest.raises(sw.CheckpointError, match="step-1 was not saved: another job"):
-        first.wait()
-    again = nn.Linear(8, 8)
-    sw.load_checkpoint(tmp_path / "step-1", again)
-    assert torch.equal(again.weight, other.weight)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-1"}
+    first.wait()
+    with pytest.raises(sw.CheckpointError, match="step-1 exists already"):
+        sw.save_checkpoint(tmp_path / "step-1", other, step=1)
+    for name, saved_model in (("step-1", model), ("step-2", other)):
+        again = nn.Linear(8, 8)
+        sw.load_checkpoint(tmp_path / name, again)
+        assert torch.equal(again.weight, saved_model.weight)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2"}
 
 
-def test_a_save_whose_folder_another_job_takes_ends_at_once_and_leaves_that_jobs_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["while it fills", "ahead of the rename", "behind the rename"])
+def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """On a file system that has none, rank 0 and the others look whose the folder is."""
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
     path = tmp_path / "step-1"
     token = saving.make_room(path)
     staged = Staged.empty(PlannedFile("one.safetensors", b"", (), 0), pinned=False)
     manifest = Manifest(1, 2, "", {}, 1, {}, {}, {}, {})
-    job = saving.Job(path, token, 0, 2, [staged], manifest, None, 60.0)
-    saving.make_room(path)
-    (saving.incomplete(path) / "one.safetensors").write_text("the other job's")
-    with pytest.raises(sw.CheckpointError, match="another job began to save it"):
-        saving.Saving(job).wait()
-    assert (saving.incomplete(path) / "one.safetensors").read_text() == "the other job's"
-    assert not list(saving.incomplete(path).glob("failed-*"))
+    jobs = [saving.Job(path, token, rank, 2, [staged] * (rank == 0), manifest, None, 60.0) for rank in range(2)]
+    real = os.rename
+
+    def taken() -> None:
+        saving.make_room(path)
+        (saving.incomplete(path) / "two.safetensors").write_text("the other job's")
+
+    def rename(source: Any, target: Any) -> None:
+        if Path(target) == path and when == "ahead of the rename":
+            taken()
+        real(source, target)
+        if Path(target) == path and when == "behind the rename":
+            real(path, tmp_path / "away")
+            taken()
+            real(saving.incomplete(path), path)
+
+    if when == "while it fills":
+        taken()
+    monkeypatch.setattr(os, "rename", rename)
+    saves = [saving.Saving(job) for job in jobs]
+    for save in saves:
+        with pytest.raises(sw.CheckpointError, match="another job began to save it"):
+            save.wait()
+    folder = saving.incomplete(path) if when == "while it fills" else path
+    assert (folder / "two.safetensors").read_text() == "the other job's"
+    assert not list(folder.glob("failed-*"))
+
+
+# What another process does with the folder {folder}: it saves under a name, waits where it says so, and tells.
+OTHER = """
+import os, sys, time
+from pathlib import Path
+import torch
+import shardwise as sw
+from shardwise.train import saving
+
+folder, name, waits = sys.argv[1:]
+real = saving.write
+
+
+def slow(path, staged):
+    Path(folder, "began").write_text(str(os.getpid()))
+    while waits == "waits":
+        time.sleep(0.01)
+    return real(path, staged)
+
+
+saving.write = slow
+torch.manual_seed(1)
+try:
+    if name == "weights":
+        sw.save_pretrained(torch.nn.Linear(8, 8), Path(folder, name))
+    else:
+        sw.save_checkpoint(Path(folder, name), torch.nn.Linear(8, 8), step=1)
+except sw.CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["step-1", "weights"])
+def test_what_a_killed_process_left_the_next_save_removes_and_never_a_live_ones(tmp_path: Path, name: str) -> None:
+    def other(waits: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", OTHER, str(tmp_path), name, waits]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def save(number: int) -> None:
+        sw.save_checkpoint(tmp_path / f"step-{number}", nn.Linear(8, 8), step=number)
+
+    strangers = [tmp_path / "mine.incomplete", tmp_path / "yours.deleted", tmp_path / "download.incomplete"]
+    for stranger in strangers[:2]:
+        stranger.mkdir()
+        (stranger / "thesis.txt").write_text("")
+    strangers[2].write_text("")
+    torn = tmp_path / "step-0.deleted"
+    torn.mkdir()
+    (torn / "shard-00000-of-00001.safetensors").write_text("")
+    first = other("waits")
+    while not (tmp_path / "began").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    second = other("")
+    said, _ = second.communicate(timeout=120)
+    assert f"{name} is being saved by process {first.pid} on {socket.gethostname()}" in said
+    save(2)
+    fills = tmp_path / ("weights/.parts.incomplete" if name == "weights" else "step-1.incomplete")
+    assert fills.is_dir()
+    assert not torn.exists()
+    first.kill()
+    first.communicate(timeout=120)
+    if name == "step-1":
+        save(3)
+        assert not fills.exists()
+    third = other("")
+    assert third.communicate(timeout=120)[0] == ""
+    assert (tmp_path / name).is_dir()
+    assert all(stranger.exists() for stranger in strangers)
+    assert not [path for path in tmp_path.glob("*.incomplete") if path not in strangers]
+
+
+def test_a_lock_that_is_no_file_of_ours_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".step-1.lock")
+    (tmp_path / ".step-2.lock").symlink_to(tmp_path / "elsewhere")
+    for number in (1, 2):
+        with pytest.raises(sw.CheckpointError, match=r"is no regular file|cannot be made"):
+            sw.save_checkpoint(tmp_path / f"step-{number}", nn.Linear(2, 2), step=1)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "nul\0", "file/step", "/", "."])

@@ -62,14 +62,14 @@ def trained(folder: str, kind: str, every: int, kill: tuple[int, int]) -> None:
             if step == STEPS:
                 break
     states = {name: optimizer.state[p] for name, p in par.named_parameters()}
-    torch.save([dict(par.state_dict()), states, loader.state_dict()], Path(folder, f"state-{rank}"))
+    torch.save([dict(par.state_dict()), states, loader.state_dict()], Path(folder, f"state-rank{rank}"))
 
 
 def check_equal(folder: Path, whole: Path) -> None:
     """Bit for bit: parameters, buffers, optimizer states and place in the data, on every rank."""
     for rank in range(3):
         (own, states, place), (wanted, others, there) = (
-            torch.load(where / f"state-{rank}", weights_only=True) for where in (folder, whole)
+            torch.load(where / f"state-rank{rank}", weights_only=True) for where in (folder, whole)
         )
         assert place == there
         assert all(torch.equal(own[name], wanted[name]) for name in wanted)

@@ -278,6 +278,7 @@ def _verify(chosen: argparse.Namespace) -> int:
         "max_error": report.max_error,
         "tolerance": report.tolerance,
         "first_wrong": report.first_wrong or None,
+        "not_proven": report.not_proven or None,
     }
     show(report, chosen, lambda: data)
     return 0 if report.ok else 1

@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from shardwise.graph.einsum import terms_of
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.schema import AnyCall, arguments, operator_name
 from shardwise.graph.within import ATTENTION_WITHIN, num_pairs
@@ -78,7 +79,7 @@ def _addbmm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
 
 def _einsum(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """The product of the sizes of all indices: one multiplication and one addition each."""
-    terms = str(arguments(op)["equation"]).replace(" ", "").partition("->")[0].split(",")
+    terms, _ = terms_of(str(arguments(op)["equation"]))
     sizes: dict[str | int, int] = {}
     for term, shape in zip(terms, operands, strict=True):
         before, _, after = term.partition("...")

@@ -33,12 +33,14 @@ from shardwise.foreign.tools import ForeignPlan, recognise
 from shardwise.foreign.work import Work, sent
 from shardwise.graph.batch import num_samples
 from shardwise.graph.called import call_arguments, call_module, find_loss
+from shardwise.graph.reachable import emptied, reached
+from shardwise.graph.switches import default_dtype
 from shardwise.graph.trees import flatten_output
 from shardwise.graph.widen import functions_opened
 from shardwise.layouts.mesh import Mesh
 from shardwise.progress import shown
 from shardwise.proof.comparison import Difference, Key, Values, compare, difference, magnitude
-from shardwise.proof.runs import widened
+from shardwise.proof.runs import widened, widened_module
 from shardwise.proof.verify import TOLERANCE, need_values, with_values
 
 STEPS = 2
@@ -143,9 +145,15 @@ def check(
     initial = with_values(module, seed)
     plain = _Call(initial, tuple(args), dict(named), loss)
     args, named = pytree.tree_map_only(Tensor, widened, (args, named))
-    call = _Call(copy.deepcopy(initial).double(), tuple(args), dict(named), loss)
+    call = _Call(widened_module(initial), tuple(args), dict(named), loss)
     parts = _divided(call, foreign)
-    with shown(f"running {devices} ranks and one device"), warnings.catch_warnings(), functions_opened():
+    with (
+        shown(f"running {devices} ranks and one device"),
+        warnings.catch_warnings(),
+        functions_opened(),
+        default_dtype(torch.float64) as models_default,
+        emptied(reached(module, loss), keeps=False),
+    ):
         warnings.simplefilter("ignore")  # tools announce what they are told to do
         expected, one = _one_device(call, records=False)
         work = None if not beside else Work((cluster or _h100(devices)).device, _dtype(module))
@@ -156,7 +164,9 @@ def check(
             again = _ranks(parts, foreign, records=True, work=None)
             where = wrong_call(recorded, again, foreign.mesh, tolerance)
             failure = stopped(failed)
-            if failure.refutes and not _stops(_divided(plain, foreign), foreign):
+            with default_dtype(models_default):
+                stops = failure.refutes and _stops(_divided(plain, foreign), foreign)
+            if failure.refutes and not stops:
                 failure = replace(failure, refutes=False, error=f"in float64, not in its own dtypes: {failure.error}")
             return Checked(foreign, failure=failure, first_wrong=where, notes=_notes(foreign, [one]))
         differences, layouts = _differences(expected, ranks, foreign, tolerance)

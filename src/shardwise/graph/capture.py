@@ -6,6 +6,7 @@
     fold_masks      attention that knows its mask, repeated heads grouped                 masks.py
     normalize       forms whose factors can all be split                                  normalize.py
     unsort          rows that are sorted by expert, computed where they were              unsort.py
+    align_lookups   lookups that pair a dim's rows with their positions, element-wise in it    lookups.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
 
 The module is neither changed nor copied: a module of 405B parameters on meta is captured without memory.
@@ -38,7 +39,9 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.ir import Graph, Ref, Source, Value
+from shardwise.graph.istft import COMPOSITES
 from shardwise.graph.kinds import check_kinds
+from shardwise.graph.lookups import align_lookups
 from shardwise.graph.masks import fold_masks
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
@@ -252,7 +255,7 @@ def _to_graph(
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph, folded = fold_masks(graph, constants)
     constants |= folded
-    graph = unsort(normalize(graph))
+    graph = align_lookups(unsort(normalize(graph)), constants)
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
@@ -345,7 +348,7 @@ def _functionalized(
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
     input_names = tuple(entry.name for entry in inputs)
-    functionalizer = Functionalizer(Emitter(values, sources), _PREFIX, precision.autocast, repeats)
+    functionalizer = Functionalizer(Emitter(values, sources, COMPOSITES), _PREFIX, precision.autocast, repeats)
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
     functionalizer.run(program.graph.nodes)

@@ -10,10 +10,18 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs, refs
 from shardwise.graph.rejected import reject_mixed_dtypes
 from shardwise.graph.schema import operator_name
 
+aten = torch.ops.aten
+
+# ``torch.linspace`` and ``logspace`` read the numbers of tensors ahead of the operator, outside autograd.
+_READ_NUMBERS = frozenset(
+    overload
+    for spaced in (torch.ops.aten.linspace, torch.ops.aten.logspace)
+    for overload in (spaced.Tensor_Tensor, spaced.Tensor_Scalar, spaced.Scalar_Tensor)
+)
 Rewrite = Callable[[Op, "Emitter"], tuple[Arg, ...] | None]
 
 
@@ -82,6 +90,39 @@ class Emitter:
         self.ops.append(replace(op, name=name, results=names))
         return tuple(Ref(name) for name in names)
 
+    def without_gradient(self, op: Op) -> set[str]:
+        """The operands of an operator whose gradients autograd leaves None, though its results have some."""
+        places = list(refs((op.args, tuple(arg for _, arg in op.kwargs))))
+        if not any(self.values[name].requires_grad for name in places):
+            return set()
+        if op.target in _READ_NUMBERS:
+            return set(places)
+        left = self._types.without_gradient(op.target, op.args, op.kwargs, self.values.__getitem__)
+        reached = {name for name, without in zip(places, left, strict=True) if not without}
+        return set(places) - reached
+
+    def is_reached(self, before: Ref, after: Ref) -> bool:
+        """Return whether a gradient of ``after`` flows into ``before``, which was made earlier."""
+        wanted = {after.name} if self.values[after.name].requires_grad else set()
+        for op in reversed(self.ops):
+            if before.name in wanted or before.name in op.results:
+                break
+            if wanted.intersection(op.results):
+                wanted.update(name for name in op.operands if self.values[name].requires_grad)
+        return before.name in wanted
+
+    def with_zero_gradient(self, operands: Iterable[str], result: Ref) -> Ref:
+        """The value of ``result``, through which the gradients of ``operands`` are zeros, as those of a tensor that was
+        overwritten are: an optimizer decays a parameter whose gradient is zero, and skips one that has none."""
+        value = self.value(result)
+        for name in operands:
+            # -0.0 is the number that changes no other when it is added.
+            zero = self.emit(aten.fill.Scalar, Ref(name), -0.0)
+            if self.value(zero).dtype != value.dtype:
+                zero = self.emit(aten.to.dtype, zero, value.dtype)
+            result = self.emit(aten.add.Tensor, self.emit(aten.expand.default, zero, value.shape), result)
+        return result
+
     def add_source(self, source: Source, value: Value) -> Ref:
         """Adds a source, once."""
         if value.name not in self.values:
@@ -117,7 +158,11 @@ def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph
         kwargs = tuple((key, map_refs(arg, known.__getitem__)) for key, arg in op.kwargs)
         results = emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
         assert len(results) == len(op.results), f"{op.name}: {len(results)} results replace {len(op.results)}"
-        known.update(zip(op.results, results, strict=True))
+        for name, result in zip(op.results, results, strict=True):
+            if graph.by_name[name].requires_grad and not emitter.value(result).requires_grad:
+                operands = refs((args, tuple(arg for _, arg in kwargs)))
+                result = emitter.with_zero_gradient((o for o in operands if emitter.values[o].requires_grad), result)
+            known[name] = result
 
     def renamed(name: str) -> str:
         return emitter.value(known[name]).name

@@ -282,9 +282,10 @@ class Functionalizer:
         return tensor.ref
 
     def _apply(self, op: Op) -> tuple[Ref, ...]:
-        """Emits an operator; in a gradient-free region on detached operands."""
-        if not self._grad:
-            op = _map_op(op, self._detach)
+        """Emits an operator, on detached operands in a gradient-free region; otherwise only those are detached for
+        which autograd leaves no gradient, so that every form of the operator leaves them none."""
+        without = self.emitter.without_gradient(op) if self._grad else self.emitter.values
+        op = _map_op(op, lambda name: self._detach(name) if name in without else Ref(name))
         return tuple(self.emitter.apply(op))
 
     def _cast(self, op: Op) -> Op:
@@ -347,7 +348,12 @@ class Functionalizer:
             raise _write_error(
                 "a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor"
             )
+        before = self.read(root)
         self._store_at(tensor, new, root.version + 1)
+        if self._grad and self.emitter.value(before).requires_grad and not self.emitter.is_reached(before, root.ref):
+            root.ref = self.emitter.with_zero_gradient((before.name,), root.ref)
+            if root is not tensor:
+                root.version += 1  # ``tensor`` and other views are read from it again
 
     def _store_at(self, tensor: Tensor, new: Ref, version: int) -> None:
         if tensor.base is not None:
@@ -382,6 +388,11 @@ class Functionalizer:
             return tensor
         if torch.Tag.inplace_view in op.target.tags or name in ("resize_", "set_"):
             raise _write_error(f"{name}() changes the shape of a tensor in place", op, f"x = x.{name[:-1]}(...)")
+        if name.startswith("logical_") and before.requires_grad:
+            what = (
+                f"{name}() changes a value that carries a gradient in place, and autograd would go on as if it had not"
+            )
+            raise _write_error(what, op, f"x = x.{name[:-1]}(...).to(x.dtype), which carries no gradient")
         self._store(tensor, self._written_value(op, before))
         return tensor
 

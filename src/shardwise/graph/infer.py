@@ -14,6 +14,7 @@ from shardwise.graph.schema import tensor_results
 from shardwise.graph.switches import Known
 
 _OF_PYTORCHS: Known[tuple[Value, ...]] = Known()
+_WITHOUT_GRADIENT: Known[tuple[bool, ...]] = Known()
 
 
 class TypeInference:
@@ -27,6 +28,7 @@ class TypeInference:
     def __init__(self) -> None:
         self.mode = FakeTensorMode()
         self._known: dict[object, tuple[Value, ...]] = {}
+        self._known_without: dict[object, tuple[bool, ...]] = {}
 
     def results(
         self,
@@ -66,6 +68,50 @@ class TypeInference:
             except DataDependentOutputException:  # quantile looks at its probability, on CPUs, in torch 2.11
                 result = called(_on_meta)
         return tuple(Value("", tuple(t.shape), t.dtype, t.requires_grad) for t in tensor_results(result))
+
+    def without_gradient(
+        self,
+        target: OpOverload,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        value: Callable[[str], Value],
+    ) -> tuple[bool, ...]:
+        """Return per tensor argument, in order, whether autograd leaves its gradient None though all results have one:
+        the target of a loss that compares it, the second operand of ``expand_as``."""
+        signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
+        known = self._known_without.get(signature) or _WITHOUT_GRADIENT.get(target, signature)
+        if known is None:
+            known = self._known_without[signature] = self._differentiate(target, args, kwargs, value)
+            _WITHOUT_GRADIENT.keep(target, signature, known)
+        return known
+
+    def _differentiate(
+        self,
+        target: OpOverload,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        value: Callable[[str], Value],
+    ) -> tuple[bool, ...]:
+        operands: list[torch.Tensor] = []
+
+        def operand(of: Value) -> torch.Tensor:
+            operands.append(self.operand(of))
+            return operands[-1]
+
+        with self.mode, torch.enable_grad():
+            try:
+                returned = target(
+                    *(_materialize(arg, value, operand) for arg in args),
+                    **{key: _materialize(arg, value, operand) for key, arg in kwargs},
+                )
+                results = [result for result in tensor_results(returned) if result.requires_grad]
+                wanted = [tensor for tensor in operands if tensor.requires_grad]
+                cotangents = list(map(torch.empty_like, results))
+                derivatives = torch.autograd.grad(results, wanted, cotangents, allow_unused=True)
+            except RuntimeError:  # it has no derivative, or reads data: its backward says so, if there is one
+                return (False,) * len(operands)
+        gradients = iter(derivatives)
+        return tuple(tensor.requires_grad and next(gradients) is None for tensor in operands)
 
     def operand(self, value: Value) -> torch.Tensor:
         """A fake tensor of the value's type."""

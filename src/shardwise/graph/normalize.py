@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError, problem
 from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
@@ -76,7 +77,8 @@ def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
         args = arguments(op)
         result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
         if args["beta"] == 0:
-            return (result,)
+            beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
+            return (emitter.with_zero_gradient(beside, result),)
         return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
 
     return rewrite
@@ -231,6 +233,7 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = {
     aten.addmm.default: _fused_add(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: _fused_add(aten.bmm.default, "batch1", "batch2"),
     aten.addmv.default: _fused_add(aten.mv.default, "mat", "vec"),
+    aten.einsum.default: diagonals,
     aten.conv1d.default: _convolution,
     aten.conv2d.default: _convolution,
     aten.conv3d.default: _convolution,

@@ -144,19 +144,26 @@ def _texts(code: CodeType) -> Iterator[str]:
 
 
 @contextmanager
-def emptied(code: Reached) -> Iterator[None]:
+def emptied(code: Reached, *, keeps: bool = True) -> Iterator[None]:
     """With no tables of tensors in caches: what was called earlier changes no graph. Afterwards, without what was made
-    of tensors without data. Other objects stay: settings, or a module, of which there is one are not made anew."""
+    of tensors without data, or of any tensors (``keeps`` is False: they are float64, which the model's are not). Other
+    objects stay: settings, or a module, of which there is one are not made anew."""
+    _empty_tables(code)
+    try:
+        yield
+    finally:
+        if not keeps:
+            _empty_tables(code)
+        for cache in code.caches:
+            if any(isinstance(x, torch.Tensor) and not _has_data(x) for x in _contents(cache, code.owners)):
+                cache.cache_clear()
+
+
+def _empty_tables(code: Reached) -> None:
     for cache in code.caches:
         objects = _contents(cache, code.owners)
         if any(isinstance(x, torch.Tensor) for x in objects) and not any(isinstance(x, nn.Module) for x in objects):
             cache.cache_clear()
-    try:
-        yield
-    finally:
-        for cache in code.caches:
-            if any(isinstance(x, torch.Tensor) and not _has_data(x) for x in _contents(cache, code.owners)):
-                cache.cache_clear()
 
 
 def _contents(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:

@@ -5,7 +5,7 @@ zero that is added to a loss.
 
 ``expand_as`` uses only the shape of its second operand, and each result of ``meshgrid`` only one of the operands. They
 become ``expand``, which has that one operand. Autograd sends the others no gradient; a program that had them would
-convert them, and list a backward that never runs.
+convert them, and list a backward that never runs. ``new_zeros`` and its like become ``zeros``, which has no operand.
 """
 
 from __future__ import annotations
@@ -87,6 +87,18 @@ def _meshgrid(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     return tuple(grids)
 
 
+def _constructor(target: OpOverload) -> Rewrite:
+    """``x.new_zeros(size)`` and its like read nothing of ``x`` but its dtype."""
+
+    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+        args = arguments(op)
+        dtype = emitter.value(_operand(op)).dtype if args["dtype"] is None else args["dtype"]
+        fill = (args["fill_value"],) if "fill_value" in args else ()
+        return (emitter.emit(target, args["size"], *fill, dtype=dtype),)
+
+    return rewrite
+
+
 def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """A slice of everything is its operand."""
     args = arguments(op)
@@ -98,9 +110,10 @@ def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
 
 
 def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Operands without elements (the empty start of a key-value cache) add nothing."""
+    """Operands without elements (the empty start of a key-value cache) add nothing, unless a gradient of zeros flows
+    through them."""
     tensors = op.args[0]
-    full = tuple(ref for ref in tensors if emitter.value(ref).numel)
+    full = tuple(ref for ref in tensors if emitter.value(ref).numel or emitter.value(ref).requires_grad)
     if len(full) == len(tensors) or not full:
         return None
     rest = emitter.value(full[0])
@@ -155,6 +168,10 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
     aten.broadcast_tensors.default: _broadcast,
     aten.meshgrid.default: _meshgrid,
     aten.meshgrid.indexing: _meshgrid,
+    aten.new_zeros.default: _constructor(aten.zeros.default),
+    aten.new_ones.default: _constructor(aten.ones.default),
+    aten.new_full.default: _constructor(aten.full.default),
+    aten.new_empty.default: _constructor(aten.empty.memory_format),
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
     aten.view_as_complex.default: _complex_view,

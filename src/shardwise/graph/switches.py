@@ -6,6 +6,8 @@ Operators of others may be registered anew at any time, so that of these nothing
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,6 +38,17 @@ class Known(Generic[Found]):
 
 def is_pytorchs(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "aten"
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[torch.dtype]:
+    """Set torch's default dtype for a while. Yields the one before."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield before
+    finally:
+        torch.set_default_dtype(before)
 
 
 def switches() -> tuple[object, ...]:

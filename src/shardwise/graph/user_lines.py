@@ -117,6 +117,18 @@ class UserLines(TorchFunctionMode):
             )
         if func in _ASK_FOR_STRIDES and line and any(args[0] is x for x in _running[-1]):
             self.asked[f"{line} asks how an input lies in memory ({func.__name__})"] = None
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            raise CaptureError(
+                problem(
+                    "a packed sequence (pack_padded_sequence, pack_sequence) has sizes that depend on the data of its "
+                    "lengths",
+                    source=line,
+                    fix="call the layer on the padded batch (pad_sequence), whose outputs up to a length are the same "
+                    "in a layer of one direction; mask the rest: out * (torch.arange(out.shape[1]) < "
+                    "lengths[:, None])[..., None]; and gather the last states: out[torch.arange(len(out)), lengths - "
+                    "1]. Read backward, a sequence is flipped within its length by gather first",
+                )
+            )
         if saved_tensors_hooks() not in (self._saving, None) and line:
             self._check_saving(line)
         for arg in () if getattr(func, "__self__", None) is _SHAPE else args:

@@ -38,6 +38,17 @@ def _emit(emitter: Emitter, target: OpOverload, *args: Any) -> Ref:
     return result
 
 
+def _scatter(emitter: Emitter, target: OpOverload, base: Ref, new: Ref, dim: int, *place: Any) -> Ref:
+    """Write ``new`` into a part of ``base``: of complex numbers, of which the operator has no derivative, as pairs."""
+    if not emitter.value(base).dtype.is_complex:
+        return _emit(emitter, target, base, new, dim, *place)
+    dim %= len(emitter.value(base).shape)
+    pairs = (
+        _emit(emitter, aten.view_as_real.default, _emit(emitter, aten.resolve_conj.default, x)) for x in (base, new)
+    )
+    return _emit(emitter, aten.view_as_complex.default, _emit(emitter, target, *pairs, dim, *place))
+
+
 def _same(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     return new
 
@@ -70,28 +81,28 @@ def _permuted(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Em
 
 
 def _selected(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.select_scatter.default, base, new, args["dim"], args["index"])
+    return _scatter(emitter, aten.select_scatter.default, base, new, args["dim"], args["index"])
 
 
 def _sliced(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     bounds = (args["dim"], args["start"], args["end"], args["step"])
-    return _emit(emitter, aten.slice_scatter.default, base, new, *bounds)
+    return _scatter(emitter, aten.slice_scatter.default, base, new, *bounds)
 
 
 def _narrowed(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     start = args["start"] % emitter.value(base).shape[args["dim"]]
-    return _emit(emitter, aten.slice_scatter.default, base, new, args["dim"], start, start + args["length"], 1)
+    return _scatter(emitter, aten.slice_scatter.default, base, new, args["dim"], start, start + args["length"], 1)
 
 
 def _unbound(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.select_scatter.default, base, new, args["dim"], index)
+    return _scatter(emitter, aten.select_scatter.default, base, new, args["dim"], index)
 
 
 def _split(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     dim = args["dim"]
     sizes = _part_sizes(args, emitter.value(base).shape[dim])
     start = sum(sizes[:index])
-    return _emit(emitter, aten.slice_scatter.default, base, new, dim, start, start + sizes[index], 1)
+    return _scatter(emitter, aten.slice_scatter.default, base, new, dim, start, start + sizes[index], 1)
 
 
 def _part_sizes(args: dict[str, Any], size: int) -> list[int]:

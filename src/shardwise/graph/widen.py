@@ -1,8 +1,9 @@
 """Float64 for both sides of a verification: the graph with its casts widened, and the same for the eager module.
 
 A model that computes a softmax or a norm "in float32" would leave 1e-9 of noise in a float64 comparison. ``widen``
-turns every floating-point cast and constant type of a graph to float64; ``reference_mode`` does the same to the module
-that runs eagerly, and gives it the hashed dropout masks of the graph.
+turns every floating-point and complex type of a graph to float64 and complex128; ``reference_mode`` does the same to
+the module that runs eagerly, and gives it the hashed dropout masks of the graph. Both sides run with float64 as torch's
+default dtype: it decides what constructors without a dtype and quotients of integers are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.infer import TypeInference
@@ -23,18 +25,21 @@ from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.normalize_random import alpha_scale
 from shardwise.graph.operators import dropout_mask, uniform
 from shardwise.graph.segments import checkpoints_kept
+from shardwise.graph.switches import default_dtype
 
-NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+WIDE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
 
 
 def widen(graph: Graph) -> Graph:
-    """The graph with float64 in place of every lower floating-point type, but for what PyTorch makes of integers in its
-    default type (the quotient of two positions, say)."""
+    """Return the graph with float64 in place of every lower floating-point type, and complex128 for complex ones."""
 
     def wide(arg: Arg) -> Arg:
         if isinstance(arg, tuple):
             return tuple(wide(item) for item in arg)
-        return torch.float64 if isinstance(arg, torch.dtype) and arg in NARROW else arg
+        return WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg
 
     for op in graph.ops:
         _check_bits(op, graph)
@@ -44,19 +49,21 @@ def widen(graph: Graph) -> Graph:
     )
     values = {v.name: replace(v, dtype=wide(v.dtype), stored=None, reduced=None) for v in graph.values}
     types = TypeInference()
-    for op in ops:
-        inferred = types.results(op.target, op.args, op.kwargs, values.__getitem__)
-        values |= {
-            name: replace(values[name], dtype=inferred_value.dtype)
-            for name, inferred_value in zip(op.results, inferred, strict=True)
-        }
+    with default_dtype(torch.float64):
+        for op in ops:
+            inferred = types.results(op.target, op.args, op.kwargs, values.__getitem__)
+            values |= {
+                name: replace(values[name], dtype=inferred_value.dtype)
+                for name, inferred_value in zip(op.results, inferred, strict=True)
+            }
     return replace(graph, values=tuple(values[value.name] for value in graph.values), ops=ops)
 
 
 def _check_bits(op: Op, graph: Graph) -> None:
     """Raises ShardwiseError for what reads the bits of numbers, which are others in float64."""
     dtypes = [graph.by_name[name].dtype for name in (*op.operands, *op.results)]
-    if op.target is torch.ops.aten.view.dtype and dtypes[0] != dtypes[1] and not NARROW.isdisjoint(dtypes):
+    are_bits = len(set(dtypes)) > 1 and set(dtypes) != {torch.float32, torch.complex64}
+    if op.target is torch.ops.aten.view.dtype and are_bits and not WIDE.keys().isdisjoint(dtypes):
         shown = " as ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShardwiseError(
             problem(
@@ -79,16 +86,18 @@ class Dtypes:
         self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
         self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
         self._copies: list[torch.Tensor] = []  # held: no other comes to lie there
-        self._were_read = False  # of a tensor that is widened: what is cast to float64 may then be cast to that
+        self._were_read = False  # float64, of a tensor that is widened: what is cast to float64 may be cast to that
 
-    def note_read(self, tensor: torch.Tensor) -> None:
-        """The model asks for the dtype of a tensor."""
-        self._were_read |= tensor.is_floating_point() and self._dtype(tensor) != tensor.dtype
+    def read(self, tensor: torch.Tensor) -> torch.dtype:
+        """What the model reads as the dtype of a tensor: that in the model where it is known."""
+        dtype = self.of(tensor)
+        self._were_read |= dtype is None
+        return dtype or tensor.dtype
 
     def after_cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """The result of a widened call: a copy where a cast makes one, and the widened one does not."""
         wanted = self._cast_to(func, args, kwargs)
-        before = None if wanted is None else self._dtype(args[0])
+        before = None if wanted is None else self.of(args[0])
         if wanted is None or before in (None, wanted) or _memory(result) != _memory(args[0]):
             return result
         copied = result.clone()
@@ -96,7 +105,8 @@ class Dtypes:
         self._copies.append(copied)
         return copied
 
-    def _dtype(self, tensor: torch.Tensor) -> torch.dtype | None:
+    def of(self, tensor: torch.Tensor) -> torch.dtype | None:
+        """The dtype of a tensor in the model."""
         return self._of.get(_memory(tensor), self.of_others) if tensor.is_floating_point() else tensor.dtype
 
     def _cast_to(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
@@ -106,7 +116,7 @@ class Dtypes:
         if func not in _CASTS_TO or not args[0].is_floating_point():
             return None
         named = [*args[1:], *kwargs.values()]
-        likes = (self._dtype(tensor) for tensor in named if isinstance(tensor, torch.Tensor))
+        likes = (self.of(tensor) for tensor in named if isinstance(tensor, torch.Tensor))
         wanted = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
         # Where the model reads dtypes, asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
         return self.of_others if wanted == torch.float64 and self._were_read else wanted
@@ -124,12 +134,14 @@ def reference_mode(
     widens: bool = True,
     dtypes: Dtypes | None = None,
     averaged: Collection[int] = (),
+    models_default: torch.dtype | None = None,
 ) -> Iterator[None]:
     """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
     its own. ``passes``: the samples of micro-batches, where batch norm in training takes its statistics of each, one
     after another. ``dtypes``: those that tensors had before they were widened. ``averaged``: the identities of running
-    means that are averages over all batches so far."""
-    with functions_opened(), Reference(seed, tuple(passes), widens, dtypes, averaged):
+    means that are averages over all batches so far. ``models_default``: torch's default dtype when the model was
+    captured, to which data in its Python code is rounded."""
+    with functions_opened(), Reference(seed, tuple(passes), widens, dtypes, averaged, models_default):
         yield
 
 
@@ -159,12 +171,20 @@ def in_reference_mode() -> bool:
 
 
 def widened_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The call with float64 in place of every lower floating-point type that it names."""
+    """The call with float64 and complex128 in place of every lower type that it names or that its operands have
+    (tensors that are no parameters, buffers or inputs: attributes, what is in a closure)."""
     if func in CASTS:
-        return args[0].to(torch.float64)
-    args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROW else a for a in args)
-    kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v in NARROW else v for k, v in kwargs.items()}
-    return func(*args, **kwargs)
+        return args[0].to(WIDE.get(CASTS[func], CASTS[func]))
+    name = getattr(func, "__name__", "")
+    is_written = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+    operands, named = pytree.tree_map(_wide_argument, (tuple(args[is_written:]), dict(kwargs)))
+    return func(*args[:is_written], *operands, **{**named, **{key: kwargs[key] for key in kwargs if key == "out"}})
+
+
+def _wide_argument(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.to(WIDE.get(arg.dtype, arg.dtype))
+    return WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg
 
 
 class Reference(TorchFunctionMode):
@@ -178,10 +198,12 @@ class Reference(TorchFunctionMode):
         widens: bool,
         dtypes: Dtypes | None = None,
         averaged: Collection[int] = (),
+        models_default: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.averaged = averaged
         self.passes, self.widens, self.dtypes = passes, widens, dtypes or Dtypes()
+        self.models_default = models_default or torch.get_default_dtype()
         self.seed = torch.tensor(seed, dtype=torch.int64)
         self.calls = 0
 
@@ -193,7 +215,7 @@ class Reference(TorchFunctionMode):
         if not self.widens:
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is _DTYPE:
-            self.dtypes.note_read(args[0])
+            return self.dtypes.read(args[0])
         return self.dtypes.after_cast(func, args, kwargs, widened_call(func, args, kwargs))
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -201,7 +223,7 @@ class Reference(TorchFunctionMode):
         shape = tuple(x.shape)
         mask = dropout_mask(self.seed, p, self.calls, shape, (0,) * len(shape), shape)
         self.calls += 1
-        return torch.where(mask, x / (1 - p), torch.zeros((), dtype=x.dtype))
+        return torch.where(mask, x / (1 - p) if p < 1 else x * 0, torch.zeros((), dtype=x.dtype))
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
         """The numbers of the next random call."""
@@ -314,7 +336,15 @@ def _exponential_(mode: Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs
 def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """``x`` with new values; one of lower precision can not hold them, and a widened tensor goes on in its place."""
     x.copy_(drawn)
-    return drawn if x.dtype in NARROW else x
+    return _beside(drawn, x) if x.dtype in WIDE else x
+
+
+def _beside(drawn: torch.Tensor, *operands: Any) -> torch.Tensor:
+    """``drawn``, with gradients of zeros for ``operands``, as PyTorch's own random operators have them."""
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and operand.requires_grad:
+            drawn = torch.fill(operand, -0.0) + drawn
+    return drawn
 
 
 def _normal_(mode: Reference, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> torch.Tensor:
@@ -339,15 +369,15 @@ def _random_(mode: Reference, x: torch.Tensor, to: int, **kwargs: Any) -> torch.
 
 def _bernoulli_(mode: Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
     if isinstance(p, torch.Tensor):
-        return _filled(x, (mode.uniform(tuple(x.shape)) < p).double())
+        return _filled(x, _beside((mode.uniform(tuple(x.shape)) < p).double(), p))
     return _filled(x, _bernoulli(mode, x, p).double())
 
 
 def _normal_of(mode: Reference, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
     shapes = [tuple(arg.shape) for arg in (mean, std) if isinstance(arg, torch.Tensor)]
-    mean, std = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
-    drawn: torch.Tensor = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * std + mean
-    return drawn
+    shift, scale = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
+    drawn = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * scale + shift
+    return _beside(drawn, mean, std)
 
 
 def _multinomial(
@@ -384,8 +414,8 @@ def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
 def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
     """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
     if p is None:
-        return (mode.uniform(tuple(input.shape)) < input).to(input.dtype)
-    return (mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype)
+        return _beside((mode.uniform(tuple(input.shape)) < input).to(input.dtype), input)
+    return _beside((mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype), input)
 
 
 def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -412,6 +442,27 @@ def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..
     return run
 
 
+def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Numbers of the model's code, with the rounding of its own dtype: capture has read them so."""
+
+    def run(mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not mode.widens:
+            return function(*args, **kwargs)
+        if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
+            kwargs["dtype"] = mode.dtypes.of(args[0])
+        with default_dtype(mode.models_default):
+            return _wide_argument(function(*args, **kwargs))
+
+    return run
+
+
+def _setitem(mode: Reference, x: torch.Tensor, index: Any, value: Any) -> None:
+    """A number of the model's code has the rounding of the tensor that it is written to, as capture has read it."""
+    if mode.widens and isinstance(value, float) and x.is_floating_point():
+        value = float(torch.tensor(value, dtype=mode.dtypes.of(x)))
+    widened_call(torch.Tensor.__setitem__, (x, index, value), {}) if mode.widens else x.__setitem__(index, value)
+
+
 def _grouped_mm(
     mode: Reference, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor:
@@ -429,6 +480,8 @@ CASTS = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.double: torch.float64,
+    torch.Tensor.cfloat: torch.complex64,
+    torch.Tensor.chalf: torch.complex32,
 }
 _DTYPE = torch.Tensor.dtype  # the descriptor
 _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
@@ -449,6 +502,11 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
+    **{
+        function: _from_data(function)
+        for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+    },
+    torch.Tensor.__setitem__: _setitem,
     torch.rand: _rand,
     torch.rand_like: _rand_like,
     torch.randn: _randn,

@@ -146,6 +146,30 @@ def translated(name: str, function: Function) -> Function:
     return call
 
 
+_OF_TORCH_ALONE = {"size_average", "reduce", "_stacklevel", "device"}
+
+
+def in_order(function: Function) -> Function:
+    """A function or module of torch without the places of arguments that the reference does not have:
+    ``BCELoss(None, "sum")`` gives no ``size_average``."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # of C++
+        return function
+    names = [p.name for p in parameters if p.name not in _OF_TORCH_ALONE and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not _OF_TORCH_ALONE & {p.name for p in parameters}:
+        return function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(names):
+            raise TypeError(f"{function.__name__} takes {len(names)} arguments: {', '.join(names)}")
+        return function(**dict(zip(names, args, strict=False)), **kwargs)
+
+    call.__signature__ = inspect.Signature([p for p in parameters if p.name not in _OF_TORCH_ALONE])  # type: ignore[attr-defined]
+    return call
+
+
 def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:
     """``__getattr__`` of a module: an error that says the nearest name that exists, and a note of the same, since
     ``from module import name`` drops the error's text. ``elsewhere``: what stands for some names that do not."""

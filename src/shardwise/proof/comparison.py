@@ -29,7 +29,8 @@ class Difference:
 
 
 def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dict[Key, Difference]) -> None:
-    """Note the worst difference of every tensor. A tensor that only one side has is an infinite difference."""
+    """Note the worst difference of every tensor. A tensor that only one side has is an infinite difference, a gradient
+    of zeros among them: an optimizer decays a parameter that has one, and skips a parameter without."""
     floor: dict[str, float] = {}
     for (kind, _), tensor in expected.items():
         floor[kind] = max(floor.get(kind, 0.0), magnitude(tensor))
@@ -37,19 +38,12 @@ def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dic
         for key in expected.keys() | values.keys():
             kind, name = key
             if key not in expected or key not in values:
-                if kind == "gradient" and not _matters(expected.get(key), values.get(key)):
-                    continue
                 error = float("inf")
             else:
                 scale = max(magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
                 error = difference(local(key, expected[key], rank), values[key], scale)
             if key not in worst or error > worst[key].error or error != error:
                 worst[key] = Difference(kind, name, error, rank)
-
-
-def _matters(*tensors: torch.Tensor | None) -> bool:
-    """A missing gradient is the same as zeros."""
-    return any(tensor is not None and magnitude(tensor) > 0 for tensor in tensors)
 
 
 def magnitude(tensor: torch.Tensor) -> float:
@@ -59,8 +53,13 @@ def magnitude(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is infinite or nan."""
+    return bool(tensor.detach().isfinite().all())
+
+
 def difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
-    """The largest difference over ``scale``; nan equals nan."""
+    """The largest difference over ``scale``; nan equals nan, and is infinitely far from numbers."""
     if want.shape != have.shape:
         return float("inf")
     if not want.numel():
@@ -70,5 +69,5 @@ def difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
     same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if inexact else want == have
     wide = torch.complex128 if want.is_complex() or have.is_complex() else torch.float64
     apart = torch.where(same, torch.zeros((), dtype=torch.float64), (want.to(wide) - have.to(wide)).abs())
-    worst = float(apart.max())
+    worst = float(apart.nan_to_num(nan=torch.inf).max())  # no order of differences has a place for nan
     return worst / scale if scale else (0.0 if worst == 0 else float("inf"))

@@ -19,7 +19,7 @@ import torch
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
-from shardwise.proof.comparison import Difference, Key, Values
+from shardwise.proof.comparison import Difference, Key, Values, is_finite
 from shardwise.proof.rounding import disturbed_runs, moved_in_step
 from shardwise.proof.runs import OneDevice, Side, Start
 
@@ -30,12 +30,14 @@ RUNS_MARGIN = 4.0  # the worst of five disturbed runs is not the worst of all
 class InDtypes:
     """The outcome. ``judged``: every tensor with its bound, those first that come nearest to it; ``wrong_dtypes``:
     results that have another dtype than on one device; ``wrong_messages``: what the plan lists and the ranks sent
-    otherwise; ``not_run``: why one device could not run the model in these dtypes."""
+    otherwise; ``not_run``: why one device could not run the model in these dtypes; ``not_finite``: the first loss or
+    gradient of one device that is not, of which nothing is proven."""
 
     judged: tuple[tuple[Difference, float], ...] = ()
     wrong_dtypes: tuple[str, ...] = ()
     wrong_messages: str = ""
     not_run: str = ""
+    not_finite: str = ""
 
     @property
     def beyond(self) -> tuple[tuple[Difference, float], ...]:
@@ -44,7 +46,7 @@ class InDtypes:
 
     @property
     def ok(self) -> bool:
-        return not (self.beyond or self.wrong_dtypes or self.wrong_messages)
+        return not (self.beyond or self.wrong_dtypes or self.wrong_messages or self.not_finite)
 
     def lines(self) -> list[str]:
         """As a report says it."""
@@ -57,6 +59,7 @@ class InDtypes:
         said += [
             f"  NOT EQUAL: {d.kind} {d.name} differs by {d.error:.2g} on rank {d.rank}" for d, _ in self.beyond[:3]
         ]
+        said += [f"  nothing is proven: {self.not_finite} is not finite on one device"] if self.not_finite else []
         said += [f"  wrong dtype: {text}" for text in self.wrong_dtypes[:3]]
         return said + ([f"  wrong messages: {self.wrong_messages}"] if self.wrong_messages else [])
 
@@ -99,7 +102,7 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
     margin = RUNS_MARGIN + plan.num_ranks + (compared.passes if compared.passes > 1 else 0)
     judged: dict[Key, tuple[Difference, float]] = {}
     wrong: dict[str, None] = {}
-    messages = ""
+    messages = not_finite = ""
     for step in range(steps):
         before.adopt(original)
         ranks.adopt(original)
@@ -108,6 +111,12 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
         except RuntimeError as error:  # kernels that torch does not have: a batch norm of mixed dtypes, say
             return InDtypes(not_run=str(error).split("\n", 1)[0])
         actual = ranks.step(step)
+        bad = (
+            f"{kind} {name}"
+            for (kind, name), x in expected.items()
+            if kind in ("loss", "gradient") and not is_finite(x)
+        )
+        not_finite = not_finite or next(bad, "")
         messages = messages or _wrong_messages(ranks.sides)
         for rank, values in enumerate(actual):
             wrong.update(dict.fromkeys(_wrong_dtypes(expected, values, rank)))
@@ -122,7 +131,7 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
             if key not in judged or _share(difference, bound) > _share(*judged[key]):
                 judged[key] = difference, bound
     ordered = sorted(judged.values(), key=lambda pair: -_share(*pair))
-    return InDtypes(tuple(ordered), tuple(wrong), messages)
+    return InDtypes(tuple(ordered), tuple(wrong), messages, not_finite=not_finite)
 
 
 def stored_module(module: torch.nn.Module, plan: Plan) -> torch.nn.Module:

@@ -28,15 +28,19 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def wrong_result(
     spmd: Spmd,
+    model: Graph,
     programs: Sequence[Program],
     values: Sequence[Mapping[str, Tensor]],
     sources: Mapping[str, Tensor],
     tolerance: float,
 ) -> str:
-    """Operator, line and rank of the first wrong result of a forward pass, or nothing. ``values``: of every rank, after
-    the forward of ``without_overwrites``; ``sources``: value name -> the whole tensor."""
+    """Operator, line and rank of the first wrong result of a forward pass, or nothing. ``model``: the graph without
+    lowerings, which compute something else where they are wrong; ``values``: of every rank, after the forward of
+    ``without_overwrites``; ``sources``: value name -> the whole tensor."""
     with torch.no_grad():
         expected = interpret(spmd.graph, sources)
+        of_model = interpret(model, sources)
+    producers = {name: op for op in model.ops for name in op.results}
     written = {name for program in programs for name in _written(program)}
     for op in spmd.graph.ops:
         for name in op.results:
@@ -48,6 +52,9 @@ def wrong_result(
             largest = max(
                 [magnitude(expected[name]), *(1e-3 * magnitude(expected[operand]) for operand in op.operands)]
             )
+            original = producers.get(name, op)
+            if not difference(of_model.get(name, expected[name]), expected[name], largest) <= tolerance:
+                return f"the result of {original.name} ({original.source}): as it is lowered it differs, on every rank"
             layout = spmd.layouts[name]
             whole = _summed(layout, [tensor for tensor in results if tensor is not None])
             for rank, tensor in enumerate(whole):

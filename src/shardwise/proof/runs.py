@@ -17,11 +17,11 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.called import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import copied
-from shardwise.graph.ir import Ref, Source
+from shardwise.graph.ir import Graph, Ref, Source
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.precision import Precision
 from shardwise.graph.trees import flatten, flatten_output
-from shardwise.graph.widen import Dtypes, reference_mode
+from shardwise.graph.widen import WIDE, Dtypes, reference_mode
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
@@ -47,7 +47,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]]
 @dataclass(frozen=True)
 class Start:
     """What both runs start from. ``spmd``: the program of all ranks; ``module``: in float64, or as it is stored, and
-    never run itself; ``precision``: that of the step, None where everything is float64."""
+    never run itself; ``precision``: that of the step, None where everything is float64; ``models_default``: torch's
+    default dtype when the module was captured."""
 
     spmd: Spmd
     captured: Capture
@@ -57,6 +58,7 @@ class Start:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     precision: Precision | None = None
+    models_default: torch.dtype = torch.float32
 
     def constant(self, value: str) -> torch.Tensor:
         """The data of a constant."""
@@ -79,7 +81,7 @@ class OneDevice:
     def __init__(self, start: Start, passes: tuple[int, ...] = ()) -> None:
         self.passes_of_statistics = passes
         self.captured, self.loss, self.precision = start.captured, start.loss, start.precision
-        self.args, self.kwargs = start.args, start.kwargs
+        self.args, self.kwargs, self.models_default = start.args, start.kwargs, start.models_default
         self.module = copied(start.module)
         self.optimizer = optimizer_of(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
         # Sources of which ranks return copies, gathered when the module is called.
@@ -113,7 +115,13 @@ class OneDevice:
         norms = (norm for norm in self.module.modules() if isinstance(norm, _BatchNorm) and norm.momentum is None)
         averaged = {id(norm.running_mean) for norm in norms if norm.running_mean is not None}
         passes = self.passes_of_statistics
-        with reference_mode(step, passes, widens=widens, dtypes=self._dtypes(), averaged=averaged), around:
+        dtypes, models_default = self._dtypes(), self.models_default
+        with (
+            reference_mode(
+                step, passes, widens=widens, dtypes=dtypes, averaged=averaged, models_default=models_default
+            ),
+            around,
+        ):
             output = self._output()
         leaves, _ = flatten_output(output)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
@@ -267,18 +275,7 @@ class Ranks:
 
     def whole(self, step: int) -> VirtualValues:
         """What one device starts from, by the same names."""
-        whole: VirtualValues = {}
-        inputs = iter(self.inputs)
-        for source in self.spmd.graph.sources:
-            if source.kind == "input":
-                whole[source.value] = next(inputs)
-            elif source.names[0] == SEED:
-                whole[source.value] = torch.tensor(step)
-            elif source.kind == "constant":
-                whole[source.value] = self.start.constant(source.value)
-            else:
-                whole[source.value] = self.full[source.names[0]]
-        return whole
+        return whole_bindings(self.start, self.spmd.graph, self.full, step)
 
     def _both(self, values: Sequence[VirtualValues]) -> Iterator[tuple[Program, VirtualValues]]:
         return zip(self.programs, values, strict=True)
@@ -316,6 +313,22 @@ class Ranks:
         return {(s.kind, s.names[0]): shards[s.value].detach().clone() for s in stored(self.spmd)}
 
 
+def whole_bindings(start: Start, graph: Graph, tensors: Mapping[str, torch.Tensor], step: int) -> VirtualValues:
+    """What a graph starts from on one device. ``tensors``: its parameters and buffers."""
+    whole: VirtualValues = {}
+    inputs = (leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor))
+    for source in graph.sources:
+        if source.kind == "input":
+            whole[source.value] = next(inputs)
+        elif source.names[0] == SEED:
+            whole[source.value] = torch.tensor(step)
+        elif source.kind == "constant":
+            whole[source.value] = start.constant(source.value)
+        else:
+            whole[source.value] = tensors[source.names[0]]
+    return whole
+
+
 def state_of_part(
     state: Mapping[str, Any], whole: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -348,4 +361,9 @@ def optimizer_of(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optim
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach().cpu()
+    return tensor.detach().to("cpu", WIDE.get(tensor.dtype, tensor.dtype))
+
+
+def widened_module(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy with parameters and buffers in float64 and complex128."""
+    return copied(module)._apply(widened)

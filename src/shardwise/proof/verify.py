@@ -23,6 +23,8 @@ from shardwise.graph.called import call_arguments
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.fakes import copied
 from shardwise.graph.ir import Graph
+from shardwise.graph.reachable import emptied, reached
+from shardwise.graph.switches import default_dtype
 from shardwise.graph.trees import flatten
 from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
@@ -39,8 +41,9 @@ from shardwise.proof.dtypes import Compared, InDtypes, in_dtypes, stored_module
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
 from shardwise.proof.passes import OneDeviceOfPasses, RanksOfPasses
 from shardwise.proof.rounding import Rounding, explain, of_sources
-from shardwise.proof.runs import OneDevice, Ranks, Start, widened
+from shardwise.proof.runs import OneDevice, Ranks, Start, widened, widened_module
 from shardwise.proof.stages import Pipelined
+from shardwise.proof.substance import Substance
 from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
 
@@ -69,6 +72,8 @@ class Report:
     rounding: Rounding | None = None  # what rounding does to tensors that differ by more than the tolerance
     first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
     in_dtypes: InDtypes | None = None  # of a plan with a precision: the comparison in its own dtypes
+    not_proven: str = ""  # why equal numbers prove nothing: a loss of nan, gradients of zero
+    notes: tuple[str, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -82,17 +87,21 @@ class Report:
     @property
     def ok(self) -> bool:
         same = self.max_error <= self.tolerance or (self.rounding is not None and not self.rounding.unexplained)
-        return same and self.collectives_match and (self.in_dtypes is None or self.in_dtypes.ok)
+        is_equal = same and self.collectives_match and (self.in_dtypes is None or self.in_dtypes.ok)
+        return is_equal and not self.not_proven
 
     def __str__(self) -> str:
-        lines = [
-            f"{'equal' if self.ok else 'NOT EQUAL'}: worst relative error {self.max_error:.2g} "
-            f"over {len(self.differences)} tensors (tolerance {self.tolerance:g})"
-        ]
+        lines = [f"NOT PROVEN: {self.not_proven}"] if self.not_proven else []
+        verdict = "equal" if self.ok or self.not_proven else "NOT EQUAL"
+        lines.append(
+            f"{verdict}: worst relative error {self.max_error:.2g} over {len(self.differences)} tensors "
+            f"(tolerance {self.tolerance:g})"
+        )
         lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
         lines += [] if self.rounding is None else [f"  {line}" for line in self.rounding.lines()]
         lines += [f"  first wrong: {self.first_wrong}"] if self.first_wrong else []
         lines += [] if self.in_dtypes is None else [f"  {line}" for line in self.in_dtypes.lines()]
+        lines += [f"  {note}" for note in self.notes]
         counts = f"{len(self.forward)} forward, {len(self.backward)} backward collectives"
         lines.append(f"  {counts}, {'as planned' if self.collectives_match else 'NOT as planned'}")
         lines += [f"  backward of {name} is autograd's: {why}" for name, why in self.untraceable.items()]
@@ -120,6 +129,9 @@ def verify(
 
     Under a plan of several micro-batches ``example_inputs`` are the whole batch of a step, of any size: the ranks make
     its passes, one device makes one; only running statistics are those of every micro-batch in both.
+
+    Both runs have float64 as torch's default dtype. A loss or gradient of nan on one device, or gradients that are zero
+    everywhere, prove nothing: the report is not ``ok``, and ``not_proven`` says why (``proof.substance``).
     """
     if steps < 1:
         raise ShardwiseError(problem(f"steps is {steps}: nothing would be compared", fix="a whole number from 1"))
@@ -134,83 +146,99 @@ def verify(
     call = Example(module, arguments, loss, precision=plan.precision)
     args, named = pytree.tree_map_only(torch.Tensor, widened, arguments)
     initial = with_values(module, seed)
-    reference = copied(initial).double()
+    reference = widened_module(initial)
     stored = None if plan.precision.is_models else stored_module(initial, plan)
-    if plan.is_pipeline:
-        return _pipeline_report(plan, captured, reference, stored, call, (args, named), steps, tolerance)
-    is_in_passes = plan.micro_batches > 1 and (batch_size(graph) or 0) > (plan.micro_batch or 0)
-    training = module.training if plan.micro_batches == 1 or is_in_passes else None
-    if is_in_passes:
-        narrow, passes = _passes(plan, captured.graph, call)
-        spmds, prelude = _programs(plan, passes, narrow, training=training)
-        spmd = spmds[passes.sizes[0]]
-        start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
-        single: OneDevice = OneDeviceOfPasses(start, passes)
-        ranks: Ranks = RanksOfPasses(start, plan, passes, spmds, prelude)
-    else:
-        spmd = program_of(plan, graph, training=training, original=captured.graph)
-        start = Start(spmd, captured, reference, loss, plan.optimizer, args, named)
-        single, ranks = OneDevice(start), Ranks(start)
-    worst: dict[Key, Difference] = {}
-    records: list[tuple[Collective, ...]] = []
-    earlier: list[tuple[Values, list[Values]]] = []
-    with shown("proving the plan"):
-        for step in each(range(steps), lambda step: f"steps on one device and on {plan.num_ranks} virtual ranks"):
-            expected = single.step(step)
-            actual = ranks.step(step)
-            if step == 0:
-                records = [ranks.forward_record, ranks.backward_record]
-            for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
-                ranks.compare(want, have, worst)
-            earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
-    differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
-    wrong = [difference for difference in differences if not difference.error <= tolerance]
-    dtypes_report = None
-    if stored is not None and is_in_passes:
-        spmds, prelude = _programs(plan, narrow, None, training=training)
-        start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
-        compared = Compared(
-            RanksOfPasses(start_in_dtypes, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes)
+    code = reached(module, loss)
+    with default_dtype(torch.float64) as models_default, emptied(code, keeps=False):
+        start_of = partial(
+            Start,
+            captured=captured,
+            module=reference,
+            loss=loss,
+            optimizer=plan.optimizer,
+            args=args,
+            kwargs=named,
+            models_default=models_default,
         )
-        dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
-    elif stored is not None:
-        start_in_dtypes = _start_in_dtypes(
-            start, program_of(plan, captured.graph, training=training), stored, call, plan
+        if plan.is_pipeline:
+            return _pipeline_report(plan, captured, start_of, stored, call, steps, tolerance)
+        is_in_passes = plan.micro_batches > 1 and (batch_size(graph) or 0) > (plan.micro_batch or 0)
+        training = module.training if plan.micro_batches == 1 or is_in_passes else None
+        if is_in_passes:
+            narrow, passes = _passes(plan, captured.graph, call, models_default)
+            spmds, prelude = _programs(plan, passes, narrow, training=training)
+            spmd = spmds[passes.sizes[0]]
+            start = start_of(spmd)
+            single: OneDevice = OneDeviceOfPasses(start, passes)
+            ranks: Ranks = RanksOfPasses(start, plan, passes, spmds, prelude)
+        else:
+            spmd = program_of(plan, graph, training=training, original=captured.graph)
+            start = start_of(spmd)
+            single, ranks = OneDevice(start), Ranks(start)
+        substance, worst = Substance(start), dict[Key, Difference]()
+        records: list[tuple[Collective, ...]] = []
+        earlier: list[tuple[Values, list[Values]]] = []
+        with shown("proving the plan"):
+            for step in each(range(steps), lambda step: f"steps on one device and on {plan.num_ranks} virtual ranks"):
+                expected = single.step(step)
+                actual = ranks.step(step)
+                substance.note(step, expected)
+                if step == 0:
+                    records = [ranks.forward_record, ranks.backward_record]
+                for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
+                    ranks.compare(want, have, worst)
+                earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
+        differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
+        wrong = [difference for difference in differences if not difference.error <= tolerance]
+        dtypes_report = None
+        if stored is not None:
+            with default_dtype(models_default), emptied(code, keeps=False):
+                if is_in_passes:
+                    spmds, prelude = _programs(plan, narrow, None, training=training)
+                    start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
+                    compared = Compared(
+                        RanksOfPasses(start_in_dtypes, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes)
+                    )
+                else:
+                    narrow_spmd = program_of(plan, captured.graph, training=training)
+                    start_in_dtypes = _start_in_dtypes(start, narrow_spmd, stored, call, plan)
+                    compared = Compared(Ranks(start_in_dtypes))
+                dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
+        rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
+        return Report(
+            differences=differences,
+            tolerance=tolerance,
+            forward=records[0],
+            backward=records[1],
+            planned_forward=spmd.forward_collectives(in_passes=is_in_passes),
+            planned_backward=backward_collectives(ranks.programs[0], in_passes=is_in_passes),
+            matches_plan=_listed(plan, spmd.graph if is_in_passes else graph, records),
+            untraceable=ranks.programs[0].untraceable,
+            rounding=rounding,
+            first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
+            in_dtypes=dtypes_report,
+            not_proven=substance.not_proven,
+            notes=(*substance.notes([(d.kind, d.name) for d in wrong]), *_nothing_split(plan, spmd)),
         )
-        dtypes_report = in_dtypes(start_in_dtypes, Compared(Ranks(start_in_dtypes)), plan, steps)
-    rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
-    return Report(
-        differences=differences,
-        tolerance=tolerance,
-        forward=records[0],
-        backward=records[1],
-        planned_forward=spmd.forward_collectives(in_passes=is_in_passes),
-        planned_backward=backward_collectives(ranks.programs[0], in_passes=is_in_passes),
-        matches_plan=_listed(plan, spmd.graph if is_in_passes else graph, records),
-        untraceable=ranks.programs[0].untraceable,
-        rounding=rounding,
-        first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
-        in_dtypes=dtypes_report,
-    )
 
 
 def _pipeline_report(
     plan: Plan,
     captured: Capture,
-    reference: torch.nn.Module,
+    start_of: partial[Start],
     stored: torch.nn.Module | None,
     call: Example,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     steps: int,
     tolerance: float,
 ) -> Report:
     """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own.
-    ``stored``: the module as a plan with a precision stores it."""
+    ``start_of``: both runs' start, from the program of the first stage; ``stored``: the module as a plan with a
+    precision stores it."""
     graph = step_graph(captured.graph)
     if plan.micro_batches == 1 or (batch_size(captured.graph) or 0) <= (plan.micro_batch or 0):
         narrow, passes = Passes.single(graph), Passes.single(widen(graph))
     else:
-        narrow, passes = _passes(plan, graph, call)
+        narrow, passes = _passes(plan, graph, call, start_of.keywords["models_default"])
     is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
     training = call.module.training if is_planned else None
     bounds = {
@@ -218,23 +246,30 @@ def _pipeline_report(
         for size, graph in passes.graphs.items()
     }
     first = bounds[passes.sizes[0]]
-    start = Start(_of_stages(first.spmds), captured, reference, call.loss, plan.optimizer, *arguments)
+    start = start_of(_of_stages(first.spmds))
     single, ranks = OneDeviceOfPasses(start, passes), Pipelined(start, plan, passes, bounds)
-    worst: dict[Key, Difference] = {}
+    substance, worst = Substance(start), dict[Key, Difference]()
     for step in range(steps):
-        ranks.compare(single.step(step), ranks.step(step), worst)
+        expected = single.step(step)
+        ranks.compare(expected, ranks.step(step), worst)
+        substance.note(step, expected)
+    wrong = [key for key, difference in worst.items() if not difference.error <= tolerance]
     listed = not is_planned or all(
         _listed(plan.alone(number), part, [ranks.forward_records[number], ranks.backward_records[number]])
         for number, part in enumerate(first.cut.parts)
     )
     dtypes_report = None
     if stored is not None:
-        narrow_bounds = {
-            size: bound(plan, graph, prelude=narrow.prelude, training=training) for size, graph in narrow.graphs.items()
-        }
-        start_in_dtypes = _start_in_dtypes(start, _of_stages(narrow_bounds[narrow.sizes[0]].spmds), stored, call, plan)
-        compared = Compared(Pipelined(start_in_dtypes, plan, narrow, narrow_bounds), _alone(narrow), len(narrow.sizes))
-        dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
+        with default_dtype(start.models_default), emptied(reached(call.module, call.loss), keeps=False):
+            narrow_bounds = {
+                size: bound(plan, graph, prelude=narrow.prelude, training=training)
+                for size, graph in narrow.graphs.items()
+            }
+            spmd = _of_stages(narrow_bounds[narrow.sizes[0]].spmds)
+            start_in_dtypes = _start_in_dtypes(start, spmd, stored, call, plan)
+            ranks_in_dtypes = Pipelined(start_in_dtypes, plan, narrow, narrow_bounds)
+            compared = Compared(ranks_in_dtypes, _alone(narrow), len(narrow.sizes))
+            dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
     forward = tuple(c for record in ranks.forward_records for c in record)
     backward = tuple(c for record in ranks.backward_records for c in record)
     return Report(
@@ -247,6 +282,8 @@ def _pipeline_report(
         matches_plan=listed,
         untraceable={name: why for program in ranks.first for name, why in program.untraceable.items()},
         in_dtypes=dtypes_report,
+        not_proven=substance.not_proven,
+        notes=tuple(substance.notes(wrong)),
     )
 
 
@@ -255,11 +292,17 @@ def _of_stages(spmds: Sequence[Spmd]) -> Spmd:
     return replace(spmds[0], layouts={name: layout for spmd in spmds for name, layout in spmd.layouts.items()})
 
 
-def _passes(plan: Plan, graph: Graph, call: Example) -> tuple[Passes, Passes]:
+def _passes(plan: Plan, graph: Graph, call: Example, models_default: torch.dtype) -> tuple[Passes, Passes]:
     """The passes of a step over a whole batch, in the model's dtypes and in float64. ``graph``: of the batch."""
     assert plan.micro_batch is not None, "a plan of several passes has samples"
-    narrow = Passes.of(graph, plan.micro_batch, call.graph)
-    return narrow, Passes.of(widen(graph), plan.micro_batch, lambda samples: widen(call.graph(samples)))
+
+    def wide(samples: int) -> Graph:
+        with default_dtype(models_default):
+            return widen(call.graph(samples))
+
+    with default_dtype(models_default):
+        narrow = Passes.of(graph, plan.micro_batch, call.graph)
+    return narrow, Passes.of(widen(graph), plan.micro_batch, wide)
 
 
 def _alone(passes: Passes) -> Callable[[Start], OneDevice]:
@@ -296,8 +339,16 @@ def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: floa
     ranks.adopt(OneDevice(start))
     programs = list(map(without_overwrites, ranks.programs))
     values = run_forward(ranks.cluster, programs, ranks.bindings(0))
-    fault = wrong_result(ranks.spmd, ranks.programs, values, ranks.whole(0), tolerance)
+    model = widen(start.captured.graph)
+    fault = wrong_result(ranks.spmd, model, ranks.programs, values, ranks.whole(0), tolerance)
     return fault or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
+
+
+def _nothing_split(plan: Plan, spmd: Spmd) -> tuple[str, ...]:
+    """A note where every rank computes what one device computes."""
+    if plan.num_ranks > 1 and not any(layout.positions for layout in spmd.layouts.values()):
+        return (f"nothing is split: each of {plan.num_ranks} ranks computes the whole model",)
+    return ()
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:

@@ -72,6 +72,21 @@ def _linspace(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [], [single(["n"])], localize=localize)
 
 
+SPACED = (
+    *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor, aten.logspace.default),
+    *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
+    *(aten.hann_window.default, aten.hann_window.periodic, aten.hamming_window.default, aten.hamming_window.periodic),
+    *(aten.hamming_window.periodic_alpha, aten.hamming_window.periodic_alpha_beta, aten.kaiser_window.default),
+    *(aten.kaiser_window.periodic, aten.kaiser_window.beta, aten.bartlett_window.default),
+    *(aten.bartlett_window.periodic, aten.blackman_window.default, aten.blackman_window.periodic),
+)
+
+
+def _spaced(op: Op, graph: Graph) -> OpRule:
+    """Between numbers of tensors, logarithmic, or a window: every rank makes all of them."""
+    return build(op, graph, [()] * len(op.operands), [single(["n"])], kinds={"n": "whole"})
+
+
 def _eye(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
@@ -102,6 +117,7 @@ CONSTRUCTORS: RuleTable = {
     aten.arange.start: _range,
     aten.arange.start_step: _range,
     aten.linspace.default: _linspace,
+    **dict.fromkeys(SPACED, _spaced),
     aten.eye.default: _eye,
     aten.eye.m: _eye,
 }

@@ -71,7 +71,11 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         )
         parts = {i: part_of(context, f"y{i}") for i in range(count)}
         if transposed:
-            low = [(sliding_map.transposed(*parts[i]) or ((0, 0),))[0][0] for i, sliding_map in enumerate(maps)]
+            windows_of_x = [  # of a dim that is not split all rows are there, also those that only padding would read
+                sliding_map.transposed(*parts[i]) if context.is_split(f"y{i}") else ()
+                for i, sliding_map in enumerate(maps)
+            ]
+            low = [(ranges or ((0, 0),))[0][0] for ranges in windows_of_x]
             fronts = tuple(
                 parts[i][0] + sliding_map.before - low[i] * sliding_map.stride for i, sliding_map in enumerate(maps)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.graph.einsum import DOTS, terms_of
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules.binding import RuleTable, build, leading_names, rule, single
@@ -105,24 +106,15 @@ def addmv_rule(op: Op, graph: Graph) -> OpRule:
 
 def einsum_rule(op: Op, graph: Graph) -> OpRule | None:
     """Any equation without a repeated index inside one operand; indices that are summed away are ``sum``."""
-    equation = str(arguments(op)["equation"]).replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
-    if len(terms) != len(op.operands):
-        return None
+    terms, right = terms_of(str(arguments(op)["equation"]))
     shapes = [graph.by_name[name].shape for name in op.operands]
-    counts = [len(s) - len(t.replace("...", "")) for t, s in zip(terms, shapes, strict=True) if "..." in t]
-    batch = leading_names(max(counts, default=0))
-    if not arrow:
-        letters = left.replace("...", "").replace(",", "")
-        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    widest = max(len(shape) - len(term.replace(DOTS, "")) for term, shape in zip(terms, shapes, strict=True))
 
     def names(term: str, rank: int) -> list[str]:
-        before, dots, after = term.partition("...")
-        batch_names = (
-            batch[len(batch) - (rank - len(before) - len(after)) :] if dots and rank > len(before + after) else ()
-        )
-        return [*map(_letter, before), *batch_names, *map(_letter, after)]
+        """Dims of the ellipsis align at its end. ``b0``, ``b1`` ... are names that no letter has."""
+        before, _, after = term.partition(DOTS)
+        dots = range(widest - rank + len(before) + len(after), widest)
+        return [*map(_letter, before), *(f"b{i}" for i in dots), *map(_letter, after)]
 
     spelled = [names(term, len(shape)) for term, shape in zip(terms, shapes, strict=True)]
     result = names(right, len(graph.by_name[op.results[0]].shape))

@@ -255,8 +255,8 @@ REDUCTIONS: RuleTable = {
     aten.mean.dim: _mean,
     aten.amax.default: _extreme("max", lowerings.amax),
     aten.amin.default: _extreme("min", lowerings.amin),
-    aten.max.default: _extreme("max", lowerings.amax),
-    aten.min.default: _extreme("min", lowerings.amin),
+    aten.max.default: _extreme("max", lowerings.max_all),
+    aten.min.default: _extreme("min", lowerings.min_all),
     aten.any.default: _any,
     aten.any.dim: _any,
     aten.any.dims: _any,
@@ -308,7 +308,8 @@ REDUCTIONS: RuleTable = {
     aten.logcumsumexp.default: _along(scans.logcumsumexp),
     aten.cummax.default: _along(scans.cummax),
     aten.cummin.default: _along(scans.cummin),
-    # Sorting over devices moves as much as gathering, in more messages.
+    # Sorting over devices moves as much as gathering, in more messages. Which of equal values sort and topk take is up
+    # to their kernels, which must see the whole row to choose as on one device.
     aten.sort.default: _along(),
     aten.sort.stable: _along(),
     aten.argsort.default: _along(),
@@ -316,7 +317,7 @@ REDUCTIONS: RuleTable = {
     aten.msort.default: lambda op, graph: along_rule(op, graph, 0),
     aten.searchsorted.Tensor: _search,
     aten.bucketize.Tensor: _search,
-    aten.topk.default: _along(scans.topk),
+    aten.topk.default: _along(),
     aten.diff.default: _diff,
     aten.glu.default: _glu,
 }

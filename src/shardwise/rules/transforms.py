@@ -30,6 +30,14 @@ def _transform(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [before], [after], kinds=kinds, linear=((0,),))
 
 
+def _short_time(op: Op, graph: Graph) -> OpRule:
+    """``b n, w -> b f t``: frames overlap, and every frequency is a sum over a frame."""
+    batch = ["b"][: len(graph.by_name[op.operands[0]].shape) - 1]
+    operands = [single([*batch, "n"]), single(["w"])][: len(op.operands)]
+    kinds: dict[str, FactorKind] = dict.fromkeys(("n", "w", "f", "t"), "whole")
+    return build(op, graph, operands, [single([*batch, "f", "t"])], kinds=kinds, linear=((0,),))
+
+
 TRANSFORMS: RuleTable = dict.fromkeys(
     (
         *(aten.fft_fft.default, aten.fft_ifft.default, aten.fft_fft2.default, aten.fft_ifft2.default),
@@ -39,4 +47,4 @@ TRANSFORMS: RuleTable = dict.fromkeys(
         *(aten.fft_hfftn.default, aten.fft_ihfftn.default, aten.fft_fftshift.default, aten.fft_ifftshift.default),
     ),
     zeros_if_empty(_transform),
-)
+) | dict.fromkeys((aten.stft.default, aten.stft.center), zeros_if_empty(_short_time))

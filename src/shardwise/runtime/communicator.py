@@ -246,6 +246,22 @@ class Communicator:
             work = gather_tensor(rows.view(-1), sent, group=group, async_op=True)
         return Rows(rows, InFlight(work, sent, is_gloos(group)), what, failed)
 
+    def bring(self, tensor: torch.Tensor, source: int, target: int | None, what: str) -> torch.Tensor:
+        """Return a tensor of rank ``source`` on rank ``target``, or on all (None); the others pass one of its shape.
+        Raises CollectiveError. ``what`` it is, for that."""
+        self.make_sure()
+        self.launched += 1
+        wire = tensor.contiguous().reshape(-1).view(torch.uint8)  # no backend sends every dtype
+        if wire.numel() and source != target and (target is None or self.rank in (source, target)):
+            with explaining(what, self._failed(what)):
+                if target is None:
+                    dist.broadcast(wire, source)
+                elif self.rank == source:
+                    dist.send(wire, target)
+                else:
+                    dist.recv(wire, source)
+        return wire.view(tensor.dtype).view(tensor.shape)
+
     def _failed(self, what: str) -> Failed:
         """What an error of the network means for an exchange of all ranks that is under way. ``what`` it is for."""
         waiting = Waiting(self.name, self.launched, what, self.place.ranks)

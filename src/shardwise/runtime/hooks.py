@@ -168,10 +168,21 @@ def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks
     on_gradient: Any = original._backward_hooks or {}
     on_accumulated: Any = getattr(original, "_post_accumulate_grad_hooks", None) or {}
     whole = not layout.positions
+    # A step is one node of autograd, which has None for a parameter that the differentiated outputs do not depend on. On
+    # one device no hook is called then.
+    reached = [False]
+
+    def note(gradient: Tensor | None) -> None:
+        reached[0] = gradient is not None
+
+    if on_gradient or on_accumulated:
+        part.register_hook(note)
     for hook in on_gradient.values():
-        part.register_hook(hook if whole else _of_whole_gradient(hook, layout, name, ranks))
+        run = hook if whole else _of_whole_gradient(hook, layout, name, ranks)
+        part.register_hook(lambda gradient, run=run: run(gradient) if reached[0] else None)
     for hook in on_accumulated.values():
-        part.register_post_accumulate_grad_hook(hook if whole else _of_whole_parameter(hook, layout, name, ranks))
+        run = hook if whole else _of_whole_parameter(hook, layout, name, ranks)
+        part.register_post_accumulate_grad_hook(lambda part, run=run: run(part) if reached[0] else None)
 
 
 def gathered(local: Tensor, layout: Layout, what: str, ranks: Communicator) -> Tensor:

@@ -143,6 +143,14 @@ class Pipeline(Split):
         stages = [self.plan.stages[number] for number in self._stages]
         return frozenset(entry.name for stage in stages for entry in (*stage.parameters, *stage.buffers))
 
+    @cached_property
+    def _elsewhere(self) -> frozenset[str]:
+        def names(module: torch.nn.Module) -> set[str]:
+            tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+            return {name for named in tensors for name, _ in named}
+
+        return frozenset(names(self.original) - names(self))
+
     def _holders(self, name: str) -> list[int]:
         """The other ranks that have this rank's shard of a parameter of several stages."""
         have = [stage.placement.ranks for stage in self.plan.stages if name in stage.layouts]
@@ -154,7 +162,7 @@ class Pipeline(Split):
         }
         first_ranks = self.plan.stages[self._stages[0]].placement.ranks
         elsewhere = frozenset(name for name in self._groups.shared if first[name] != first_ranks)
-        protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere))
+        protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere), self._everyone)
         place_states(self, self.plan.optimizer, self._calls.settings.host)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -169,6 +169,8 @@ class Split(StandIn):
         shards = {prefix + name: shard for name, shard in self._shards.items()}
         check(local_metadata.get(KEY, {}), self._shards, self.device_number)
         state_dict |= cut(state_dict, shards)  # torch's own copy, which submodules read
+        for name in self._elsewhere:
+            state_dict.pop(prefix + name, None)
         seed = state_dict.get(prefix + SEED)
         if seed is not None:
             self._draws = True
@@ -176,6 +178,11 @@ class Split(StandIn):
                 self._seed.copy_(seed)
         rest = {k: v for k, v in state_dict.items() if k != prefix + SEED}
         super()._load_from_state_dict(rest, prefix, local_metadata, *others)
+
+    @property
+    def _elsewhere(self) -> frozenset[str]:
+        """Names of tensors that ranks of other stages hold alone."""
+        return frozenset()
 
     @property
     def _shards(self) -> dict[str, Shard]:

@@ -68,6 +68,9 @@ class Step:
             delivered, written, _ = self.forward(tensors, emitted, observed)
         else:
             step, turn = self._taking_turns() if observed is None else (self, _PLAIN)
+            # Autograd would call the hooks of others with None.
+            reached = set(self.positions.values())
+            tensors = [x if i in reached or not x.requires_grad else x.detach() for i, x in enumerate(tensors)]
             results = _Step.apply(step, observed, turn, *tensors)  # type: ignore[no-untyped-call]
             delivered, written = results[: self.num_delivered], results[self.num_delivered :]
         return tuple(delivered), tuple(written)

@@ -30,14 +30,16 @@ Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...]]
 BLOCK = 65_536
 # Joint tables beyond this many combinations are refused: 2 billion additions take about a second.
 MAX_JOINT = 4_000_000_000
+# And eliminations whose results, which are all kept until the way back, take more bytes than this.
+MAX_BYTES = 2 * 2**30
 
 
 class TooWide(Exception):
-    """An elimination would need a joint table of ``joint`` combinations over ``scope``."""
+    """An elimination would take too long or too much memory; its largest joint table is over ``scope``."""
 
-    def __init__(self, scope: Scope, joint: int) -> None:
-        super().__init__(f"eliminating a variable joins {joint} combinations over {len(scope)} variables")
-        self.scope, self.joint = scope, joint
+    def __init__(self, scope: Scope, cause: str) -> None:
+        super().__init__(cause)
+        self.scope = scope
 
 
 class Interner:
@@ -127,7 +129,8 @@ class Elimination:
     """In which order the variables of a problem are eliminated, and what is computed for that: always those next that
     have the smallest joint table per variable of the same signature.
 
-    ``widest``, ``largest``: the variables of the largest joint table, and its combinations.
+    ``widest``, ``largest``: the variables of the largest joint table, and its combinations; ``num_bytes``: of all
+    tables that are computed.
     """
 
     def __init__(self, problem: Problem, last: int | None = None) -> None:
@@ -138,17 +141,18 @@ class Elimination:
         self.constants: list[int] = []
         self.order: list[tuple[int, int, _Least, Scope]] = []  # variable, number of its minimum, tables, neighbours
         self.widest: Scope = ()
-        self.largest = self.num_minima = 0
+        self.largest = self.num_minima = self.num_bytes = 0
         self._at: list[dict[Scope, int]] = [{} for _ in problem.sizes]
         self._known: dict[object, int] = {}
         for scope, number in problem.factors:
             self._insert(scope, number)
         self._eliminate_all()
 
-    def _computed(self, step: tuple[int, int] | _Least) -> int:
-        """The number of what a step gives; equal steps are done once."""
+    def _computed(self, step: tuple[int, int] | _Least, scope: Scope) -> int:
+        """The number of what a step gives, a table over ``scope``; equal steps are done once."""
         number = self._known.get(step)
         if number is None:
+            self.num_bytes += 8 * prod(self.sizes[v] for v in scope)
             number = self._known[step] = self.num_tables + len(self.steps)
             self.steps.append(step)
             self.num_minima += isinstance(step, _Least)
@@ -161,7 +165,7 @@ class Elimination:
             return
         other = self._at[scope[0]].get(scope)
         if other is not None:
-            number = self._computed((min(other, number), max(other, number)))
+            number = self._computed((min(other, number), max(other, number)), scope)
         for variable in scope:
             self._at[variable][scope] = number
 
@@ -175,7 +179,7 @@ class Elimination:
 
     def _eliminate(self, variable: int, step: _Least, neighbours: Scope) -> Scope:
         """Replace the tables of a variable by one over its neighbours, which are returned."""
-        number = self._computed(step)
+        number = self._computed(step, neighbours)
         self.order.append((variable, number, step, neighbours))
         for scope in self._at[variable]:
             for v in scope:
@@ -262,15 +266,19 @@ def beside(step: _Least, tables: Sequence[Table], neighbours: Sequence[int]) -> 
 
 def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT) -> Elimination:
     """How a problem is eliminated; those that leave no variable to the last are remembered. Raises TooWide when a joint
-    table would have more than ``max_joint`` combinations."""
+    table would have more than ``max_joint`` combinations, or all tables more than ``MAX_BYTES``."""
     key = tuple(problem.sizes), tuple(problem.factors)
     elimination = problem.known.get(key) if last is None else None
     if elimination is None:
         elimination = Elimination(problem, last)
         if last is None:
             problem.known[key] = elimination
-    if elimination.largest > max_joint:
-        raise TooWide(elimination.widest, elimination.largest)
+    largest, scope, num_bytes = elimination.largest, elimination.widest, elimination.num_bytes
+    if largest > max_joint:
+        joined = f"eliminating a variable joins {largest} combinations over {len(scope)} variables"
+        raise TooWide(scope, f"{joined}, more than {max_joint}")
+    if num_bytes > MAX_BYTES:
+        raise TooWide(scope, f"eliminating the variables makes tables of {num_bytes} bytes, more than {MAX_BYTES}")
     return elimination
 
 

@@ -10,15 +10,14 @@ and rows of one table that are equal share their columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.search.conditioning import greedy
 from shardwise.search.elimination import Problem, Scope, Solution, Table
 
 if TYPE_CHECKING:
@@ -28,20 +27,35 @@ Ints = NDArray[np.int64]
 
 # Seconds after which HiGHS returns the best it has.
 TIME_LIMIT = 60.0
+# Of HiGHS, per entry of the matrix: 22 million entries passed 21 GB (scipy 1.17, 2026).
+ENTRY_BYTES = 1_000
+MAX_BYTES = 2 * 2**30
 # The largest price is scaled to this, so that the absolute tolerances of HiGHS (1e-6 and 1e-7) are small beside it.
 SCALE = 1e6
 # What scipy.optimize.milp calls the states of a result.
 FINISHED, STOPPED, INFEASIBLE = 0, 1, 2
 
 
+class TooLarge(Exception):
+    """HiGHS would need ``num_bytes`` for an integer program."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"the integer program takes {num_bytes / 2**30:.1f} GiB, more than {MAX_BYTES / 2**30:g}")
+        self.num_bytes = num_bytes
+
+
 def solve_ilp(sums: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
     """An assignment of least value, to the tolerances of HiGHS; after ``time_limit`` seconds the best found, with the
-    bound that was proven. Raises ShardwiseError when by then neither HiGHS nor a greedy pass has found a finite one."""
-    assignment, bound = _Program(sums).solve(time_limit)
+    bound that was proven. Raises TooLarge for a program of more than ``MAX_BYTES``, and ShardwiseError when by then
+    neither HiGHS nor a greedy pass has found a finite one."""
+    program = _Program(sums)
+    if program.num_bytes > MAX_BYTES:
+        raise TooLarge(program.num_bytes)
+    assignment, bound = program.solve(time_limit)
     if bound is None:
-        best = _greedy(sums) if assignment is None else assignment  # infeasible: all assignments are infinite
+        best = greedy(sums) if assignment is None else assignment  # infeasible: all assignments are infinite
         return Solution(best, sums.value(best))
-    best = min([candidate for candidate in (assignment, _greedy(sums)) if candidate is not None], key=sums.value)
+    best = min([candidate for candidate in (assignment, greedy(sums)) if candidate is not None], key=sums.value)
     value = sums.value(best)
     if not np.isfinite(value):
         raise ShardwiseError(
@@ -104,6 +118,14 @@ class _Program:
             _, first = np.unique(keys, axis=1, return_index=True)
             distinct.append(np.sort(order[first]).astype(np.int64))
         return distinct
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of the bytes that HiGHS takes."""
+        entries = sum(map(len, self.values))
+        for joint in self.joints:
+            entries += len(joint.scope) * int(np.isfinite(joint.table).sum())
+        return ENTRY_BYTES * entries
 
     def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
         """The assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
@@ -175,27 +197,3 @@ def _collapsed(table: Table) -> tuple[Table, tuple[Ints, ...]]:
         table = np.take(table, first, axis=axis)
         classes.append(back.reshape(-1).astype(np.int64))
     return table, tuple(classes)
-
-
-def _greedy(problem: Problem) -> list[int]:
-    """Variables in order take the value that costs least beside those before them, then each the best beside all."""
-    at: list[list[tuple[Scope, Table]]] = [[] for _ in problem.sizes]
-    for scope, number in problem.factors:
-        for variable in scope:
-            at[variable].append((scope, problem.interner.tables[number]))
-    assignment = [-1] * len(problem.sizes)
-    for _, variable in product(range(3), range(len(assignment))):
-        total = np.zeros(problem.sizes[variable])
-        for scope, table in at[variable]:
-            total = total + _seen_by(variable, scope, table, assignment)
-        assignment[variable] = int(total.argmin())
-    return assignment
-
-
-def _seen_by(variable: int, scope: Scope, table: Table, assignment: Sequence[int]) -> Table:
-    """[values] the table at the values that others have; the least over those that have none."""
-    index = tuple(slice(None) if v == variable or assignment[v] < 0 else assignment[v] for v in scope)
-    left = [v for v in scope if v == variable or assignment[v] < 0]
-    open_axes = tuple(i for i, v in enumerate(left) if v != variable)
-    seen: Table = np.asarray(table[index]).min(axis=open_axes)
-    return seen

@@ -149,15 +149,16 @@ def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str
     """Axes over the atoms of a dim, major first; what does not divide is split unevenly while every device gets a
     share."""
     sizes = atoms[dim]
-    left = list(sizes)
+    parts = [1] * len(sizes)
     places: dict[str, Where] = {}
     for axis in axes:
         size = mesh.sizes[axis]
-        position = next((i for i, atom in enumerate(left) if atom % size == 0), None)
+        devices = [count * size for count in parts]
+        position = next((i for i, atom in enumerate(sizes) if atom % devices[i] == 0), None)
         if position is None:
-            position = next((i for i, atom in enumerate(left) if atom > size), None)
+            position = next((i for i, atom in enumerate(sizes) if atom > devices[i]), None)
         if position is None:
             continue
-        left[position] = left[position] // size if left[position] % size == 0 else 1
+        parts[position] = devices[position]
         places[axis] = Place.of(dim, sizes, position)
     return places

@@ -1,10 +1,12 @@
-"""How a sum of tables is minimised: by variable elimination, and where that is too wide as an integer program."""
+"""How a sum of tables is minimised: by variable elimination, where that is too wide as an integer program, and where
+that is too large by conditioning."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 
+from shardwise.search.conditioning import solve_conditioned
 from shardwise.search.elimination import MAX_JOINT, Elimination, Problem, Solution, TooWide, elimination_of, solve
 
 Solver = Callable[[Problem], Solution]
@@ -15,18 +17,32 @@ class WideWarning(UserWarning):
 
 
 def minimise(problem: Problem) -> Solution:
-    """By elimination; where that is too wide, as an integer program."""
+    """By elimination; where that is too wide, as an integer program; where that is too large, by conditioning."""
     try:
         return solve(problem, max_joint=MAX_JOINT)
     except TooWide as error:
-        from shardwise.search.ilp import solve_ilp
+        return _bounded(problem, f"{error}")
 
-        warnings.warn(
-            f"{error}, more than {MAX_JOINT}: solved as an integer program, whose bound is the plan's optimality gap",
-            WideWarning,
-            stacklevel=2,
-        )
-        return solve_ilp(problem)
+
+def as_integer_program(problem: Problem) -> Solution:
+    """As an integer program; where that is too large, by conditioning."""
+    return _bounded(problem, "")
+
+
+def _bounded(problem: Problem, cause: str) -> Solution:
+    """By what needs no narrow elimination. ``cause``: why, if it is not the search that was asked for."""
+    from shardwise.search.ilp import TooLarge, solve_ilp
+
+    how = "as an integer program"
+    try:
+        solution = solve_ilp(problem)
+    except TooLarge as error:
+        solution, how = solve_conditioned(problem), "with some choices fixed in turns"
+        cause = f"{cause}; {error}" if cause else f"{error}"
+    if cause:
+        text = f"{cause}: solved {how}, whose bound is the plan's optimality gap"
+        warnings.warn(text, WideWarning, stacklevel=3)
+    return solution
 
 
 def narrow_elimination(problem: Problem) -> Elimination:
@@ -36,8 +52,4 @@ def narrow_elimination(problem: Problem) -> Elimination:
 
 def solver_of(search: str) -> Solver:
     """How a search minimises a sum of tables."""
-    if search == "ilp":
-        from shardwise.search.ilp import solve_ilp
-
-        return solve_ilp
-    return minimise
+    return as_integer_program if search == "ilp" else minimise

@@ -38,7 +38,7 @@ from shardwise.train.parts import (
     random_part,
 )
 from shardwise.train.retention import Keep
-from shardwise.train.saving import Job, Saving, give_up, incomplete, make_room
+from shardwise.train.saving import Job, Saving, give_up, incomplete, make_room, release
 from shardwise.train.sharing import Offer, Piece, PlannedFile, offers_of, shared_out
 from shardwise.train.values import encode
 
@@ -153,14 +153,19 @@ def save_checkpoint(
         raise_first(CheckpointError, fault)
         assert state is not None, "without a fault there is a state"
         plain, token = _agree(saver, path, state, token)
-    except ShardwiseError:
+    except BaseException:
         if token:
-            shutil.rmtree(incomplete(path))
+            shutil.rmtree(incomplete(path), ignore_errors=True)
+            release(token)
         raise
     try:
         files = _files(saver, state.parts, saver.shares.files[rank], blocking)
-    except (RuntimeError, MemoryError) as error:  # no memory, above all
-        raise give_up(path, token, rank, str(error)) from error
+    except BaseException as error:  # no memory, above all
+        failed = give_up(path, token, rank, str(error))
+        release(token)
+        if isinstance(error, (RuntimeError, MemoryError)):
+            raise failed from error
+        raise
     manifest = Manifest(
         step=step,
         num_ranks=num_ranks,

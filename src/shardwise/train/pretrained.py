@@ -23,6 +23,7 @@ from shardwise.runtime.split import Split
 from shardwise.train.agreement import here, raise_first
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.files import Reader
+from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import read_manifest
 from shardwise.train.parts import MODEL, Part, is_seed
 from shardwise.train.sharing import AT_ONCE_BYTES, Piece, cut, safetensors_header
@@ -44,9 +45,29 @@ def save_pretrained(
     ``dtype``: of floating-point tensors in the files (default: as they are). ``max_file_bytes``: more goes to several
     files with an index; one tensor is in one file. Host memory, beside this rank's part: some 10 MB.
 
-    Raises CheckpointError, on all ranks, where it cannot be written and where the folder has weights already.
+    Raises CheckpointError, on all ranks, where it cannot be written, where the folder has weights already, and where
+    another process saves to it.
     """
-    folder, (rank, num_ranks) = Path(folder), here()
+    folder, (rank, _) = Path(folder), here()
+    fault: ShardwiseError | None = None
+    held: Lock | None = None
+    try:
+        if rank == 0:
+            try:
+                folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+                held = lock(folder)
+            except (OSError, ValueError) as error:
+                fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
+        raise_first(CheckpointError, fault)
+        _save(par, folder, dtype, max_file_bytes)
+    finally:
+        if held is not None:
+            held.release()
+
+
+def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
+    """The same, where nothing else writes to the folder."""
+    rank, num_ranks = here()
     original = par.original if isinstance(par, Split) else par
     fault: ShardwiseError | None = None
     try:

@@ -3,8 +3,9 @@
 Ranks meet in the folder, not in a collective: the thread that writes may run beside steps whose collectives must not be
 disturbed. ``NAME.incomplete`` fills; a rank that is done leaves a note with its checksums, one that failed says why.
 When all notes are there, rank 0 writes the manifest and renames the folder. Whatever happens before, there is no
-``NAME``. The folder says which save it is of: another job that begins to save there takes it over, and this one finds
-out before it calls anything its own.
+``NAME``. Rank 0 has a lock on the name until then: another job that saves under it is refused. The folder says which
+save it is of, for file systems without locks: a save whose folder another one took over finds out before it calls
+anything its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -22,9 +24,11 @@ from uuid import uuid4
 
 from shardwise.errors import CheckpointError, problem
 from shardwise.train.files import Staged, Streamed, write
+from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import FILE, DataFile, Manifest
-from shardwise.train.retention import INCOMPLETE, Keep, prune
+from shardwise.train.retention import DELETED, INCOMPLETE, Keep, prune
 
+_NAMES = r"shard-\d+-[\w-]+\.safetensors|(written|failed)-\d+(-\w+\.json)?"  # of files in a folder that fills
 OWNER = "owner"  # the file that says which save a folder is of
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
 _LAST_SECONDS = 30.0  # that a process whose script has ended waits for the other ranks' files
@@ -92,6 +96,8 @@ class Saving:
             self._error = error
         except Exception as error:  # a thread must not end without saying why
             self._error = _failed(job.path, f"{type(error).__name__}: {error}")
+        finally:
+            release(job.token)
 
 
 def _save(job: Job) -> None:
@@ -111,7 +117,7 @@ def _save(job: Job) -> None:
     if job.rank == 0:
         _finish(job)
     else:
-        _poll(job, lambda: job.path.is_dir(), "rank 0 completes it")
+        _poll(job, lambda: _belongs_to(job.path, job.token), "rank 0 completes it")
 
 
 def _finish(job: Job) -> None:
@@ -125,8 +131,10 @@ def _finish(job: Job) -> None:
             note.unlink()
         _place(job.folder, FILE, replace(job.manifest, files=files).to_text())
         _check_owner(job)
-        (job.folder / OWNER).unlink()
         os.rename(job.folder, job.path)
+        if not _belongs_to(job.path, job.token):
+            raise _taken(job)
+        _begun.discard(job.path.absolute())
         _sync_folder(job.path.parent)
     except (OSError, CheckpointError) as error:
         if not isinstance(error, CheckpointError):
@@ -189,14 +197,20 @@ def _check_owner(job: Job) -> None:
     """Raise CheckpointError where another save has begun in the folder of this one, or it is gone; for other ranks than
     0 it may just be complete."""
     owner = _owner(job.folder)
+    if owner is None and job.rank:
+        owner = _owner(job.path)
     if owner != job.token and (owner is not None or job.rank == 0):
-        raise CheckpointError(
-            problem(
-                f"{job.path} was not saved: another job began to save it, or removed what this one had written",
-                fix="end one of the two jobs, or give each a folder of its own; earlier checkpoints are as they were, "
-                "and training can go on",
-            )
+        raise _taken(job)
+
+
+def _taken(job: Job) -> CheckpointError:
+    return CheckpointError(
+        problem(
+            f"{job.path} was not saved: another job began to save it, or removed what this one had written",
+            fix="end one of the two jobs, or give each a folder of its own; earlier checkpoints are as they were, "
+            "and training can go on",
         )
+    )
 
 
 def _failed(path: Path, reason: str) -> CheckpointError:
@@ -232,21 +246,31 @@ def incomplete(path: Path) -> Path:
     return path.with_name(path.name + INCOMPLETE)
 
 
+_locks: dict[str, Lock] = {}  # of the saves of this process that are under way, by their token
+_begun: set[Path] = set()  # by this process, and not complete: other ranks may still look for the reason
+
+
 def make_room(path: Path) -> str:
     """An empty folder to fill, on rank 0, in place of what an earlier attempt left; what tells this save from others.
-    Raises CheckpointError where a checkpoint of that name is complete, or the folder cannot be made."""
+    What killed jobs left of other saves is removed. Raises CheckpointError where a checkpoint of that name is complete,
+    or another process saves it, or the folder cannot be made."""
     token = uuid4().hex
     try:
         folder = incomplete(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _locks[token] = lock(path)
         if path.exists():
             what = f"{path} exists already: a checkpoint is never overwritten"
             fix = "save under another name (the step in it), or delete that one first"
             raise CheckpointError(problem(what, fix=fix))
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        _remove_leftovers(path.parent)
+        folder.mkdir()
         (folder / OWNER).write_text(token)
+        _begun.add(path.absolute())
     except (OSError, ValueError) as error:
+        release(token)
         if isinstance(error, CheckpointError):
             raise
         what = f"the folder {str(path)!r} cannot be made: {error}"
@@ -254,4 +278,33 @@ def make_room(path: Path) -> str:
     return token
 
 
-__all__ = ["Job", "Saving", "give_up", "incomplete", "make_room"]
+def release(token: str) -> None:
+    """Let others save under the name of a save that has ended; nothing on other ranks than 0."""
+    held = _locks.pop(token, None)
+    if held is not None:
+        held.release()
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove what killed jobs left of saves and deletions; what others have put into such a folder stays."""
+    for folder in parent.iterdir():
+        if folder.suffix not in (INCOMPLETE, DELETED) or not _is_of_saves(folder):
+            continue
+        path = folder.with_suffix("")
+        if folder.suffix == INCOMPLETE and path.absolute() in _begun:
+            continue
+        with contextlib.suppress(OSError, CheckpointError):  # a live process writes it
+            held = lock(path)
+            if held.is_certain:
+                shutil.rmtree(folder, ignore_errors=True)
+            held.release()
+
+
+def _is_of_saves(folder: Path) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = [entry.name.removesuffix(".part") for entry in folder.iterdir()]
+    return all(name in (FILE, OWNER) or re.fullmatch(_NAMES, name) for name in names)
+
+
+__all__ = ["Job", "Saving", "give_up", "incomplete", "make_room", "release"]

@@ -31,6 +31,7 @@ from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
 from shardwise.train.agreement import from_all, here, raise_first
 from shardwise.train.checkpoints import save_checkpoint
+from shardwise.train.locks import Lock, lock
 from shardwise.train.pretrained import save_pretrained
 from shardwise.train.resuming import load_checkpoint
 from shardwise.transformers.front import front_of
@@ -323,22 +324,35 @@ class ShardwiseTrainer(transformers.Trainer):
         if self._parallel is None:
             super().save_model(str(folder), _internal_call=True)
         else:
-            new = folder / ".new"
-            if here()[0] == 0:
-                shutil.rmtree(new, ignore_errors=True)  # of an attempt that was killed
-                folder.mkdir(parents=True, exist_ok=True)
-            from_all(None)
+            self._save_parallel(folder, folder / ".new")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_parallel(self, folder: Path, new: Path) -> None:
+        """Write the whole model to ``new``, then move it to its folder. Raises CheckpointError, on all ranks."""
+        fault: CheckpointError | None = None
+        held: Lock | None = None
+        is_first = here()[0] == 0
+        try:
+            if is_first:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    held = lock(folder / "model")
+                    shutil.rmtree(new, ignore_errors=True)  # of an attempt that was killed
+                except (OSError, CheckpointError) as error:
+                    fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
+            raise_first(CheckpointError, fault)
+            assert self._parallel is not None, "the model is split by now"
             save_pretrained(self._parallel, new)
-            fault = None
-            if here()[0] == 0:
+            if is_first:
                 try:
                     self._replace_model(folder, new)
                 except OSError as error:
-                    what = f"{folder} cannot be written: {error}"
-                    fault = CheckpointError(problem(what, fix="make room, or give another folder"))
+                    fault = _unwritten(folder, error)
             raise_first(CheckpointError, fault)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        finally:
+            if held is not None:
+                held.release()
 
     def _replace_model(self, folder: Path, new: Path) -> None:
         """Move the files of a complete model to their places, then delete what is left of another."""
@@ -397,6 +411,10 @@ class ShardwiseTrainer(transformers.Trainer):
             raise ShardwiseError(problem(what, fix="load_best_model_at_end needs save_only_model=False"))
         assert self._parallel is not None, "the model is split by now"
         load_checkpoint(best, self._parallel, random=False)
+
+
+def _unwritten(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
 
 
 def _without_accelerate(loader: DataLoader[Any]) -> DataLoader[Any]:

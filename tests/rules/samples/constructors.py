@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from rules.samples.calls import Sample, call, unsplit, x
+from rules.samples.calls import Sample, call, plain, unsplit, x
 from shardwise.graph.operators import dropout, uniform
 
 aten = torch.ops.aten
 
+WINDOWS = [
+    *(aten.hann_window.default, aten.hamming_window.default, aten.kaiser_window.default),
+    *(aten.bartlett_window.default, aten.blackman_window.default),
+]
+PERIODIC = [
+    *(aten.hann_window.periodic, aten.hamming_window.periodic, aten.kaiser_window.periodic),
+    *(aten.bartlett_window.periodic, aten.blackman_window.periodic),
+]
 CONSTRUCTORS = [
     call(aten.zeros.default, [3, 4]),
     call(aten.ones.default, [3, 4], dtype=torch.bool),
@@ -24,6 +32,18 @@ CONSTRUCTORS = [
     call(aten.arange.start_step, 9, -3, -2),
     call(aten.arange.start_step, 0.0, 1.2, 0.2, dtype=torch.float64),
     call(aten.linspace.default, 0.0, 1.0, 6, dtype=torch.float64),
+    unsplit(aten.linspace.Tensor_Tensor, plain(x()), plain(x()), 6, dtype=torch.float64),
+    unsplit(aten.linspace.Tensor_Scalar, plain(x()), 1.0, 6, dtype=torch.float64),
+    unsplit(aten.linspace.Scalar_Tensor, 1.0, plain(x()), 6, dtype=torch.float64),
+    *(unsplit(op, 6, dtype=torch.float64) for op in WINDOWS),
+    *(unsplit(op, 6, False, dtype=torch.float64) for op in PERIODIC),
+    unsplit(aten.hamming_window.periodic_alpha, 6, True, 0.4, dtype=torch.float64),
+    unsplit(aten.hamming_window.periodic_alpha_beta, 6, True, 0.4, 0.5, dtype=torch.float64),
+    unsplit(aten.kaiser_window.beta, 6, True, 8.0, dtype=torch.float64),
+    unsplit(aten.logspace.default, 0.0, 1.0, 6, dtype=torch.float64),
+    unsplit(aten.logspace.Tensor_Tensor, plain(x()), plain(x()), 6, dtype=torch.float64),
+    unsplit(aten.logspace.Tensor_Scalar, plain(x()), 1.0, 6, dtype=torch.float64),
+    unsplit(aten.logspace.Scalar_Tensor, 1.0, plain(x()), 6, dtype=torch.float64),
     call(aten.eye.default, 6),
     call(aten.eye.m, 4, 6, dtype=torch.float64),
 ]

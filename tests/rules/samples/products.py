@@ -39,6 +39,7 @@ CONTRACTIONS = [
     call(aten.einsum.default, "...i, ij -> ...j", [x(2, 3, 4), x(4, 2)]),
     call(aten.einsum.default, "bhtd,bhsd,s->bht", [x(2, 2, 3, 4), x(2, 1, 3, 4), x(3)]),
     call(aten.einsum.default, "iA->A", [x(3, 4)]),
+    call(aten.einsum.default, "...b, bc -> ...c", [x(3, 4), x(4, 2)]),
 ]
 
 ATTENTION = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rules.samples.calls import call, unsplit, x
+from rules.samples.calls import call, plain, unsplit, x
 
 aten = torch.ops.aten
 
@@ -15,6 +15,9 @@ def _complex(*shape: int) -> Tensor:
 
 
 TRANSFORMS = [
+    call(aten.stft.default, x(3, 12), 4, 2, None, plain(x(4)), return_complex=True),
+    unsplit(aten.stft.default, x(12), 4, return_complex=True, onesided=False),
+    call(aten.stft.center, _complex(3, 12), 4, 3, 3, plain(x(3)), pad_mode="constant", return_complex=True),
     *(call(op, _complex(3, 6, 4)) for op in (aten.fft_fft.default, aten.fft_ifft.default, aten.fft_hfft.default)),
     *(call(op, x(3, 6, 4)) for op in (aten.fft_fft.default, aten.fft_rfft.default, aten.fft_ihfft.default)),
     call(aten.fft_fft.default, _complex(3, 6, 4), 5, 1, "ortho"),

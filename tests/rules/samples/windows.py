@@ -43,6 +43,9 @@ CONVOLUTION = [
     call(aten.conv_transpose1d.default, x(1, 2, 4), x(2, 2, 2), None, [3], [0], [2]),
     call(aten.conv_transpose1d.default, x(1, 2, 5), x(2, 2, 3), x(2), [1], [2], [0], 1, [2]),
     call(aten.conv_transpose2d.input, x(1, 4, 4, 3), x(4, 1, 4, 4), x(2), [2, 2], [1, 1], [0, 0], 2),
+    call(
+        aten.conv_transpose2d.input, x(2, 2, 4, 5), x(2, 3, 4, 1), None, [2, 2], [1, 1]
+    ),  # row 0 of dim 3 reaches padding only
     call(aten.conv_transpose3d.input, x(1, 1, 3, 2, 2), x(1, 2, 2, 3, 2), None, [2, 1, 2], [0, 1, 0]),
     call(aten.convolution.default, x(2, 3, 5), x(3, 2, 4), x(2), [3], [1], [1], True, [1], 1),
     call(aten.conv_transpose1d.default, x(3, 5), x(3, 2, 3), x(2), [2], [1]),

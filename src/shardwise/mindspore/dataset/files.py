@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import pickle
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,6 +106,70 @@ def _usage(usage: str | None, known: dict[str, tuple[str, ...]]) -> tuple[str, .
     return known[str(usage)]
 
 
+class _Dtype:
+    """Stands for a dtype of numbers while a pickle is read."""
+
+    def __init__(self, text: Any, *_: Any) -> None:
+        self.text = text.decode() if isinstance(text, bytes) else text
+        if not re.fullmatch(r"[biuf][1248]", self.text):
+            raise pickle.UnpicklingError(f"it has an array of {self.text}")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        order = state[1].decode() if isinstance(state[1], bytes) else state[1]
+        self.text = order.replace("|", "=") + self.text
+
+    def array(self, data: bytes, shape: Any = (), order: Any = "C") -> Array:
+        return np.frombuffer(data, np.dtype(self.text)).reshape(shape, order=order)
+
+
+class _Reconstructed:
+    """Stands for an array while a pickle is read."""
+
+    array: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, is_fortran, data = state
+        self.array = dtype.array(data, shape, "F" if is_fortran else "C")
+
+
+class _ArrayReader(pickle.Unpickler):
+    """Reads arrays, texts and numbers, and containers of them. A pickle names functions, which run as it is read: here
+    none but these."""
+
+    _harmless: ClassVar[dict[tuple[str, str], Any]] = {
+        ("numpy.core.multiarray", "_reconstruct"): _Reconstructed,
+        ("numpy.core.multiarray", "scalar"): lambda dtype, data: dtype.array(data)[()],
+        ("numpy.core.numeric", "_frombuffer"): lambda data, dtype, shape, order: dtype.array(data, shape, order),
+        ("numpy", "ndarray"): _Reconstructed,
+        ("numpy", "dtype"): _Dtype,
+        ("builtins", "set"): set,
+        ("builtins", "frozenset"): frozenset,
+        ("builtins", "complex"): complex,
+        ("collections", "OrderedDict"): dict,
+        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes in the protocols of Python 2
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        place = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins"), name
+        if place not in self._harmless:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which would run")
+        return self._harmless[place]
+
+
+def _unpickled(path: Path) -> dict[Any, Any]:
+    """Return the entries of a pickled dict of arrays, texts and numbers. Raises ValueError for any other pickle."""
+    try:
+        entries = _ArrayReader(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        return {key: getattr(value, "array", value) for key, value in entries.items()}
+    except Exception as error:  # a damaged pickle ends in any error
+        what = f"{path} is not read: {error}"
+        fix = "the files of the data set, as they are distributed; np.savez_compressed keeps arrays of your own"
+        raise ValueError(problem(what, fix=fix)) from error
+
+
 class Cifar10Dataset(Files):
     """CIFAR-10's files (binary or Python's): images (32, 32, 3) of bytes and labels."""
 
@@ -122,8 +188,14 @@ class Cifar10Dataset(Files):
             table = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, count + 3072)
             pixels, labels = table[:, count:], list(table[:, :count].astype(np.uint32).T)[::-1]
         else:
-            entries = pickle.loads(path.read_bytes(), encoding="bytes")
-            pixels, labels = entries[b"data"], [np.asarray(entries[key], np.uint32) for key in self.labels]
+            entries = _unpickled(path)
+            try:
+                pixels, labels = entries[b"data"], [np.asarray(entries[key], np.uint32) for key in self.labels]
+                if {pixels.dtype, *map(len, labels)} != {np.dtype(np.uint8), len(pixels.reshape(-1, 3072))}:
+                    raise ValueError("pixels and labels are not of the same images")
+            except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+                what = f"{path} lacks the images or labels of {type(self).__name__}: {error}"
+                raise ValueError(problem(what, fix="the files of the data set, as they are distributed")) from error
         images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return list(zip(images, *labels, strict=True))
 

@@ -6,7 +6,8 @@ from shardwise.mindspore.mint import distributed, linalg, nn, optim, special
 from shardwise.mindspore.mint.table import TOP
 from shardwise.mindspore.named import absent
 
-__all__ = [*TOP, "distributed", "linalg", "nn", "optim", "special"]
+__all__ = ["distributed", "linalg", "nn", "optim", "special"]
+__all__ += list(TOP)
 _missing = absent(__name__, lambda: __all__, {"concatenate": "concat"})
 
 

@@ -4,5 +4,5 @@ from shardwise.mindspore.mint.table import LINALG
 from shardwise.mindspore.named import absent
 
 globals().update(LINALG)
-__all__ = [*LINALG]
+__all__ = list(LINALG)
 __getattr__ = absent(__name__, lambda: __all__)

@@ -4,5 +4,5 @@ from shardwise.mindspore.mint.table import SPECIAL
 from shardwise.mindspore.named import absent
 
 globals().update(SPECIAL)
-__all__ = [*SPECIAL]
+__all__ = list(SPECIAL)
 __getattr__ = absent(__name__, lambda: __all__)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardwise.mindspore import calls
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import set_seed
-from shardwise.mindspore.named import Function
+from shardwise.mindspore.named import Function, in_order
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.wrapped import Wrapped
 
@@ -30,7 +30,7 @@ def _wide(x: Any) -> Any:
 
 def of_torch(home: Any, names: str) -> dict[str, Function]:
     """The functions of a module of torch's by their names."""
-    return {name: _ours(name, getattr(home, name)) for name in names.split()}
+    return {name: _ours(name, in_order(getattr(home, name))) for name in names.split()}
 
 
 def _ours(name: str, function: Function) -> Function:
@@ -125,4 +125,6 @@ def _cell(name: str, make: Function) -> type[Cell]:
     return type(name, (base,), body)
 
 
-CELLS = {name: _cell(name, getattr(nn, name)) for name in _MODULES.split()} | {"Linear": _cell("Linear", _linear)}
+CELLS = {name: _cell(name, in_order(getattr(nn, name))) for name in _MODULES.split()} | {
+    "Linear": _cell("Linear", _linear)
+}

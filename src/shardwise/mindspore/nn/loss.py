@@ -112,7 +112,7 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 
 # Labels are class numbers over dim 1, of cross entropy also probabilities; of binary cross entropy probabilities.
 CLASSES = classes_of({
-    "BCELoss": lambda logits, labels, *, weight=None, reduction="none": F.binary_cross_entropy(
+    "BCELoss": lambda logits, labels, *, weight=None, reduction="mean": F.binary_cross_entropy(
         logits, labels, weight, reduction=reduction),
     "BCEWithLogitsLoss": lambda logits, labels, *, reduction="mean", weight=None, pos_weight=None:
     F.binary_cross_entropy_with_logits(logits, labels, weight, reduction=reduction, pos_weight=pos_weight),

@@ -98,7 +98,7 @@ _CELLS_OF_FUNCTIONS = {
     **{f"AdaptiveMaxPool{dims}d": f"adaptive_max_pool{dims}d output_size return_indices=False" for dims in (2, 3)},
     **{f"LPPool{dims}d": f"lp_pool{dims}d norm_type kernel_size stride=None ceil_mode=False" for dims in (1, 2)},
     "ChannelShuffle": "channel_shuffle groups", "PixelShuffle": "pixel_shuffle upscale_factor",
-    "PixelUnshuffle": "pixel_unshuffle downscale_factor", "CosineSimilarity": "cosine_similarity dim=1 eps=1e-8",
+    "PixelUnshuffle": "pixel_unshuffle downscale_factor",
     "ReduceLogSumExp": "logsumexp axis keep_dims=False",
     "PairwiseDistance": "pairwise_distance p=2.0 eps=1e-6 keepdim=False",
     "LGamma": "lgamma", "DiGamma": "digamma", "MatInverse": "inverse", "MatDet": "det", "MatrixDiag": "matrix_diag",

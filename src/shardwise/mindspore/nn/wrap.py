@@ -142,14 +142,14 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
 
 class ForwardValueAndGrad(Cell):
-    """The loss of a network and the gradients of its weights."""
+    """The loss of a network and the gradients of its weights (``get_by_list=True``)."""
 
     def __init__(
         self,
         network: nn.Module,
         weights: Any = None,
         get_all: bool = False,
-        get_by_list: bool = True,
+        get_by_list: bool = False,
         sens_param: bool = False,
     ) -> None:
         super().__init__()
@@ -157,7 +157,9 @@ class ForwardValueAndGrad(Cell):
         self.weights = tuple(network.parameters() if weights is None else weights)
         if get_all or not get_by_list:
             what = f"ForwardValueAndGrad(get_all={get_all}, get_by_list={get_by_list})"
-            raise NotImplementedError(problem(what, fix="ms.value_and_grad(network, grad_position, weights)"))
+            raise NotImplementedError(
+                problem(what, fix="get_by_list=True, or ms.value_and_grad(network, grad_position, weights)")
+            )
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         inputs, sens = (inputs[:-1], float(inputs[-1])) if self.sens_param else (inputs, 1.0)

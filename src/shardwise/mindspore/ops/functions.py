@@ -123,6 +123,13 @@ _SAME = {
     "reduce_any": "any",
 }  # fmt: skip
 
+
+def _first_of_three(x: torch.Tensor) -> int:
+    if 3 not in x.shape:
+        raise ValueError(problem(f"cross: no dim of {list(x.shape)} has size 3", fix="vectors of three elements"))
+    return list(x.shape).index(3)
+
+
 FUNCTIONS: dict[str, Function] = {
     **{name: (lambda function: lambda input: function(input))(getattr(torch, name)) for name in _UNARY},
     **{name: _binary(getattr(torch, name)) for name in _BINARY},
@@ -148,11 +155,13 @@ FUNCTIONS: dict[str, Function] = {
     else torch.stack([torch.tensordot(a, b, ([axes[0] - 1], [axes[1] - 1])) for a, b in zip(x1, x2, strict=True)]),
     "bias_add": lambda input_x, bias: input_x + bias.reshape(-1, *(1,) * (input_x.dim() - 2)),
     "chain_matmul": lambda input: torch.linalg.multi_dot(list(input)),
-    "cross": lambda input, other, dim=-1: torch.linalg.cross(input, other, dim=dim),
+    "cross": lambda input, other, dim=None: torch.linalg.cross(
+        input, other, dim=_first_of_three(input) if dim is None else dim),
     "einsum": lambda equation, *operands: torch.einsum(equation, *operands),
     # -- reductions
     "all": lambda input, axis=None, keep_dims=False: torch.all(input, dims_of(input, axis), keepdim=keep_dims),
     "amax": lambda input, axis=None, keepdims=False: torch.amax(input, dims_of(input, axis), keepdim=keepdims),
+    "aminmax": lambda input, *, axis=0, keepdims=False: tuple(torch.aminmax(input, dim=axis, keepdim=keepdims)),
     "amin": lambda input, axis=None, keepdims=False: torch.amin(input, dims_of(input, axis), keepdim=keepdims),
     "any": lambda input, axis=None, keep_dims=False: torch.any(input, dims_of(input, axis), keepdim=keep_dims),
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
@@ -166,12 +175,15 @@ FUNCTIONS: dict[str, Function] = {
     "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, dims_of(x, axis), keepdim=keep_dims),
     "median": lambda input, axis=-1, keepdims=False: tuple(torch.median(input, axis, keepdim=keepdims)),
     "min": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.min),
+    "nanmedian": lambda input, axis=-1, keepdims=False: tuple(torch.nanmedian(input, axis, keepdim=keepdims)),
     "nansum": lambda input, axis=None, keepdims=False, *, dtype=None: torch.nansum(
         input, dims_of(input, axis), keepdim=keepdims, dtype=_type(dtype)),
     "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
         A, ord, dim, keepdim, dtype=_type(dtype)),
     "prod": lambda input, axis=None, keep_dims=False: product(input, dims_of(input, axis), keep_dims),
     "std": lambda input, axis=None, ddof=0, keepdims=False: torch.std(
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
+    "std_mean": lambda input, axis=None, ddof=0, keepdims=False: torch.std_mean(
         input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     "sum": lambda input, dim=None, keepdim=False, *, dtype=None: torch.sum(
         input, dims_of(input, dim), keepdim=keepdim, dtype=_type(dtype)),

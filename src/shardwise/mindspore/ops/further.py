@@ -132,7 +132,7 @@ def _centres(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return (boxes[..., :2] + boxes[..., 2:]) * 0.5, boxes[..., 2:] - boxes[..., :2] + 1.0
 
 
-def _encoded(anchor_box: Tensor, groundtruth_box: Tensor, means: Any, stds: Any) -> Tensor:
+def _encoded(anchor_box: Tensor, groundtruth_box: Tensor, means: Any = (0.0,) * 4, stds: Any = (1.0,) * 4) -> Tensor:
     """How far boxes are from anchors, and how much larger (Ren et al. 2015, equation 2)."""
     (at, size), (to, wanted) = _centres(anchor_box), _centres(groundtruth_box)
     far = torch.cat(((to - at) / size, torch.log(wanted / size)), -1)
@@ -140,7 +140,12 @@ def _encoded(anchor_box: Tensor, groundtruth_box: Tensor, means: Any, stds: Any)
 
 
 def _decoded(
-    anchor_box: Tensor, deltas: Tensor, max_shape: Any, means: Any, stds: Any, wh_ratio_clip: float = 0.016
+    anchor_box: Tensor,
+    deltas: Tensor,
+    max_shape: Any,
+    means: Any = (0.0,) * 4,
+    stds: Any = (1.0,) * 4,
+    wh_ratio_clip: float = 0.016,
 ) -> Tensor:
     """The boxes of ``_encoded``, inside of an image (height, width)."""
     far = deltas * torch.tensor(stds).to(deltas) + torch.tensor(means).to(deltas)

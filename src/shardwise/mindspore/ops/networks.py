@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -103,6 +104,28 @@ def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]
     return x * inverse * gamma, inverse
 
 
+def _layer_norm(input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    return F.layer_norm(input, tuple(normalized_shape), weight, bias, eps)
+
+
+def _older_layer_norm(
+    input_x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    begin_norm_axis: int = 1,
+    begin_params_axis: int = 1,
+    epsilon: float = 1e-7,
+) -> Any:
+    return LayerNorm(begin_norm_axis, begin_params_axis, epsilon)(input_x, gamma, beta)
+
+
+@wraps(_layer_norm)
+def _either_layer_norm(*args: Any, **kwargs: Any) -> Any:
+    """With a shape, or as in older versions: with gamma in its place."""
+    is_older = "gamma" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
+    return (_older_layer_norm if is_older else _layer_norm)(*args, **kwargs)
+
+
 NETWORKS: dict[str, Function] = {
     # -- networks
     "adaptive_avg_pool1d": lambda input, output_size: F.adaptive_avg_pool1d(input, output_size),
@@ -139,8 +162,7 @@ NETWORKS: dict[str, Function] = {
     recompute_scale_factor=None: F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor),
     "l2_normalize": lambda input, axis=-1, epsilon=1e-4: input * torch.rsqrt(torch.clamp(torch.sum(
         torch.square(input), axis, keepdim=True), min=epsilon)),
-    "layer_norm": lambda input_x, gamma, beta, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7: LayerNorm(
-        begin_norm_axis, begin_params_axis, epsilon)(input_x, gamma, beta),
+    "layer_norm": _either_layer_norm,
     "max_pool2d": lambda x, kernel_size, stride=None, padding=0, dilation=1, return_indices=False, ceil_mode=False:
     F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices),
     "rms_norm": lambda x, gamma, epsilon=1e-6: _rms_norm(x, gamma, epsilon),

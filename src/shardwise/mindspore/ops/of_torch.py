@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwise.mindspore.named import Function, parameters_of
+from shardwise.mindspore.named import Function, in_order, parameters_of
 
 _HOMES: dict[Any, str] = {
     torch: """
-        adjoint aminmax argwhere bartlett_window bitwise_left_shift bitwise_not bitwise_right_shift
+        adjoint argwhere bartlett_window bitwise_left_shift bitwise_not bitwise_right_shift
         blackman_window block_diag cartesian_prod cdist cholesky_inverse cholesky_solve combinations complex
         corrcoef cov cumulative_trapezoid diag_embed diagflat diagonal_scatter hamming_window hann_window histc
         igamma igammac is_complex is_floating_point is_nonzero isin isreal kaiser_window ldexp logcumsumexp lu_solve
-        lu_unpack masked_scatter matrix_exp msort mvlgamma nanmean nanmedian nanquantile nextafter poisson polar
-        polygamma positive quantile renorm row_stack scatter_reduce select_scatter sgn slice_scatter std_mean
+        lu_unpack masked_scatter matrix_exp msort mvlgamma nanmean nanquantile nextafter poisson polar
+        polygamma positive quantile renorm row_stack scatter_reduce select_scatter sgn slice_scatter
         stft tensordot trapz tril_indices triu_indices unravel_index vander""",
     torch.linalg: "cholesky eig eigh eigvals lstsq matrix_power pinv qr slogdet solve_triangular vecdot",
     F: """
-        adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool3d affine_grid avg_pool1d avg_pool3d
+        adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool3d affine_grid
         conv_transpose2d fold gaussian_nll_loss lp_pool1d lp_pool2d max_pool3d max_unpool1d max_unpool2d
         max_unpool3d multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss normalize
         pairwise_distance pdist poisson_nll_loss upsample""",
@@ -34,6 +34,8 @@ _WORDS = {"axis": "dim", "keep_dims": "keepdim", "keepdims": "keepdim", "x": "in
 
 
 def _with_words(function: Function) -> Function:
+    function = in_order(function)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **{_WORDS.get(word, word): value for word, value in kwargs.items()})
         return tuple(result) if isinstance(result, tuple) else result  # not torch's named one
@@ -63,7 +65,10 @@ _ROWS: dict[Any, str] = {
         unique_consecutive input return_idx=False return_counts=False axis=None; unsqueeze input dim;
         unstack=unbind input_x axis=0; vsplit input indices_or_sections; where condition input other""",
     F: """
-        celu x alpha=1.0; channel_shuffle x groups; dense=linear input weight bias=None; elu input_x alpha=1.0;
+        avg_pool1d input_x kernel_size=1 stride=1 padding=0 ceil_mode=False count_include_pad=True;
+        avg_pool3d input_x kernel_size=1 stride=1 padding=0 ceil_mode=False count_include_pad=True
+        divisor_override=None; celu x alpha=1.0; channel_shuffle x groups; dense=linear input weight bias=None;
+        elu input_x alpha=1.0;
         glu x axis=-1; hardshrink x lambd=0.5; hardsigmoid input; hardswish x;
         hardtanh input min_val=-1.0 max_val=1.0; leaky_relu input alpha=0.2; logsigmoid x; mish x;
         pixel_shuffle input upscale_factor; pixel_unshuffle input downscale_factor; prelu x weight; relu6 x;

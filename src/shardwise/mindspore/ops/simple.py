@@ -89,7 +89,7 @@ _OF_FUNCTIONS = {
     "BoundingBoxDecode": "bounding_box_decode max_shape means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0) "
     "wh_ratio_clip=0.016", "BoundingBoxEncode": "bounding_box_encode means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0)",
     "IOU": "iou mode='iou'", "AccumulateNV2": "accumulate_n", "ApproximateEqual": "approximate_equal tolerance=1e-5",
-    "Cross": "cross dim=None", "SearchSorted": "searchsorted right=False", "DynamicShape": "dyn_shape",
+    "Cross": "cross dim=None", "DynamicShape": "dyn_shape",
 
     "MatrixInverse": "inverse", "LogMatrixDeterminant": "log_matrix_determinant", "Trace": "trace",
     "ReverseSequence": "reverse_sequence seq_dim batch_dim=0",
@@ -120,10 +120,10 @@ _OF_FUNCTIONS = {
     "CTCLossV2": "ctc_loss blank=0 reduction='none' zero_infinity=False", "HammingWindow": "hamming_window",
     "GridSampler2D": "grid_sample mode='bilinear' padding_mode='zeros' align_corners=False",
     "GridSampler3D": "grid_sample mode='bilinear' padding_mode='zeros' align_corners=False", "Heaviside": "heaviside",
-    "IndexFill": "index_fill", "IsClose": "isclose rtol=1e-5 atol=1e-8 equal_nan=True",
+    "IndexFill": "index_fill", "IsClose": "isclose rtol=1e-5 atol=1e-8 equal_nan=False",
     "LeftShift": "bitwise_left_shift", "RightShift": "bitwise_right_shift", "MaskedScatter": "masked_scatter",
     "MatrixDeterminant": "det", "MatrixExp": "matrix_exp", "MatrixPower": "matrix_power n", "NextAfter": "nextafter",
-    "Median": "median axis=-1 keepdims=False", "Mvlgamma": "mvlgamma p", "Polar": "polar",
+    "Mvlgamma": "mvlgamma p", "Polar": "polar",
     "Polygamma": "polygamma", "Qr": "qr", "Quantile": "quantile", "RandomChoiceWithMask": "choice_with_mask count=256",
     "RandomGamma": "random_gamma seed=None", "RandomPoisson": "random_poisson seed=None", "Zeta": "zeta",
     "RandomShuffle": "shuffle seed=None", "Renorm": "renorm p dim maxnorm",
@@ -131,7 +131,7 @@ _OF_FUNCTIONS = {
     "SoftMarginLoss": "soft_margin_loss reduction='mean'", "UnravelIndex": "unravel_index",
     "TripletMarginLoss": "triplet_margin_loss p=2 swap=False eps=1e-6 reduction='mean'",
     "UniqueConsecutive": "unique_consecutive return_idx=False return_counts=False axis=None",
-    "TruncatedNormal": "truncated_normal seed=None", "ReduceLogSumExp": "logsumexp axis keep_dims=False",
+    "ReduceLogSumExp": "logsumexp axis keep_dims=False",
     "Im2Col": "unfold kernel_size stride=1 dilation=1 padding=0",
     **{f"UnsortedSegment{kind}": f"unsorted_segment_{kind.lower()}" for kind in ("Max", "Min", "Prod")},
 }  # fmt: skip
@@ -204,13 +204,20 @@ SIMPLE: dict[str, Function] = {
     "ApplyMomentum": lambda variable, accumulation, learning_rate, gradient, momentum, *, use_nesterov=False,
     use_locking=False, gradient_scale=1.0: _momentum(
         variable, accumulation, learning_rate, gradient / gradient_scale, momentum, use_nesterov),
-    "Roll": lambda x, *, shift, axis: torch.roll(x, shift, axis),
+    "Roll": lambda x, *, shift, axis=None: torch.roll(x, shift, axis),
     # -- the overflow status of Ascend devices
     "FloatStatus": lambda x: (~torch.isfinite(x)).any().float().reshape(1),
     "NPUAllocFloatStatus": init_status,
     **dict.fromkeys(("NPUClearFloatStatus", "NPUClearFloatStatusV2"), overflow.clear),
     **dict.fromkeys(("NPUGetFloatStatus", "NPUGetFloatStatusV2"), overflow.read),
+    "Median": lambda x, *, global_median=False, axis=0, keep_dims=False, ignore_nan=False: FUNCTIONS[
+        "nanmedian" if ignore_nan else "median"](x.flatten() if global_median else x, 0 if global_median else axis,
+                                                 keep_dims and not global_median),
+    "SearchSorted": lambda sorted_sequence, values, *, dtype=torch.int64, right=False: torch.searchsorted(
+        sorted_sequence, values, right=right).to(dtype_of(dtype)),
     # -- new tensors
+    "TruncatedNormal": lambda shape, *, dtype=torch.float32, seed=0, seed2=0: FUNCTIONS["truncated_normal"](
+        shape, seed or None).to(dtype_of(dtype)),
     "Multinomial": lambda x, num_samples, *, seed=0, seed2=0, dtype=torch.int32: torch.multinomial(
         x, int(num_samples), replacement=True).to(dtype_of(dtype)),
     "DType": lambda x: x.dtype, "Rank": lambda x: x.dim(),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -109,9 +111,15 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], writer: int) -> None:
-    """Write the file of a rank."""
+    """Write the file of a rank: whole, or as it was, also where another process writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": FORMAT, "rank": writer, "parameters": entries, "info": info}, path)
+    part = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        torch.save({"format": FORMAT, "rank": writer, "parameters": entries, "info": info}, part)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 # Attributes by which cells hold the network that they wrap: they lengthen its paths.
@@ -367,7 +375,8 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
 
 
 def load(file_name: str, **settings: Any) -> nn.Module:
-    """What ``export`` wrote, for ``nn.GraphCell``."""
+    """What ``export`` wrote, for ``nn.GraphCell``. The file is a program: load what you trust (``torch.export.load``
+    unpickles, and what the program calls is in the file)."""
     path = Path(file_name)
     if not path.exists():
         raise ValueError(problem(f"there is no file {path}", fix="one that export wrote: net.mindir"))

@@ -140,7 +140,9 @@ def vector_norm(
         sizes = x.abs()
         return torch.where(sizes != 0, 1, sizes * 0).sum(dims, keepdim)  # (has a gradient, which is 0)
     if ord in (inf, -inf):
-        return (amax if ord > 0 else amin)(x.abs(), dims, keepdim)
+        sizes = x.abs()
+        extreme = (torch.amax if ord > 0 else torch.amin)(sizes.detach(), dims, keepdim=True)
+        return _extreme(sizes, extreme, dims, keepdim, nan_attains=True)
     if ord == 2:
         return _root(_squared(x).sum(dims, keepdim))
     if ord == 1:
@@ -196,12 +198,23 @@ def amin(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> 
     return _extreme(self, self.detach().amin(dims_of(dim, self.dim()), keepdim=True), dim, keepdim)
 
 
-def _extreme(x: Tensor, extreme: Tensor, dim: int | Sequence[int], keepdim: bool) -> Tensor:
-    """An extreme whose gradient is shared evenly by the elements that attain it, as in PyTorch."""
+def max_all(self: Tensor) -> Tensor:
+    return _extreme(self, self.detach().amax(dims_of(None, self.dim()), keepdim=True), None, False, nan_attains=True)
+
+
+def min_all(self: Tensor) -> Tensor:
+    return _extreme(self, self.detach().amin(dims_of(None, self.dim()), keepdim=True), None, False, nan_attains=True)
+
+
+def _extreme(
+    x: Tensor, extreme: Tensor, dim: int | Sequence[int] | None, keepdim: bool, *, nan_attains: bool = False
+) -> Tensor:
+    """An extreme whose gradient is shared evenly by the elements that attain it, as in PyTorch: of nan by all elements
+    that are nan, or by none (``amax``, ``amin``: every gradient is nan then)."""
     dims = dims_of(dim, x.dim())
-    attained = x == extreme
+    attained = (x == extreme) | x.isnan() if nan_attains else x == extreme
     shares = attained.sum(dims, keepdim=True)
-    return torch.where(attained, x / shares, 0).sum(dims, keepdim)
+    return torch.where(attained, x / shares, torch.where(extreme.isnan(), extreme, 0)).sum(dims, keepdim)
 
 
 def max_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Products, scans and choices by runs: within what a rank holds, then over what the ranks found."""
+"""Products and scans by runs: within what a rank holds, then over what the ranks found."""
 
 from __future__ import annotations
 
@@ -91,17 +91,3 @@ def _cumulative_extreme(x: Tensor, largest: bool, dim: int, runs: Sequence[int])
     better = better & (positions(before, dim) > 0)
     result = torch.where(better, before, values), torch.where(better, before_index, index)
     return result[0].flatten(dim, dim + 1), result[1].flatten(dim, dim + 1)
-
-
-def topk(
-    self: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, runs: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
-    """The best of the best k of every run. Runs of no more than k elements offer all they have."""
-    dim, parts = _by_runs(self, dim, runs)
-    if parts is None or parts.shape[dim + 1] <= k:
-        values, index = torch.topk(self, k, dim, largest, sorted)
-        return values, index
-    values, index = torch.topk(parts, k, dim + 1, largest, sorted)
-    offered = (index + _starts(parts, dim)).flatten(dim, dim + 1)
-    values, chosen = torch.topk(values.flatten(dim, dim + 1), k, dim, largest, sorted)
-    return values, offered.gather(dim, chosen)

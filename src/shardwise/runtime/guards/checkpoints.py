@@ -22,11 +22,13 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as of_modules
 import torch.distributed.checkpoint.state_dict_loader as loader
 import torch.distributed.checkpoint.state_dict_saver as saver
@@ -40,7 +42,8 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.text import format_layout
 from shardwise.runtime.guards.memory import Owners
-from shardwise.runtime.guards.registry import Held, held_shards
+from shardwise.runtime.guards.registry import Held, held_shards, ranks_of_stages
+from shardwise.runtime.guards.stage_states import Gathering
 from shardwise.runtime.hooks import gathered
 from shardwise.runtime.initial.replay import leaves
 from shardwise.runtime.shards import shard
@@ -54,6 +57,9 @@ _PLACES = (
     (of_modules, "_maybe_full_or_cpu_state_dict"),
     (of_modules, "_distribute_state_dict"),
     (of_modules, "_broadcast_state_dict"),
+    (of_modules, "_get_model_state_dict"),
+    (of_modules, "_get_optim_state_dict"),
+    (of_modules, "_load_optim_state_dict"),
 )
 Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
 
@@ -66,7 +72,10 @@ def missing() -> list[str]:
 
 def install() -> None:
     """Changes torch's functions, once per process."""
-    wrappers = (_telling_stages, _telling_writers, _telling_readers, _gathering, _cutting, _cutting)
+    wrappers = (
+        _telling_stages, _telling_writers, _telling_readers, _gathering, _cutting, _cutting, _of_module, _of_module,
+        _from_rank_0,
+    )  # fmt: skip
     for (place, name), wrapper in zip(_PLACES, wrappers, strict=True):
         function = getattr(place, name)
         setattr(place, name, functools.wraps(function)(wrapper(function)))
@@ -207,6 +216,20 @@ def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------------- whole tensors, asked
 
 
+_module: ContextVar[torch.nn.Module | None] = ContextVar("module", default=None)  # whose state is asked for
+
+
+def _of_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    def get_state_dict(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = _module.set(model)
+        try:
+            return function(model, *args, **kwargs)
+        finally:
+            _module.reset(before)
+
+    return get_state_dict
+
+
 def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
     def maybe_full_or_cpu_state_dict(state_dict: Any, info: Any) -> Any:
         if not info.full_state_dict:
@@ -215,12 +238,47 @@ def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
                 return state_dict
             copies = function(state_dict, info)
             return _retold(copies, told)
-        whole = Known().replaced(
-            state_dict, lambda tensor, held, _: gathered(tensor, held.layout, f"the whole of {held.name}", held.ranks)
-        )
+        target = 0 if info.cpu_offload else None  # torch's: on the host rank 0 alone has it
+        everyone, known = ranks_of_stages(_module.get()), Known()
+        if everyone is not None:
+            whole = Gathering(known.of, everyone, target).of_all_stages(state_dict)
+        else:
+            whole = known.replaced(state_dict, lambda tensor, held, _: _whole(tensor, held, target))
         return function(whole, info)
 
     return maybe_full_or_cpu_state_dict
+
+
+def _whole(tensor: Tensor, held: Held, target: int | None) -> Tensor:
+    """Gather the whole of a shard; on other ranks than the ``target`` it is dropped at once."""
+    tensor = gathered(tensor, held.layout, f"the whole of {held.name}", held.ranks)
+    if target is None:
+        return tensor
+    return tensor.cpu() if dist.get_rank() == target else tensor.new_empty(0)
+
+
+def _from_rank_0(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``_load_optim_state_dict``. Torch drops what is not rank 0's before it broadcasts: under stages, all of the
+    others."""
+
+    def load_optim_state_dict(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> Any:
+        everyone = ranks_of_stages(model)
+        if everyone is None or not info.broadcast_from_rank0:
+            return function(model, optimizers, state_dict, info)
+        names = {name for name in info.fqn_param_mapping if isinstance(name, str)}
+        starts = tuple(f"state.{name}." for name in names)  # of a flattened state
+
+        def keeps(path: Path) -> bool:
+            return not names.isdisjoint(path) or path[0].startswith(starts)
+
+        whole = Gathering(Known().of, everyone, None).of_rank_0(state_dict, keeps)
+        info.broadcast_from_rank0 = False
+        try:
+            return function(model, optimizers, whole, info)
+        finally:
+            info.broadcast_from_rank0 = True
+
+    return load_optim_state_dict
 
 
 def _retold(copies: Any, told: Any) -> Any:
@@ -255,7 +313,9 @@ class Known:
 
     def __init__(self) -> None:
         shards = list(held_shards())
-        every = [*shards, *_gradients(shards), *_optimizer_states(shards)]
+        states = list(_optimizer_states(shards))
+        every = [*shards, *_gradients(shards), *((state, held) for state, held, is_part in states if is_part)]
+        self._odd = {_place(state): held for state, held, is_part in states if not is_part and held.layout.positions}
         self._owners = Owners(every)
         self._exact = {_place(tensor): held for tensor, held in every if tensor.numel()}
         # A rank that holds nothing of a tensor knows it by its shape and its name.
@@ -268,6 +328,21 @@ class Known:
     @property
     def num_found(self) -> int:
         return len(self.seen)
+
+    def shards_in(self, value: Any) -> Iterator[Held]:
+        """Yield what of a value (containers, modules, optimizers) lies in the memory of shards."""
+        if isinstance(value, Tensor):
+            held = self._owners.of(value) if type(value) in (Tensor, torch.nn.Parameter) else None
+            if held is not None:
+                yield held
+            return
+        if isinstance(value, torch.nn.Module):
+            value = [*value.parameters(), *value.buffers()]
+        elif isinstance(value, torch.optim.Optimizer):
+            value = value.state
+        values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        for item in values:
+            yield from self.shards_in(item)
 
     def replaced(self, tree: Any, replace: Callable[[Tensor, Held, tuple[Any, Any]], Any], path: Path = ()) -> Any:
         """The tree with ``replace(tensor, what it is, (container, key))`` in place of every shard. Raises
@@ -288,18 +363,25 @@ class Known:
             return self.replaced(leaf, replace, path)
         if hasattr(leaf, "__create_chunk_list__"):
             return leaf
-        held = self._of(leaf, path)
+        held = self.of(leaf, path)
         if held is None:
             return leaf
         self.seen.append(held)
         return replace(leaf, held, place)
 
-    def _of(self, tensor: Tensor, path: Path) -> Held | None:
+    def of(self, tensor: Tensor, path: Path) -> Held | None:
+        """Return what a tensor at a path of a state is, None for no shard. Raises ShardwiseError for a view of one."""
         if not tensor.numel():
             candidates = self._empty.get(tensor.shape, [])
-            named = [held for held in candidates if any(key.endswith(held.name) for key in path)]
+            named = [held for held in candidates if any(f".{held.name}." in f".{key}." for key in path)]
             return max(named or candidates, key=lambda held: len(held.name), default=None)
-        exact = self._exact.get(_place(tensor))
+        exact, odd = self._exact.get(_place(tensor)), self._odd.get(_place(tensor))
+        if odd is not None:
+            what = (
+                f"an optimizer keeps {list(tensor.shape)} of this rank's shard of {odd.name}, and nothing says which "
+            )
+            fix = "use an optimizer whose states have the parameter's shape or are single numbers"
+            self.refuse(f"{what}part of the whole that is", fix, odd)
         partly = self._owners.of(tensor) if exact is None else None
         if partly is not None:
             self.refuse(
@@ -323,9 +405,9 @@ def _gradients(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[Tensor, 
     return ((tensor.grad, held) for tensor, held in shards if tensor.grad is not None)
 
 
-def _optimizer_states(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[Tensor, Held]]:
-    """What optimizers keep of shards, element by element. No list of optimizers is kept anywhere: a new one has states
-    as soon as it loads them, before its first step."""
+def _optimizer_states(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[Tensor, Held, bool]]:
+    """What optimizers keep of shards, and whether it has the shard's shape. No list of optimizers is kept anywhere: a
+    new one has states as soon as it loads them, before its first step."""
     held_by_id = {id(tensor): held for tensor, held in shards}
     for optimizer in gc.get_objects():
         if not issubclass(type(optimizer), torch.optim.Optimizer):
@@ -335,4 +417,4 @@ def _optimizer_states(shards: Iterable[tuple[Tensor, Held]]) -> Iterator[tuple[T
             held = held_by_id.get(id(parameter))
             if held is not None:
                 kept = (leaf for leaf in leaves(state) if isinstance(leaf, Tensor))
-                yield from ((tensor, held) for tensor in kept if tensor.shape == parameter.shape)
+                yield from ((x, held, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())

@@ -91,6 +91,8 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     kind = type(optimizer)
     if kind in _trusted:
         return
+    if issubclass(kind, torch.optim.SparseAdam):
+        _check_sparse(optimizer)
     if is_elementwise(kind):
         _trusted.add(kind)
         return
@@ -103,6 +105,20 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         parameter, held = next(iter(shards.values()))
         raise ShardwiseError(_refusal(kind, held.name, format_layout(held.layout, parameter.dtype), len(shards)))
     _passed[optimizer] = parameters
+
+
+def _check_sparse(optimizer: Optimizer) -> None:
+    """Raise ShardwiseError for gradients that SparseAdam would refuse without a way out."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    dense = next((list(p.shape) for p in parameters if not p.grad.is_sparse), None)
+    if dense:
+        raise ShardwiseError(
+            problem(
+                f"torch.optim.SparseAdam takes sparse gradients, and that of a parameter {dense} is dense: under a "
+                "plan all gradients are, those of nn.Embedding(sparse=True) among them",
+                fix="torch.optim.Adam or AdamW, which also decay the moments of rows that a batch does not look up",
+            )
+        )
 
 
 def _refusal(kind: type[Optimizer], name: str, layout: str, count: int) -> str:

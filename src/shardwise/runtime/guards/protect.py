@@ -1,7 +1,8 @@
 """Torch's own functions, made right for shards: gradient norms, loss scaling, optimizer steps, checkpoints.
 
 Each of them is handed tensors that are shards and, left alone, would quietly compute something else than on one device.
-When the first module that holds shards is made, these places of torch are changed, once per process:
+When the first module that holds shards is made, these places of torch are changed, once per process (the hook with the
+first parallel module of any kind):
 
 * the body of ``torch.nn.utils.get_total_norm``, through which ``clip_grad_norm_`` goes as well: ``norms.total_norm``
   where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
@@ -10,7 +11,8 @@ When the first module that holds shards is made, these places of torch are chang
 * ``state_dict`` of optimizers, which says whose shards the states are of, and ``load_state_dict``, which asks;
 * ``DistributedDataParallel``, which refuses a module with shards in it;
 * the functions of ``torch.nn.init`` that draw or look at positions, which refuse shards (``initial_values``);
-* the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``checkpoints``).
+* the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``checkpoints``);
+* ``torch.save`` and safetensors, which refuse files of one rank's part under the names of the whole (``files``).
 
 For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
 gradients: ``p.grad.norm()`` is this rank's part.
@@ -31,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.entries import KEY, check, told
-from shardwise.runtime.guards import checkpoints, initial_values
+from shardwise.runtime.guards import checkpoints, files, initial_values
 from shardwise.runtime.guards.elementwise import before_step
 from shardwise.runtime.guards.memory import Owners
 from shardwise.runtime.guards.norms import total_norm
@@ -43,11 +46,19 @@ from shardwise.runtime.hosted import device_of
 Norm = Callable[..., torch.Tensor]
 
 
-def protect(parallel: torch.nn.Module, held: Mapping[str, Held]) -> None:
-    """From now on, torch's functions know the parameters of this module. ``held``: what it holds, by name. Raises
-    ShardwiseError if this version of torch does not have what they are told through."""
-    if remember(parallel, held):
+def protect(parallel: torch.nn.Module, held: Mapping[str, Held], everyone: Communicator | None = None) -> None:
+    """From now on, torch's functions know the parameters of this module. ``held``: what it holds, by name;
+    ``everyone``: all ranks, where each holds some stages. Raises ShardwiseError if this version of torch does not have
+    what they are told through."""
+    _watch_optimizers()
+    if remember(parallel, held, everyone):
         _install()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """See every optimizer before its step; once."""
+    register_optimizer_step_pre_hook(before_step)
 
 
 @cache
@@ -58,7 +69,7 @@ def _install() -> None:
     missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
     if body is None:
         missing.insert(0, "the body of torch.nn.utils.get_total_norm")
-    missing += initial_values.missing() + checkpoints.missing()
+    missing += initial_values.missing() + checkpoints.missing() + files.missing()
     if missing:
         raise ShardwiseError(
             problem(
@@ -75,9 +86,9 @@ def _install() -> None:
     changes += [(Optimizer, "state_dict", _telling_states), (Optimizer, "load_state_dict", _checking_states)]
     for kind, name, change in (*changes, (DistributedDataParallel, "__init__", _refusing_shards)):
         setattr(kind, name, change(getattr(kind, name)))
-    register_optimizer_step_pre_hook(before_step)
     initial_values.install()
     checkpoints.install()
+    files.install()
 
 
 def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:

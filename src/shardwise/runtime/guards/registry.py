@@ -38,6 +38,8 @@ class Held:
 
 # Not a cache: torch's functions are global, so what they are told must be. Only modules that hold shards are in it.
 _holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, Held]] = WeakKeyDictionary()
+# Modules of which this rank holds some stages -> all ranks that hold one.
+_everyone: WeakKeyDictionary[torch.nn.Module, Communicator] = WeakKeyDictionary()
 
 
 def placed(
@@ -60,12 +62,20 @@ def placed(
     return held
 
 
-def remember(module: torch.nn.Module, held: Mapping[str, Held]) -> bool:
-    """Remember a module if it holds shards; whether it does."""
-    if not any(held_tensor.is_shard for held_tensor in held.values()):
+def remember(module: torch.nn.Module, held: Mapping[str, Held], everyone: Communicator | None = None) -> bool:
+    """Remember a module if it holds shards; whether it does. ``everyone``: all ranks, where each holds some stages."""
+    if everyone is not None:
+        _everyone[module] = everyone
+    elif not any(held_tensor.is_shard for held_tensor in held.values()):
         return False
     _holders[module] = held
     return True
+
+
+def ranks_of_stages(module: torch.nn.Module | None) -> Communicator | None:
+    """Return all ranks of the job where a module is, or contains, one whose stages are on several of them."""
+    modules = () if module is None else module.modules()
+    return next((_everyone[part] for part in modules if part in _everyone), None)
 
 
 def held_parameters() -> Iterator[tuple[torch.nn.Parameter, Held]]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from shardwise.graph.switches import default_dtype
 from shardwise.layouts.boxes import Box
 from shardwise.runtime.initial.draws import Fill, Tally, draw_box
 from shardwise.runtime.initial.elementwise import apply
@@ -202,7 +202,7 @@ class Regions:
             self._operand(arg, index, target, offsets, sizes) if isinstance(arg, (Ref, Constant)) else arg
             for arg in entry.args
         ]
-        with _default_dtype(entry.default_dtype):
+        with default_dtype(entry.default_dtype):
             return apply(entry.target, operands, entry.kwargs, sizes)
 
     def _cut(self, index: int, entry: Entry, target: Ref, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Regions:
                 return self._part(leaf, index, (0,) * len(leaf.shape), leaf.shape)
             return leaf.value() if isinstance(leaf, Constant) else leaf
 
-        with _default_dtype(entry.default_dtype):
+        with default_dtype(entry.default_dtype):
             whole_result: torch.Tensor = entry.target(
                 *map_leaves(entry.args, whole), **{key: map_leaves(arg, whole) for key, arg in entry.kwargs.items()}
             )
@@ -261,16 +261,6 @@ class Regions:
             return self._part(arg, index, starts, counts)
         rows = tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
         return arg.value()[rows].clone()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _name(entry: Entry) -> str:

@@ -5,5 +5,6 @@ from shardwise.mindspore.mint.table import CELLS
 from shardwise.mindspore.named import absent
 
 globals().update(CELLS)
-__all__ = [*CELLS, "functional"]
+__all__ = ["functional"]
+__all__ += list(CELLS)
 __getattr__ = absent(__name__, lambda: __all__, {"Sequential": "nn.SequentialCell", "ModuleList": "nn.CellList"})

@@ -4,5 +4,5 @@ from shardwise.mindspore.mint.table import FUNCTIONAL
 from shardwise.mindspore.named import absent
 
 globals().update(FUNCTIONAL)
-__all__ = [*FUNCTIONAL]
+__all__ = list(FUNCTIONAL)
 __getattr__ = absent(__name__, lambda: __all__)

@@ -1,0 +1,87 @@
+"""Files that others write of shards: refused, where a file would have one rank's part under the names of the whole.
+
+``if rank == 0: torch.save(par.state_dict(), "model.pt")``, and what frameworks do in its place, would lose what other
+ranks hold without a word. Which files are meant for one rank is said by their path: it has ``rank`` and its number.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.runtime.guards.checkpoints import Known
+
+_OF_SAFETENSORS = ("_flatten_as_ptr", "_flatten")  # through which save, save_file and save_model go; the older second
+_PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they say where in the whole a part lies
+
+
+def missing() -> list[str]:
+    """What this version of torch does not have."""
+    is_first = "_check_save_filelike" in torch.save.__code__.co_names and hasattr(
+        torch.serialization, "_check_save_filelike"
+    )
+    return [] if is_first and {"obj", "f"} <= {*torch.save.__code__.co_varnames} else ["the first check in torch.save"]
+
+
+def install() -> None:
+    """Change functions of torch and safetensors, once per process."""
+    check_file: Any = torch.serialization._check_save_filelike
+
+    @functools.wraps(check_file)
+    def check(f: Any) -> None:
+        """Comes ahead of opening the file: an older one of that name stays."""
+        frame = sys._getframe(1)
+        _check(frame.f_locals["obj"], f, frame)
+        check_file(f)
+
+    torch.serialization._check_save_filelike = check
+    if importlib.util.find_spec("safetensors") is not None:
+        import safetensors.torch as tensors
+
+        for name in _OF_SAFETENSORS:
+            if hasattr(tensors, name):
+                setattr(tensors, name, _refusing_parts(getattr(tensors, name)))
+
+
+def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def flatten(value: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        _check(value, frame.f_locals.get("filename"), frame)
+        return function(value, *args, **kwargs)
+
+    return flatten
+
+
+def _check(value: Any, file: Any, saves: FrameType) -> None:
+    """Raise ShardwiseError where a file would have a part only. ``saves``: the function that the user has called."""
+    caller = saves.f_back
+    if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
+        return
+    names = list(dict.fromkeys(held.name for held in Known().shards_in(value)))
+    path = str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", ""))
+    rank = dist.get_rank() if names else 0
+    if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):
+        raise ShardwiseError(
+            problem(
+                f"rank {rank} would save its own part of {listed(names)} under the names of the whole, and nothing of "
+                "what other ranks hold",
+                fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
+                "of torch.distributed.checkpoint.state_dict on every rank, and save what rank 0 gets; or "
+                "sw.save_checkpoint or sw.save_pretrained on every rank; a file for each rank, to be loaded by the "
+                f"same rank, has the rank in its path (part-rank{rank}.pt)",
+            )
+        )
+
+
+__all__ = ["install", "missing"]

@@ -1,0 +1,80 @@
+"""Locks of folders that a process writes to: held by the kernel as long as the process lives, on one machine and over
+network file systems that have locks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import CheckpointError, problem
+
+_MAX_TEXT = 1024
+
+
+@dataclass(frozen=True)
+class Lock:
+    """``is_certain``: whether the file system has locks, and nothing else writes."""
+
+    file: Path
+    descriptor: int
+    is_certain: bool
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            if _is_same(self.file, self.descriptor):
+                self.file.unlink()
+        os.close(self.descriptor)
+
+
+def lock(path: Path) -> Lock:
+    """Lock a path that is to be written, whether it exists or not. Raises CheckpointError where a live process writes
+    it, and OSError."""
+    file = path.absolute().with_name(f".{path.absolute().name}.lock")
+    while True:
+        descriptor = _opened(file)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(problem(f"{file} is no regular file", fix="delete it"))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same(file, descriptor):  # the last writer has just removed it
+                os.close(descriptor)
+                continue
+            with contextlib.suppress(OSError):  # another user's
+                os.truncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            return Lock(file, descriptor, is_certain=True)
+        except BlockingIOError:
+            writer = os.pread(descriptor, _MAX_TEXT, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            what = f"{path} is being saved by {writer}"
+            fix = "end one of the two jobs, or give each a folder of its own"
+            raise CheckpointError(problem(what, fix=fix)) from None
+        except OSError:  # a file system without locks
+            return Lock(file, descriptor, is_certain=False)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+def _opened(file: Path) -> int:
+    flags = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(file, flags | os.O_RDWR, 0o666)
+    except PermissionError:  # another user's: a lock needs no right to write
+        return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _is_same(file: Path, descriptor: int) -> bool:
+    """Whether a file is still the one that was opened."""
+    try:
+        return os.path.samestat(os.stat(file, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+__all__ = ["Lock", "lock"]
