@@ -90,7 +90,6 @@ def test_pages_have_blocks_that_run() -> None:
         "architecture.md",
         "glossary.md",
         "museum.md",
-        "operator-database.md",
         "checked-plans.md",
         "benchmarks.md",
         "operator-database.md",

@@ -43,6 +43,7 @@ from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
 from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
 from shardwise.runtime.repeated import RepeatedStep, scale_of
 from shardwise.runtime.replicas import ReplicaCheck
+from shardwise.runtime.same_inputs import SameInputs
 from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal, in_other_mode, leaves_of
 from shardwise.runtime.split import Split
@@ -76,10 +77,13 @@ class Parallel(Split):
             self._host_ranks = Communicator(everywhere, name, backend="gloo")
         every = settings.check_replicas
         self._replicas = ReplicaCheck(every, self._ranks, self.device) if every else None
-        self._parts = None
+        numbers = Communicator(everywhere, name, backend="gloo")
+        self._parts: LocalInputs | None = None
+        self._same: SameInputs | None = None
         if self.inputs == "local":
-            numbers = Communicator(everywhere, name, backend="gloo")
             self._parts = LocalInputs(plan, self._ranks, self._ranks, numbers, self.device)
+        elif plan.mesh.num_devices > 1:
+            self._same = SameInputs(self._ranks, numbers, self.device)
         self._calls = Calls(module, plan, settings, self._ranks, self._host_ranks)
         self._compiled: dict[Any, Compiled] = {}
         self._in_passes: dict[Any, StepInPasses] = {}
@@ -196,6 +200,8 @@ class Parallel(Split):
         mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         check = check if check is not None and check.is_due() else None
+        if self._same is not None and check is None and torch.is_grad_enabled() and (self.training or loss_only):
+            self._same.begin(flat, spec)
         seed: torch.Tensor | None = None
 
         def run() -> tuple[Compiled, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -264,6 +270,9 @@ class Parallel(Split):
         named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         refuse_input_gradients(dict(zip(named, tensors, strict=True)), "in several micro-batches", "make one pass")
+        check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
+        if self._same is not None and check is None:
+            self._same.begin(flat, spec)
         mode = (self.training, True, False, in_other_mode(self._state.modules))
         own_key = key = call_key(flat, spec, mode, [x.shape for x in tensors])
         batch = None
@@ -310,7 +319,6 @@ class Parallel(Split):
                 tensors_here.append(self._own_part(rows, layout) if batch is None else rows)
             return tensors_here
 
-        check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
         return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
 
     @staticmethod

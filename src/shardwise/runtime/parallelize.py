@@ -51,9 +51,10 @@ def parallelize(
     ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
     several ranks give one, all must be equal. Parameters are kept in the dtype of its precision, with the values that
     they have in the module. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
-    calls pass the whole batch on every rank or this rank's part of it, of any size (under a plan of several
-    micro-batches, the batch of a step: a pass takes the same share of every rank's part, and random numbers are those
-    of one device whose batch is in that order; under stages, the part of this rank's device in
+    calls pass the whole batch on every rank (where ranks pass different ones in training, the next call, or with
+    inputs on a GPU the one after, raises ShardwiseError) or this rank's part of it, of any size (under a plan of
+    several micro-batches, the batch of a step: a pass takes the same share of every rank's part; random numbers are
+    those of one device whose batch is in that order; under stages, the part of this rank's device in
     ``plan.input_layouts``, which the ranks of that number in all stages pass alike). ``seed``, ``init``: how
     parameters and buffers of a module without values (built under ``sw.deferred`` or on meta) get them
     (``runtime.initial``; by default from the seed given to ``sw.deferred``); those that have values keep them.

@@ -45,6 +45,7 @@ from shardwise.runtime.initial.shards import Holder
 from shardwise.runtime.passes import samples_of, with_samples_in
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.repeated import scale_of
+from shardwise.runtime.same_inputs import SameInputs
 from shardwise.runtime.shared_parameters import PlaceGroups
 from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode, leaves_of
 from shardwise.runtime.split import Split
@@ -98,9 +99,12 @@ class Pipeline(Split):
         self._latest: Ready | None = None
         self._has_said_instead = False
         self._start_from(seed, self.device)
-        self._parts = None
-        if self.inputs == "local":
-            numbers = Communicator(self._everyone.place, name, backend="gloo")
+        numbers = Communicator(self._everyone.place, name, backend="gloo")
+        self._parts: LocalInputs | None = None
+        self._same: SameInputs | None = None
+        if self.inputs == "global":
+            self._same = SameInputs(self._everyone, numbers, self.device)
+        else:
             self._parts = LocalInputs(plan, self._ranks[self._stages[0]], self._everyone, numbers, self.device)
         for ranks in dict.fromkeys((*self._ranks, *self._host_ranks)):
             ranks.create_groups([ranks.mesh.sub_axes])  # of all of a stage: parameters are gathered for hooks over it
@@ -183,12 +187,14 @@ class Pipeline(Split):
         flat, spec = self._begin(args, kwargs)
         tensors = _named(args, kwargs)
         refuse_input_gradients(tensors, "under a plan of stages", "plan without stages")
+        check = self._replicas if self.training else None
+        check = check if check is not None and check.is_due() else None
+        if self._same is not None and check is None:
+            self._same.begin(flat, spec)
         ready, batch = self._for_step(flat, spec)
         for worker in ready.workers:
             for program in worker.programs.values():
                 check_frozen(program.compiled)
-        check = self._replicas if self.training else None
-        check = check if check is not None and check.is_due() else None
         losses = self._run(ready, tensors, batch, keeps=True, scale=scale_of(scaler, self.device), check=check)
         self._add_gradients(ready, check)
         last = self.plan.stages[-1].placement.ranks

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -100,6 +101,11 @@ class Fingerprint(torch.nn.Module):
         last = lanes[num_rows * _LENGTH :]
         sums.append((last * factors[: last.numel()]).sum().view(1))
         return self._total(torch.cat(sums), level + 1)
+
+
+@cache
+def fingerprint_on(device: torch.device) -> Fingerprint:
+    return Fingerprint(device)
 
 
 @dataclass(frozen=True, slots=True)

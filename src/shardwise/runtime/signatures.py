@@ -16,7 +16,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -41,7 +41,8 @@ from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire
 from shardwise.runtime.communicator import Communicator, Rows
 from shardwise.runtime.hands import hands
-from shardwise.runtime.replicas import Fingerprint
+from shardwise.runtime.replicas import fingerprint_on
+from shardwise.runtime.same_inputs import SAME_INPUTS_FIX
 from shardwise.runtime.shards import shard
 from shardwise.runtime.when_read import WhenRead, plain
 
@@ -172,22 +173,13 @@ def check_equal(
             what = (
                 f"ranks 0 and {other} pass different {name}, {signature.described(name)}; each passes the whole batch"
             )
-            fix = (
-                "give every rank the same samples (no DistributedSampler, and the same seed; sw.DataLoader does), or "
-                'each its part of the batch: sw.parallelize(..., inputs="local")'
-            )
-            raise ShardwiseError(problem(what, fix=fix))
+            raise ShardwiseError(problem(what, fix=SAME_INPUTS_FIX))
 
 
 def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
     """What tells the contents of the tensors of a call apart, by name."""
-    fingerprint = _fingerprint(device)
+    fingerprint = fingerprint_on(device)
     return {name: int(fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
-
-
-@cache
-def _fingerprint(device: torch.device) -> Fingerprint:
-    return Fingerprint(device)
 
 
 def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: bool) -> None:

@@ -1,0 +1,108 @@
+"""Whether ranks that each pass the whole batch pass the same one, in every training call.
+
+A program takes its part of the inputs that its own rank passes, so ranks with different batches train on a mixture of
+them, in which no collective differs. Every rank therefore sends the others a digest of all elements of its inputs. The
+message travels beside the call and is read when the next one begins. Of inputs on a GPU the digest is computed and
+copied to the host behind the kernels of the call, and sent when the next one begins: a difference is found one call
+later, and the host never waits for the kernels of the call that it starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
+from shardwise.runtime.agree import gather_objects
+from shardwise.runtime.communicator import Communicator, Rows
+from shardwise.runtime.host_copies import Started, host_memory, start_copy
+from shardwise.runtime.replicas import fingerprint_on
+
+SAME_INPUTS_FIX = (
+    "give every rank the same samples (no DistributedSampler, and the same seed; sw.DataLoader does), or "
+    'each its part of the batch: sw.parallelize(..., inputs="local")'
+)
+_NUM_NAMED = 8  # ranks that a message lists
+
+
+@dataclass
+class _Passed:
+    """The inputs of a call. ``leaves``: which of its arguments are tensors, and their tree; ``prints``: a fingerprint
+    of each tensor, on its way to the host."""
+
+    call: int
+    leaves: tuple[list[bool], Any]
+    prints: Tensor
+    copy: Started
+    flight: Rows | None = None
+
+
+class SameInputs:
+    """The comparison for one module. ``everyone``: all ranks; ``numbers``: what exchanges digests, on the host, beside
+    all other collectives."""
+
+    def __init__(self, everyone: Communicator, numbers: Communicator, device: torch.device) -> None:
+        self.everyone, self.numbers, self.device = everyone, numbers, device
+        self._passed: list[_Passed] = []  # what is not compared yet, oldest first
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_passed": []}
+
+    def begin(self, flat: Sequence[Any], spec: Any) -> None:
+        """A training call on these leaves begins. Raises ShardwiseError, on all ranks, where those of an earlier one
+        were not the same."""
+        if self._passed and self._passed[0].flight is not None:
+            self._compare(self._passed.pop(0))
+        for passed in self._passed:
+            self._send(passed)
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        on = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+        prints = [fingerprint_on(x.device)(x).to(on) for x in tensors]
+        stacked = torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64)
+        target = host_memory(stacked)
+        copy = start_copy(stacked, target)
+        passed = _Passed(self.everyone.calls, ([isinstance(x, Tensor) for x in flat], spec), target, copy)
+        self._passed.append(passed)
+        if copy.landed is None:
+            self._send(passed)
+
+    def _send(self, passed: _Passed) -> None:
+        passed.copy.finish()
+        digest = hashlib.blake2b(passed.prints.numpy().tobytes(), digest_size=8).digest()
+        row = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+        self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and once more where it comes out of a file
+        passed.flight = self.numbers.start_gather(row, "the digests of the ranks' inputs")
+
+    def _compare(self, passed: _Passed) -> None:
+        assert passed.flight is not None
+        if len({*passed.flight.wait().flatten().tolist()}) == 1:
+            return
+        paths = flatten_with_path(unflatten(*passed.leaves))[0]
+        names = [leaf_name(path) for path, is_tensor in paths if is_tensor]
+        mine = dict(zip(names, passed.prints.tolist(), strict=True))
+        everywhere = gather_objects(mine, self.everyone, self.device, f"which inputs of call {passed.call} differ")
+        for name in mine:
+            ranks_of: dict[object, list[int]] = {}
+            for rank, prints in enumerate(everywhere):
+                ranks_of.setdefault(prints.get(name), []).append(rank)
+            if len(ranks_of) > 1:
+                first, *others = (_named(ranks) for ranks in ranks_of.values())
+                what = (
+                    f"in call {passed.call} {first} passed another {name} than {' and '.join(others)}; each passes "
+                    "the whole batch, and that call trained on a mixture of them"
+                )
+                raise ShardwiseError(problem(what, fix=f"{SAME_INPUTS_FIX}; go on from before that call"))
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+__all__ = ["SAME_INPUTS_FIX", "SameInputs"]
