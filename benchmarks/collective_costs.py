@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.costs.cluster import Cluster, Level
-from shardwise.costs.collectives import Span, affines
+from shardwise.costs.collectives import Span, affine_terms
 from shardwise.costs.fit import CollectiveTime, fit_level, quantile
 
 CALIBRATED_ON = (2, 4, 8)
@@ -47,7 +47,9 @@ class Errors:
 def errors(times: Sequence[CollectiveTime], levels: tuple[Level, ...]) -> Errors:
     found = []
     for time in times:
-        predicted = min(fixed + slope * time.num_bytes for fixed, slope in affines(time.kind, levels, Span(time.units)))
+        predicted = min(
+            fixed + slope * time.num_bytes for fixed, slope in affine_terms(time.kind, levels, Span(time.units))
+        )
         found.append(abs(predicted - time.seconds) / time.seconds)
     return Errors(len(found), quantile(found, 0.5), quantile(found, 0.9), max(found))
 

@@ -19,8 +19,8 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate_program
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
-from shardwise.programs.vjp import Kinds
-from shardwise.runtime.compiled import compiled_program, priced
+from shardwise.programs.vjp import VjpCache
+from shardwise.runtime.compiled import compiled_program, price_section
 
 UNMASKED = "without_mask"  # attention that is told to be causal, as transformers does where nothing is traced
 MASKED = "with_mask"  # attention that gets a mask as a tensor, as under the compiler when steps were measured
@@ -104,10 +104,10 @@ def predicted(row: Mapping[str, Any], cluster: str) -> Predicted | None:
     one = Cluster.load(cluster).with_devices(1)
     plan = sw.plan(model, inputs, one, recompute="none" if row["recompute"] == "none" else "full")
     spmd = program_of(plan, capture(model, (), inputs).graph, training=True)
-    program = busiest_program(spmd, Kinds())
+    program = busiest_program(spmd, VjpCache())
     if row["mode"] == "compiled":
         nobody: Any = None  # one device sends nothing
-        program = compiled_program(program, nobody, torch.device("cpu"), generate=priced)
+        program = compiled_program(program, nobody, torch.device("cpu"), generate=price_section)
     prices = Prices(Links(one, plan.mesh), row["optimizer"].lower())
     step = simulate_program(program, prices)
     return Predicted(step.seconds, memory_of_program(program, prices).peak.num_bytes)

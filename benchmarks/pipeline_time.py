@@ -33,10 +33,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from transformer import Shape, Transformer
 
 import shardwise as sw
-from shardwise.costs.pipeline import StageSeconds, simulate_pipeline
+from shardwise.costs.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
+from shardwise.plans.bind_stages import bound, step_graph
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.plans.stages import bound, step_graph
 from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.stage import StageWorker
 from shardwise.runtime.torch_schedules import order_of

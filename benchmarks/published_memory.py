@@ -46,7 +46,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
-from shardwise.costs.memory import Memory, memory_of
+from shardwise.costs.memory import MemoryEstimate, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
@@ -184,7 +184,7 @@ MIXED = sw.Precision(torch.bfloat16, torch.float32)
 
 
 @cache
-def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1) -> Memory:
+def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1) -> MemoryEstimate:
     """Of Megatron's plan in 16 bits with float32 weights, gradients and Adam. ``shape.batch``: of all replicas;
     ``zero``: 1: states are split over the replicas, or over each of ``over`` parts of these."""
     with torch.device("meta"):
@@ -209,7 +209,7 @@ def memory(shape: Shape, tp: int, dp: int = 1, zero: int = 0, over: int = 1) -> 
     return memory_of(spmd, prices)
 
 
-def static(own: Memory, whole: Memory) -> int:
+def static(own: MemoryEstimate, whole: MemoryEstimate) -> int:
     """Parameters in float32 and in 16 bits, gradients, optimizer states: what Megatron keeps between steps. ``whole``:
     of the plan without ZeRO, as the weights in 16 bits (here a step casts them anew) and the buffer of gradients are
     whole in any case."""

@@ -40,7 +40,7 @@ from published_rows import Row, incomplete, is_count, untimed
 import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device
 from shardwise.costs.collectives import Links
-from shardwise.costs.kernels import Work
+from shardwise.costs.kernels import KernelWork
 from shardwise.costs.machine import family_of
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.prices import Prices
@@ -48,8 +48,8 @@ from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.costs.units import Figures
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
-from shardwise.programs.vjp import Kinds
-from shardwise.runtime.compiled import compiled_program, priced
+from shardwise.programs.vjp import VjpCache
+from shardwise.runtime.compiled import compiled_program, price_section
 
 # Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
 MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}
@@ -193,7 +193,7 @@ class OwnPrices(Prices):
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.model))
 
-    def kernel(self, work: Work) -> float:
+    def kernel(self, work: KernelWork) -> float:
         assert self.model is not None
         if work.kind in ("attention", "attention_backward"):
             return (2 * self.model.cp - 1) * super().kernel(work)
@@ -249,11 +249,11 @@ def one_pass(model: Model, recompute: str) -> OnePass:
         search="sharding_propagation", recompute=recompute,
     )  # fmt: skip
     spmd = program_of(plan, capture(module, (ids, ids), {}).graph, training=True)
-    program = busiest_program(spmd, Kinds())
+    program = busiest_program(spmd, VjpCache())
     if software.compiled:
         # What is sent stays outside of what is compiled; of the ranks only the place is asked.
         nobody: Any = SimpleNamespace(coordinates=spmd.mesh.coordinates(program.rank))
-        program = compiled_program(program, nobody, torch.device("cpu"), generate=priced)
+        program = compiled_program(program, nobody, torch.device("cpu"), generate=price_section)
     prices = OwnPrices(Links(cluster, plan.mesh), "none", model=model)
     step = simulate_program(program, prices)
     halves = _half(step, "forward"), _half(step, "backward")
@@ -454,4 +454,4 @@ def seconds_of(row: Row) -> float:
 
 def _update(cluster: Cluster, numel: float) -> float:
     """AdamW on float32 weights and moments, from gradients of two bytes, which writes weights of two bytes."""
-    return Prices(Links(cluster, sw.Mesh(dp=cluster.num_devices))).kernel(Work("update", num_bytes=numel * 28))
+    return Prices(Links(cluster, sw.Mesh(dp=cluster.num_devices))).kernel(KernelWork("update", num_bytes=numel * 28))

@@ -37,7 +37,7 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.routes import Axes
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
-from shardwise.search.auto import Search, cost_graph, searched
+from shardwise.search.auto import MeshSearch, cost_graph, run_search
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.rules import rules_of
 
@@ -133,7 +133,7 @@ class Clock:
 
 def run(
     model: Model, cluster_name: tuple[int, str], meshes: sw.Mesh | int, captured: Capture | None = None
-) -> tuple[Clock, Search]:
+) -> tuple[Clock, MeshSearch]:
     """One case."""
     num_pods, name = cluster_name
     clock, cluster = Clock(), sw.Cluster.load(name) if num_pods == 1 else in_pods(num_pods, name)
@@ -144,14 +144,14 @@ def run(
     with clock.phase("rules"):
         factored = factor_graph(graph, rules_of(graph))
     chosen = candidate_meshes(cluster, meshes) if isinstance(meshes, int) else (meshes,)
-    best: Search | None = None
+    best: MeshSearch | None = None
     for mesh in chosen:
         prices = Prices(Links(cluster, mesh))
         clock.shapes += 1
         with clock.phase("tables"):
             cost = cost_graph(graph, factored, {}, Axes.of(mesh), prices)
         with clock.phase("search"):
-            found = searched(cost, "dynamic_programming", None)
+            found = run_search(cost, "dynamic_programming", None)
         if best is None or found.outcome.seconds < best.outcome.seconds:
             best = found
     assert best is not None

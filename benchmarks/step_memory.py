@@ -33,7 +33,7 @@ from transformer import Shape, Transformer
 import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.costs.live_bytes import LiveBytes
-from shardwise.costs.memory import Memory
+from shardwise.costs.memory import MemoryEstimate
 from shardwise.layouts.text import parse_dtype
 
 Inputs = tuple[torch.Tensor, ...]
@@ -127,7 +127,7 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def predict(module: nn.Module, inputs: Inputs, plan: sw.Plan) -> Memory:
+def predict(module: nn.Module, inputs: Inputs, plan: sw.Plan) -> MemoryEstimate:
     return step_memory(module, inputs, plan)
 
 

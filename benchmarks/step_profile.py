@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwise.modes import DispatchMode
+from shardwise.dispatch_mode import DispatchMode
 
 Times = dict[str, tuple[float, float]]  # name -> (calls per step, milliseconds of its own per step)
 OPERATORS = ("aten::", "shardwise::")

@@ -37,15 +37,15 @@ def plan() -> sw.Plan:
 
 
 def test_it_is_quiet_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.shown("something long"):
-        progress.doing("a part of it", 1, 2)
+    with progress.show_progress("something long"):
+        progress.report_progress("a part of it", 1, 2)
     plan()
     assert capsys.readouterr() == ("", "")
 
 
 def test_planning_says_what_it_does_on_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    real = progress.described
+    real = progress.describe_progress
 
     def noted(what: str, done: int, total: int, seconds: float) -> str:
         said.append(what)
@@ -62,7 +62,7 @@ def test_planning_says_what_it_does_on_a_terminal(terminal: Terminal, monkeypatc
 
 def test_work_that_says_nothing_shows_its_name(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 0.05)
-    with progress.shown("something silent"):
+    with progress.show_progress("something silent"):
         patience = time.monotonic() + 60.0
         while "something silent" not in terminal.getvalue():
             assert time.monotonic() < patience, "nothing appeared while it ran"
@@ -71,21 +71,21 @@ def test_work_that_says_nothing_shows_its_name(terminal: Terminal, monkeypatch: 
 
 def test_short_work_leaves_no_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 60.0)
-    with progress.shown("something short"):
-        progress.doing("a part of it")
+    with progress.show_progress("something short"):
+        progress.report_progress("a part of it")
     assert "something short" not in terminal.getvalue()
     assert "a part of it" not in terminal.getvalue()
 
 
 def test_an_error_passes_and_the_terminal_is_given_back(terminal: Terminal) -> None:
-    with pytest.raises(KeyError), progress.shown("something"):
+    with pytest.raises(KeyError), progress.show_progress("something"):
         raise KeyError("x")
-    progress.doing("nobody listens")
+    progress.report_progress("nobody listens")
     assert "nobody listens" not in terminal.getvalue()
 
 
 def test_what_is_left_is_told_from_what_is_done() -> None:
-    assert progress.described("meshes", 0, 12, 0.0) == "meshes: 1 of 12"
-    assert progress.described("meshes", 3, 12, 3.0) == "meshes: 4 of 12, about 9 s left"
-    assert progress.described("capture", 0, 0, 3.0) == "capture"
+    assert progress.describe_progress("meshes", 0, 12, 0.0) == "meshes: 1 of 12"
+    assert progress.describe_progress("meshes", 3, 12, 3.0) == "meshes: 4 of 12, about 9 s left"
+    assert progress.describe_progress("capture", 0, 0, 3.0) == "capture"
     assert list(progress.each([1, 2], str)) == [1, 2]

@@ -18,15 +18,15 @@ PACKAGE = ROOT / "src" / "shardwise"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # What only some folders or files of the package may use (docs/architecture.md).
-# ``graph/reads.py`` names what a model may read, to see it read.
+# ``graph/impure_reads.py`` names what a model may read, to see it read.
 ALLOWED = {
-    "torch.distributed": ("runtime/", "launch/", "train/", "mindspore/", "foreign/", "graph/reads.py"),
+    "torch.distributed": ("runtime/", "launch/", "train/", "mindspore/", "foreign/", "graph/impure_reads.py"),
     "torch.export": ("graph/",),
     "os.environ": (
-        *("cli.py", "launch/launcher.py", "launch/ranks.py", "launch/bootstrap.py", "graph/reads.py"),
-        "runtime/remembered.py",  # where the user keeps caches
+        *("cli.py", "launch/launcher.py", "launch/ranks.py", "launch/bootstrap.py", "graph/impure_reads.py"),
+        "runtime/timing_cache.py",  # where the user keeps caches
     ),
-    "os.getenv": ("graph/reads.py",),
+    "os.getenv": ("graph/impure_reads.py",),
 }
 
 
@@ -102,11 +102,11 @@ MOST_PARAMETERS = 8  # what else a function takes belongs into a dataclass
 OF_THE_DIALECT = "mindspore/"  # MindSpore's own
 AS_OPERATORS_ARE = {
     "graph/operators.py": {"dropout", "uniform", "stream_dropout", "stream_uniform"},
-    "graph/widen.py": {"_attention"},
-    "graph/within.py": {"_attention_within"},
+    "graph/to_float64.py": {"_attention"},
+    "graph/attention_within.py": {"_attention_within"},
     "rules/attention_kernels.py": {"_attention_rows"},
     "rules/lowerings/attention.py": {"attention_within"},
-    "rules/kernels.py": {"_scatter_rows", "_index_put_rows", "_triangle", "_cumulated"},
+    "rules/local_kernels.py": {"_scatter_rows", "_index_put_rows", "_triangle", "_cumulated"},
     "rules/lowerings/normalization.py": {"batch_norm", "instance_norm"},
     "rules/ring.py": {"__call__", "zigzag"},
     "rules/window_kernels.py": {"_max_pool_window", "_avg_pool_window", "_resample_window"},

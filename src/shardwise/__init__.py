@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from shardwise.foreign.check import check
     from shardwise.foreign.outcome import Checked
     from shardwise.graph.annotate import constrain, shard
-    from shardwise.graph.precision import Precision
     from shardwise.graph.segments import offload, recompute
-    from shardwise.graph.stages import stage
+    from shardwise.graph.stage_marks import stage
+    from shardwise.graph.step_precision import Precision
     from shardwise.launch.ranks import finish, init_ranks, rank, world_size
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.proof.rule_check import RuleReport, check_rule
     from shardwise.proof.verify import Report, verify
     from shardwise.rules.custom import rule
-    from shardwise.runtime.guards.elementwise import elementwise_optimizer
+    from shardwise.runtime.guards.elementwise_optimizers import elementwise_optimizer
     from shardwise.runtime.guards.norms import clip_grad_norm
     from shardwise.runtime.initial.deferred import deferred
     from shardwise.runtime.parallel import Parallel
@@ -80,9 +80,9 @@ _HOMES = {
     "shardwise.foreign.check": ("check",),
     "shardwise.foreign.outcome": ("Checked",),
     "shardwise.graph.annotate": ("constrain", "shard"),
-    "shardwise.graph.precision": ("Precision",),
+    "shardwise.graph.step_precision": ("Precision",),
     "shardwise.graph.segments": ("offload", "recompute"),
-    "shardwise.graph.stages": ("stage",),
+    "shardwise.graph.stage_marks": ("stage",),
     "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.plan": ("Plan",),
@@ -90,7 +90,7 @@ _HOMES = {
     "shardwise.search.zero": ("Zero",),
     "shardwise.rules.custom": ("rule",),
     "shardwise.runtime.initial.deferred": ("deferred",),
-    "shardwise.runtime.guards.elementwise": ("elementwise_optimizer",),
+    "shardwise.runtime.guards.elementwise_optimizers": ("elementwise_optimizer",),
     "shardwise.runtime.guards.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel",),
     "shardwise.runtime.parallelize": ("parallelize",),

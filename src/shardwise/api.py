@@ -12,58 +12,58 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.collector import seldom_collected
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
-from shardwise.costs.memory import Memory, memory_of
-from shardwise.costs.optimizers import named, waits_on_host
+from shardwise.costs.memory import MemoryEstimate, memory_of
+from shardwise.costs.optimizers import is_on_host, parse_optimizer
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, problem
+from shardwise.garbage_collector import with_rare_gc
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import batch_size, num_samples
-from shardwise.graph.called import call_arguments
+from shardwise.graph.call_arguments import call_arguments
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
-from shardwise.graph.precision import Precision
 from shardwise.graph.segments import Recompute, check_how
+from shardwise.graph.step_precision import Precision
 from shardwise.graph.trees import constants_of
 from shardwise.layouts.mesh import Mesh
-from shardwise.plans.axis_names import Doing, by_roles
+from shardwise.plans.auto_stages import LowerBound, StageConfig, check_joint, joint_search, settings_of, tries_of
+from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
 from shardwise.plans.bind import program_of
-from shardwise.plans.example import Captures, Example, Trials, planned_graph
-from shardwise.plans.fronts import Fronts, rungs_of
-from shardwise.plans.joint import Floor, Setting, check_joint, joint_search, settings_of, tries_of
+from shardwise.plans.bind_stages import step_graph
 from shardwise.plans.listing import stage_of
-from shardwise.plans.pipelines import pipeline_of
-from shardwise.plans.pipelining import Requested
+from shardwise.plans.micro_batch_search import Captures, Example, MicroBatchSearch, planned_graph
+from shardwise.plans.pipeline_config import PipelineRequest
+from shardwise.plans.pipelines import plan_captured_pipeline
 from shardwise.plans.plan import Plan, PricingEntry
-from shardwise.plans.prices import prices_of
+from shardwise.plans.price_scope import prices_of
 from shardwise.plans.refusal import nothing_fits
-from shardwise.plans.stages import step_graph
+from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.vjp import Kinds
-from shardwise.progress import doing
-from shardwise.report.comparison import Compared, Comparison
-from shardwise.report.joined import Joined
-from shardwise.report.options import naming_mends, without_mends
-from shardwise.report.planned import Planned, Staged
-from shardwise.runtime.agree import shown_once, working
+from shardwise.programs.vjp import VjpCache
+from shardwise.progress import report_progress
+from shardwise.report.auto_stages_plan import AutoStagesPlan
+from shardwise.report.comparison import ComparedPlan, Comparison
+from shardwise.report.options import with_suggestions, without_suggestions
+from shardwise.report.planned import Planned, StagedPlan
+from shardwise.runtime.agree import report_alive, show_progress_once
 from shardwise.runtime.torch_schedules import order_of
-from shardwise.search.auto import PRICED_SEARCHES, PricedSearch, Search
-from shardwise.search.built import built
+from shardwise.search.auto import PRICED_SEARCHES, MeshSearch, PricedSearch
+from shardwise.search.config import SearchConfig
 from shardwise.search.decide import decide
-from shardwise.search.fitting import plan_within
-from shardwise.search.kept import Kept, keep
-from shardwise.search.levers import OFFLOADS, Levers, Offload
+from shardwise.search.fit_memory import fit_memory
+from shardwise.search.memory_policy import OFFLOADS, MemoryPolicy, Offload
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.modes import MODES, Mode
 from shardwise.search.planner import Planner
-from shardwise.search.settings import Settings
+from shardwise.search.stored_program import build_program
+from shardwise.search.user_layouts import Kept, apply_layouts
 from shardwise.search.zero import Zero
-from shardwise.texts import is_number, shown
+from shardwise.untrusted_text import is_number, shorten_repr
 
 SearchName = PricedSearch | Literal["sharding_propagation"]
 SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
@@ -127,15 +127,15 @@ def plan(
     ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"`` (``sw.recompute``): of the repeated blocks of the model, besides
     what it asks for itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``,
     ``torch.utils.checkpoint``); by default the same, and where nothing fits, searches that go by price make again what
-    lets a plan fit (``search.fitting``). ``offload``: what waits for backward in the memory of the host: ``"all"``:
+    lets a plan fit (``search.fit_memory``). ``offload``: what waits for backward in the memory of the host: ``"all"``:
     what is kept of the repeated blocks; ``"none"``: nothing; by default what the model asks for (``sw.offload``), and
     where nothing fits what lets a plan fit. ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer
     states are stored in parts wherever they would be copied; under 3 gathered parameters are not held from forward to
     backward, but gathered again. ``stages``: the model is cut into so many stages of a pipeline, balanced by price and
     memory at any operator boundary, or ``"marked"``: where ``sw.stage`` says; every stage has an equal part of the
     devices, and ``mesh`` is that of a stage. ``"auto"``: how many (one is no pipeline), which schedule and which
-    micro-batch is chosen by price, for the samples of a step (``plans.joint``); ``plan.explain("stages")`` says what
-    was tried. ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default
+    micro-batch is chosen by price, for the samples of a step (``plans.auto_stages``); ``plan.explain("stages")`` says
+    what was tried. ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default
     ``"1F1B"``; or ``"Solved"``: an order that is searched for these stages, within the memory. All but ``GPipe`` and
     ``1F1B`` have two stages on every part of the devices; loops have as many as they are told, ``"Interleaved1F1B:4"``.
     Without ``micro_batch`` a search by price chooses it; other modes take the largest under which the schedule is full.
@@ -162,7 +162,13 @@ def plan(
     captures = Captures()
     constants = constants_of(call_arguments(example_inputs, kwargs))
     call = Example(module, call_arguments(example_inputs, kwargs), loss, strategies, precision, captures)
-    with naming_mends(plan, arguments), shown_once("planning"), working(), no_autocast(), seldom_collected():
+    with (
+        with_suggestions(plan, arguments),
+        show_progress_once("planning"),
+        report_alive(),
+        no_autocast(),
+        with_rare_gc(),
+    ):
         if precision.lost_share:
             warnings.warn(
                 f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
@@ -170,9 +176,9 @@ def plan(
                 PlanWarning,
                 stacklevel=2,
             )
-        if waits_on_host(optimizer):
+        if is_on_host(optimizer):
             _announce_one_memory(cluster, stacklevel=3)
-        doing("capturing the model")
+        report_progress("capturing the model")
         captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
         if search is None:
@@ -190,7 +196,7 @@ def plan(
             known: float = inf,
         ) -> Plan:
             if stages is not None or schedule is not None:
-                requested = Requested(
+                requested = PipelineRequest(
                     stages,
                     schedule,
                     mesh,
@@ -203,24 +209,26 @@ def plan(
                     stage,
                 )
                 template = Plan((), mode, search, optimizer, module.training, bucket_bytes, precision=precision)
-                settings = Settings(
+                settings = SearchConfig(
                     search, optimizer, 1, memory_bytes, bucket_bytes, layouts or {}, zero=stage, known=known
                 )
-                pipeline = pipeline_of(
+                pipeline = plan_captured_pipeline(
                     call, captured, cluster, requested, settings, template, by_price=by_price, order=order_of
                 )
-                return Staged.of(pipeline)
+                return StagedPlan.of(pipeline)
             samples = num_samples(call.arguments)
             chooses = by_price and graph.loss is not None
             batches = batches_of(samples, global_batch, micro_batch, cluster.num_devices, chooses=chooses)
-            wanted = Settings(
+            wanted = SearchConfig(
                 search,
                 optimizer,
                 1,
                 memory_bytes,
                 bucket_bytes,
                 layouts or {},
-                Levers.of(graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload),
+                MemoryPolicy.of(
+                    graph, captured.segments, None if recompute == "auto" else recompute, gathered, offload
+                ),
                 stage,
                 known=known,
             )
@@ -235,9 +243,9 @@ def plan(
                     if mode == "data_parallel":
                         _announce_repeated(graph, plan_mesh, stacklevel=4)
                     factored, choice = decide(graph, annotations, plan_mesh, mode)
-                    choice = keep(choice, layouts or {}, graph, factored, plan_mesh)
+                    choice = apply_layouts(choice, layouts or {}, graph, factored, plan_mesh)
                     asked = replace(wanted, passes=passes)
-                    program = built(graph, factored.rules, choice, plan_mesh, asked, Kinds())
+                    program = build_program(graph, factored.rules, choice, plan_mesh, asked, VjpCache())
                     stages = (stage_of(graph, factored.rules, program.choice, program.spmd),)
                     prices = Prices(Links(cluster, plan_mesh), optimizer, passes)
                     prediction = program.prediction(prices.with_buckets(graph, bucket_bytes))
@@ -246,7 +254,7 @@ def plan(
                 planner = Planner.of(graph, annotations, cluster, meshes, replace(wanted, passes=passes))
                 planner = replace(planner, kinds=captures.kinds)
                 if recompute == "auto":
-                    planned = plan_within(planner, captured.segments, None if stage is None else gathered, offload)
+                    planned = fit_memory(planner, captured.segments, None if stage is None else gathered, offload)
                 else:
                     planned = planner.plan()
                 if planned.ranking.excess:
@@ -254,12 +262,12 @@ def plan(
                 rules, choice = planned.factored.rules, planned.choice
                 listed = stage_of(graph, rules, choice, planned.spmd)
                 if mesh is None:
-                    (listed,) = by_roles((listed,), (Doing(graph, rules, choice.strategies),))
+                    (listed,) = name_axes_by_role((listed,), (AxisUsage(graph, rules, choice.strategies),))
                 pricing = _pricing(cluster, memory_bytes, planned.search, listed.mesh)
                 chosen = Plan((listed,), *settings, pricing, planned.prediction, precision, passes)
                 return Planned.of(chosen, planned.search, planned.ranking.best.peak)
 
-            trials = Trials(call, graph, batches)
+            trials = MicroBatchSearch(call, graph, batches)
             for pass_graph, passes in trials:
                 try:
                     trials.add(plan_of(pass_graph, passes))
@@ -285,7 +293,7 @@ def plan(
             stage_devices = None if mesh is None else mesh.num_devices
             settings = settings_of(graph, batches, cluster.num_devices, schedule, stage_devices)
 
-            def plan_of_setting(setting: Setting, known: float) -> Plan:
+            def plan_of_setting(setting: StageConfig, known: float) -> Plan:
                 num_stages = setting.stages if setting.stages > 1 else None
                 return planned_with(num_stages, setting.schedule or None, step, setting.micro_batch, known)
 
@@ -296,17 +304,17 @@ def plan(
                 return short if size == step else Passes.over(module, short, size, call.graph).graphs[size]
 
             @cache
-            def fronts() -> Fronts:
+            def fronts() -> StageEstimator:
                 whole = step_graph(graph if samples == step else call.graph(step))
-                priced = Settings(search, optimizer, 1, memory_bytes, bucket_bytes)
-                rungs = rungs_of(recompute, None if stage is None else gathered)
-                return Fronts(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs)
+                priced = SearchConfig(search, optimizer, 1, memory_bytes, bucket_bytes)
+                rungs = estimated_policies_of(recompute, None if stage is None else gathered)
+                return StageEstimator(whole, pass_of, meshes_of, cluster, priced, captured.segments, rungs)
 
-            floor, tries = Floor.of(graph, step / (samples or 1), cluster), tries_of(graph)
+            floor, tries = LowerBound.of(graph, step / (samples or 1), cluster), tries_of(graph)
             slower = (lambda setting: fronts().least(setting), lambda setting: fronts().seconds(setting))
             estimates = () if graph.loss is None else slower
             joint = joint_search(settings, floor, cluster, plan_of_setting, tries=tries, estimates=estimates)
-            return replace(Joined.of(*joint), constants=constants)
+            return replace(AutoStagesPlan.of(*joint), constants=constants)
         return replace(planned_with(stages, schedule, global_batch, micro_batch), constants=constants)
 
 
@@ -333,13 +341,15 @@ def compare(
     precision = precision or Precision()
     arguments = call_arguments(example_inputs, kwargs)
     call = Example(module, arguments, loss, settings.get("strategies"), precision)
-    kinds, rows = Kinds(), []
+    kinds, rows = VjpCache(), []
     if not isinstance(searches, list | tuple):
-        raise ShardwiseError(problem(f"searches is {shown(searches)}", fix=f"some of {', '.join(SEARCHES)}, in a list"))
+        raise ShardwiseError(
+            problem(f"searches is {shorten_repr(searches)}", fix=f"some of {', '.join(SEARCHES)}, in a list")
+        )
     for search in searches:
         start = time.perf_counter()
         try:
-            with without_mends():
+            with without_suggestions():
                 compared_plan = plan(
                     module,
                     example_inputs,
@@ -353,12 +363,12 @@ def compare(
                     **settings,
                 )
         except PlanError as error:
-            rows.append(Compared(search, time.perf_counter() - start, error=str(error)))
+            rows.append(ComparedPlan(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
         prices = Prices(Links(cluster, compared_plan.mesh), optimizer, compared_plan.micro_batches)
         spmd = program_of(compared_plan, planned_graph(call, compared_plan), training=module.training)
-        rows.append(Compared(search, seconds, compared_plan, simulate(spmd, prices, kinds)))
+        rows.append(ComparedPlan(search, seconds, compared_plan, simulate(spmd, prices, kinds)))
     return Comparison(tuple(rows), cluster)
 
 
@@ -369,7 +379,7 @@ def step_memory(
     *,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
-) -> Memory:
+) -> MemoryEstimate:
     """What a device holds during a training step under a plan: the peak, where it is and what it is made of. Inputs and
     parameters may be meta tensors. Raises PlanError when the plan does not fit."""
     call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)
@@ -416,7 +426,7 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
 
 def check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
     """Refuse what is no mesh, no precision and no optimizer whose states are known."""
-    named(optimizer)
+    parse_optimizer(optimizer)
     if not isinstance(mesh, Mesh | None):
         raise ShardwiseError(problem(f"mesh is {mesh!r}", fix="sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"))
     if not isinstance(precision, Precision | None):
@@ -426,10 +436,10 @@ def check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
 
 def _check_names(setting: str, entries: Any, example: str) -> None:
     if entries is not None and not (isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)):
-        raise ShardwiseError(problem(f"{setting} is {shown(entries)}", fix=f"a dict such as {example}"))
+        raise ShardwiseError(problem(f"{setting} is {shorten_repr(entries)}", fix=f"a dict such as {example}"))
 
 
-def _pricing(cluster: Cluster, memory_bytes: float | None, search: Search, called: Mesh) -> PricingEntry:
+def _pricing(cluster: Cluster, memory_bytes: float | None, search: MeshSearch, called: Mesh) -> PricingEntry:
     """What a plan says of the prices that it was chosen by. ``called``: the mesh of the search as the plan calls it."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
     separate = tuple(

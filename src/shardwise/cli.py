@@ -17,19 +17,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 import shtab
 
-from shardwise.commands.alone import run_rank_alone
 from shardwise.commands.command import Command, add_output
-from shardwise.commands.data import add_json, cluster_data, show
-from shardwise.commands.elastic import add_elastic_arguments, elastic_settings
+from shardwise.commands.elastic_options import add_elastic_arguments, elastic_settings
+from shardwise.commands.json_output import add_json, cluster_data, show
 from shardwise.commands.models import BuildError
 from shardwise.commands.plans import PLAN_COMMANDS
+from shardwise.commands.run_alone import run_rank_alone
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.launch.calibrate import calibrate
 from shardwise.launch.launcher import launch
-from shardwise.progress import shown
+from shardwise.progress import show_progress
 
 EXIT_USAGE = 2
 EXIT_BUILD = 1
@@ -172,7 +172,7 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:
-    with shown("measuring this machine"):
+    with show_progress("measuring this machine"):
         cluster, lines = calibrate(
             chosen.output, num_ranks=chosen.ranks, points=chosen.points, like=chosen.like, tiny=chosen.tiny
         )

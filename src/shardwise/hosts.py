@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import LaunchError, ShardwiseError, problem
-from shardwise.texts import MAX_DEVICES, read_json, read_text, shown, whole_number
+from shardwise.untrusted_text import MAX_DEVICES, read_json, read_text, shorten_repr, whole_number
 
 # name, name:8, [address]:8, or an IPv6 address, which is all colons; then options.
 _HOSTFILE_LINE = re.compile(r"(?:\[(?P<bare>\S+)\]|(?P<name>[^\s:=]+))(?::(?P<count>[^\s:]+))?(?P<options>(?:\s.*)?)")
@@ -67,7 +67,7 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
     fix = "write one host per line: node1 slots=8 (or node1:8, or node1)"
     match = _HOSTFILE_LINE.fullmatch(text) or _IPV6_LINE.fullmatch(text)
     if match is None or _OPTION.sub("", match["options"]).strip():
-        raise LaunchError(problem(f"{shown(text)} is not a line of a hostfile", source=where, fix=fix))
+        raise LaunchError(problem(f"{shorten_repr(text)} is not a line of a hostfile", source=where, fix=fix))
     parts = match.groupdict()
     name = parts["name"] or parts["bare"]
     counts = [parts["count"]] if parts.get("count") else []
@@ -76,13 +76,19 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
             counts.append(value)
         elif key not in _IGNORED:
             raise LaunchError(
-                problem(f"the option {shown(key)} of host {shown(name)[1:-1]} is not known", source=where, fix=fix)
+                problem(
+                    f"the option {shorten_repr(key)} of host {shorten_repr(name)[1:-1]} is not known",
+                    source=where,
+                    fix=fix,
+                )
             )
     if len(counts) > 1:
         raise LaunchError(problem(f"host {name} has two numbers of slots", source=where, fix=fix))
     slots = whole_number(counts[0]) if counts else None
     if counts and not (slots and slots <= MAX_DEVICES):
-        what = f"host {name} has {shown(counts[0])} slots, which is not a number of ranks from 1 to {MAX_DEVICES}"
+        what = (
+            f"host {name} has {shorten_repr(counts[0])} slots, which is not a number of ranks from 1 to {MAX_DEVICES}"
+        )
         raise LaunchError(problem(what, source=where, fix=fix))
     return name, slots
 
@@ -254,7 +260,7 @@ def _numbers(text: str) -> Iterator[str]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if int(last or first) - int(first) >= MAX_DEVICES:
-            raise ValueError(f"{shown(part)} are more than {MAX_DEVICES} hosts")
+            raise ValueError(f"{shorten_repr(part)} are more than {MAX_DEVICES} hosts")
         for number in range(int(first), int(last or first) + 1):
             yield str(number).zfill(len(first))
 
@@ -270,7 +276,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
         count, _, times = part.partition("(x")
         repeated = int(times.removesuffix(")") or 1)
         if len(counts) + repeated > MAX_DEVICES:
-            raise ValueError(f"{shown(text)} are more than {MAX_DEVICES} hosts")
+            raise ValueError(f"{shorten_repr(text)} are more than {MAX_DEVICES} hosts")
         counts += [int(count)] * repeated
     return tuple(counts)
 

@@ -1,4 +1,5 @@
-"""What is being done, and how long it will take: long work says it (``doing``), a terminal shows it (``shown``).
+"""What is being done, and how long it will take: long work says it (``report_progress``), a terminal shows it
+(``show_progress``).
 
 Nothing is shown where standard error is no terminal, nor before two seconds; what ended leaves a line if it took
 longer.
@@ -23,7 +24,7 @@ _Listener = Callable[[str, int, int], None]  # what, how much of it is done, of 
 _listener: ContextVar[_Listener | None] = ContextVar("listener", default=None)
 
 
-def doing(what: str, done: int = 0, total: int = 0) -> None:
+def report_progress(what: str, done: int = 0, total: int = 0) -> None:
     """Say what is being done from here on, and how much of it is done already. Nobody may listen."""
     listener = _listener.get()
     if listener is not None:
@@ -33,15 +34,15 @@ def doing(what: str, done: int = 0, total: int = 0) -> None:
 def each(items: Sequence[_Item], what: Callable[[_Item], str]) -> Iterator[_Item]:
     """The items, one after another, each with what is being done with it."""
     for done, item in enumerate(items):
-        doing(what(item), done, len(items))
+        report_progress(what(item), done, len(items))
         yield item
 
 
 @contextmanager
-def shown(what: str) -> Iterator[None]:
+def show_progress(what: str) -> Iterator[None]:
     """Show what is being done inside, on a terminal. Inside of another one it says what that one shows."""
     if _listener.get() is not None:
-        doing(what)
+        report_progress(what)
         yield
         return
     if not sys.stderr.isatty():
@@ -77,10 +78,10 @@ class _Display:
         now = time.monotonic()
         if not done:
             self.counted = now
-        self.write(described(what, done, total, now - self.counted))
+        self.write(describe_progress(what, done, total, now - self.counted))
 
 
-def described(what: str, done: int, total: int, seconds: float) -> str:
+def describe_progress(what: str, done: int, total: int, seconds: float) -> str:
     """``prices and search on Mesh(dp=8): 3 of 12, about 9 s left``. ``seconds``: what the done ones took."""
     if total < 2:
         return what
@@ -88,4 +89,4 @@ def described(what: str, done: int, total: int, seconds: float) -> str:
     return f"{what}: {done + 1} of {total}{left}"
 
 
-__all__ = ["described", "doing", "each", "shown"]
+__all__ = ["describe_progress", "each", "report_progress", "show_progress"]

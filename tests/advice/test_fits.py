@@ -136,7 +136,7 @@ def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.Mon
     lines = [line for line in said.splitlines() if line.startswith("  mend ")]
     assert 1 <= len(lines) <= 3
     answer = sw.fits(module, batch, "h100-1x2", seconds=600, **settings)
-    known = {option.what: options.mended_line(option) for option in answer.options}
+    known = {option.what: options.suggestion_line(option) for option in answer.options}
     assert any(line.partition(": ")[2] in known.values() for line in lines)
     assert all(float(line.partition(", peak ")[2].split()[0]) * 2**20 <= limit for line in lines)
     assert "one of these" in said
@@ -165,7 +165,7 @@ def test_states_on_the_host_are_a_mend_where_there_is_a_host() -> None:
         ("local", "adamw", False),
     ):
         question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load(name), {"optimizer": optimizer})
-        assert offered == any("states on the host" in what for what, _ in options.mends(question))
+        assert offered == any("states on the host" in what for what, _ in options.suggest_fixes(question))
 
 
 def test_a_refusal_survives_pickle_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:

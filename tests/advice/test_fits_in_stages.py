@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.costs.pipeline import PipelinePrediction
+from shardwise.costs.pipeline_simulation import PipelinePrediction
 from shardwise.report import options
-from shardwise.report.planned import Staged
+from shardwise.report.planned import StagedPlan
 
 
 class Texts(nn.Module):
@@ -71,7 +71,7 @@ def test_stages_and_places_hold_and_take_what_was_predicted(
         assert held.num_bytes == round(own.peak_bytes) == sum(held.parts.values())
     if len({stage.placement.ranks for stage in plan.stages}) == stages:
         assert found.step.peak.num_bytes == max(held.num_bytes for held in found.step.stages)
-    assert isinstance(plan, Staged)
+    assert isinstance(plan, StagedPlan)
     for one, own in zip(plan.passes(), pipeline.stages, strict=True):
         assert one.step.forward == pytest.approx(own.forward)
         rest = one.step.seconds - own.forward - own.backward
@@ -120,11 +120,11 @@ def test_changes_are_other_stages_schedules_and_meshes_and_each_is_a_plan() -> N
         sw.plan, module, batch, None, sw.Cluster.load("h100-1x4"), {"stages": 4, "global_batch": 64}
     )
     assert found.asked.plan is not None
-    said = [what for what, _ in options.changes(question, found.asked.plan)]
+    said = [what for what, _ in options.suggest_changes(question, found.asked.plan)]
     assert "2 stages (stages=2)" in said
     assert "no stages (stages=None)" in said
     assert 'another schedule (schedule="Interleaved1F1B", stages=8)' in said
-    variants = dict(options.changes(question, found.asked.plan))
+    variants = dict(options.suggest_changes(question, found.asked.plan))
     none = variants["no stages (stages=None)"]()
     assert none.plan is not None
     assert (
@@ -144,7 +144,7 @@ def test_stages_that_were_chosen_stay_while_other_things_change() -> None:
     question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load("h100-1x4"), {"stages": "auto"})
     module, batch = asked()
     staged = sw.plan(module, batch, sw.Cluster.load("h100-1x4"), stages=2, micro_batch=8)
-    twice = dict(options.changes(question, staged))["2 times the batch (16 samples)"]()
+    twice = dict(options.suggest_changes(question, staged))["2 times the batch (16 samples)"]()
     assert twice.plan is not None
     assert (len(twice.plan.stages), twice.plan.schedule, twice.samples) == (2, "1F1B", 16)
 
@@ -161,7 +161,7 @@ def test_what_does_not_fit_in_stages_is_mended_and_what_does_not_fit_without_is_
     assert found.options
     assert all(option.fits and option.peak_bytes <= limit for option in found.options)
     question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load("h100-1x4"), {})
-    staged = dict(options.mends(question))["2 stages (stages=2)"]()
+    staged = dict(options.suggest_fixes(question))["2 stages (stages=2)"]()
     assert staged.plan is not None
     assert staged.plan.is_pipeline
 

@@ -151,12 +151,12 @@ def test_two_gpus_on_a_switch_have_all_its_links(prices: ModuleType) -> None:
 def test_the_kernel_for_causal_scores_is_not_that_of_the_loss(prices: ModuleType) -> None:
     """Of scores in 16 bits it moves twice as much a second; attention reaches no more than the device's own part."""
     from shardwise.costs.collectives import Links
-    from shardwise.costs.kernels import Work
+    from shardwise.costs.kernels import KernelWork
 
     software = prices.Software(fused=True)
     model = prices.Model(prices.Shape(64, 4, 1, 64, 1, True, False, 512), None, 1, "A100-80GB", "", software)
     own = prices.OwnPrices(Links(model.cluster(), prices.sw.Mesh(tp=1)), "none", model=model)
-    scores, loss = (own.kernel(Work("softmax", num_bytes=1e9, dtype=dtype)) for dtype in ("bf16", "f32"))
+    scores, loss = (own.kernel(KernelWork("softmax", num_bytes=1e9, dtype=dtype)) for dtype in ("bf16", "f32"))
     assert loss == pytest.approx(1.05 / 0.52 * scores, rel=0.01)
     l4 = prices.cluster_of("L4-24GB", 1, 8, "").device
     assert prices.attending(l4, prices.FLASH).kernels["attention_backward"] == l4.kernels["attention_backward"] < 0.3

@@ -98,7 +98,7 @@ def _rank(rank: int, folder: str, cases: Sequence[tuple[Case, str]]) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     off = 0
-    with mock.patch("shardwise.programs.offload.SMALLEST_BYTES", 1):  # these models are small
+    with mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1):  # these models are small
         for case, text in cases:
             module, inputs = built(case.model)
             plan = sw.Plan.from_json(text)
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     chosen = parser.parse_args()
-    with warnings.catch_warnings(), mock.patch("shardwise.programs.offload.SMALLEST_BYTES", 1):
+    with warnings.catch_warnings(), mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1):
         warnings.simplefilter("ignore")
         cases = [(case, case.plan().to_json()) for case in drawn(chosen.cases, chosen.seed, chosen.models)]
     print("| case | measured MB | predicted / measured |\n|---|---|---|", flush=True)

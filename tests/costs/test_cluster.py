@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.costs.assumed import assumed
-from shardwise.costs.cluster import Cluster, Device, slowest
+from shardwise.costs.assumed_figures import assumed_figures
+from shardwise.costs.cluster import Cluster, Device, slowest_device
 from shardwise.costs.cluster_file import families, family, format_cluster, parse
 from shardwise.costs.units import UNITS, Figures, format_quantity, parse_quantity
 from shardwise.errors import LaunchError, ShardwiseError
@@ -343,7 +343,7 @@ def test_what_a_file_leaves_out_is_said_with_what_is_assumed(
     Cluster.load(path)
     assert not capsys.readouterr().err, "calibration says what it measured"
     rates = SMALL.replace('bf16 = "100', 'f32 = "100')
-    assert "device.flops.bf16 (assumed: the rate of f32)" in assumed(tomllib.loads(rates))
+    assert "device.flops.bf16 (assumed: the rate of f32)" in assumed_figures(tomllib.loads(rates))
 
 
 def test_a_device_may_be_like_a_bundled_one() -> None:
@@ -370,7 +370,7 @@ def test_a_mixed_cluster_is_planned_with_the_slowest_figures_and_says_so() -> No
     )
     assert cluster.mixed == ((a100.name, 8), (h100.name, 4))
     assert f"slowest figures of 8 x {a100.name}, 4 x {h100.name}" in str(cluster)
-    assert slowest([a100, a100]) == a100
+    assert slowest_device([a100, a100]) == a100
     with pytest.raises(ShardwiseError, match="devices: are 11, but the levels hold 4 x 3 = 12"):
         parse(SMALL[:start] + kinds.replace("count = 4", "count = 3") + SMALL[end:])
     with pytest.raises(ShardwiseError, match="both"):
@@ -391,7 +391,7 @@ def test_a_reserve_is_taken_from_what_plans_may_have() -> None:
     assert "16 GiB, of which 2 GiB are no plan's" in str(parse(own))
     like = SMALL[:start] + '[device]\nlike = "h100"\nreserve = "4 GiB"\n' + SMALL[end:]
     assert parse(like).device == replace(device, reserve_bytes=4 * 2**30)
-    mixed = slowest([device, replace(device, memory_bytes=60 * 2**30, reserve_bytes=0.0, foreach=False)])
+    mixed = slowest_device([device, replace(device, memory_bytes=60 * 2**30, reserve_bytes=0.0, foreach=False)])
     assert (mixed.memory_bytes, mixed.usable_bytes) == (60 * 2**30, 60 * 2**30)
     assert mixed.foreach
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.costs.cluster import Cluster, Level
 from shardwise.costs.cluster_file import family, parse
-from shardwise.costs.collectives import KINDS, TREE_PACE, LinkPrice, Links, Span, affines, num_steps, share_sent
+from shardwise.costs.collectives import KINDS, TREE_PACE, LinkPrice, Links, Span, affine_terms, num_steps, share_sent
 from shardwise.costs.units import Figures
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layouts.conversions import Move
@@ -414,7 +414,7 @@ def test_every_axis_of_a_shape_is_inside_one_level() -> None:
 def test_affines_of_one_algorithm_are_what_nccl_would_do_on_two_nodes() -> None:
     """The formula of NCCL's tuning model, written out: ring, Simple, 2 nodes of 8."""
     levels = Cluster.load("h100-2x8").levels
-    ring, _ = affines("all_reduce", levels, Span((16, 2, 1)))
+    ring, _ = affine_terms("all_reduce", levels, Span((16, 2, 1)))
     steps, between = 2 * 15, 2 * 1
     assert ring[0] == pytest.approx(8.4e-6 + (steps - between) * 3.4e-6 + between * 9.6e-6)
     assert ring[1] == pytest.approx(steps / 16 / (8 * 46e9))

@@ -13,7 +13,7 @@ import pytest
 from shardwise import cli
 from shardwise.costs.cluster import Cluster, Device, Level
 from shardwise.costs.cluster_file import format_cluster, parse
-from shardwise.costs.collectives import Span, affines
+from shardwise.costs.collectives import Span, affine_terms
 from shardwise.costs.fit import (
     CollectiveTime,
     MatmulTime,
@@ -56,7 +56,7 @@ def measured(noise: float = 0.0, outliers: int = 0, seed: int = 0) -> Measuremen
     for units in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (8, 2, 1)):
         for kind in KINDS:
             for size in SIZES:
-                seconds = min(f + s * size for f, s in affines(kind, TRUTH.levels, Span(units)))
+                seconds = min(f + s * size for f, s in affine_terms(kind, TRUTH.levels, Span(units)))
                 collectives.append(CollectiveTime(kind, units, size, disturbed(seconds)))
     for index in randomly.sample(range(len(collectives)), outliers):
         collectives[index] = replace(collectives[index], seconds=collectives[index].seconds * 10)

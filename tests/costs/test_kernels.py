@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.costs.cluster import Cluster, slowest
+from shardwise.costs.cluster import Cluster, slowest_device
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.costs.collectives import Links
 from shardwise.costs.fusion import fused_works
-from shardwise.costs.kernels import Called, is_dense, kernel_seconds, work_of
+from shardwise.costs.kernels import KernelCall, is_dense, kernel_seconds, work_of
 from shardwise.costs.memory import busiest_program
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import priced_call
@@ -25,9 +25,9 @@ from shardwise.graph.capture import capture
 from shardwise.graph.ir import Ref
 from shardwise.plans.bind import program_of
 from shardwise.programs.forms import Form
-from shardwise.programs.steps import Step
-from shardwise.programs.vjp import Kinds
-from shardwise.runtime.compiled import compiled_program, priced
+from shardwise.programs.spmd_steps import OpStep
+from shardwise.programs.vjp import VjpCache
+from shardwise.runtime.compiled import compiled_program, price_section
 
 aten = torch.ops.aten
 H100 = Cluster.load("h100").with_devices(1)
@@ -93,15 +93,15 @@ def test_a_mask_that_is_a_tensor_makes_attention_several_times_dearer() -> None:
 
 
 def test_an_element_by_element_kernel_is_slower_than_its_bytes() -> None:
-    def seconds(call: Called, *forms: Form) -> float:
+    def seconds(call: KernelCall, *forms: Form) -> float:
         return kernel_seconds(H100.device, work_of(call, forms[:-1], forms[-1:]))
 
     wide = Form.contiguous((N, M), BF16)
-    add = Called(aten.add.Tensor, (Ref("0"), Ref("1")), ())
+    add = KernelCall(aten.add.Tensor, (Ref("0"), Ref("1")), ())
     equal = seconds(add, wide, wide, wide)
     bias = seconds(add, wide, Form.contiguous((M,), BF16), wide)
     assert bias > equal, "fewer bytes, and slower"
-    copy = Called(aten.clone.default, (Ref("0"),), ())
+    copy = KernelCall(aten.clone.default, (Ref("0"),), ())
     transposed = Form((M, N), (1, M), BF16, False)
     assert seconds(copy, transposed, Form.contiguous((M, N), BF16)) > 1.8 * seconds(copy, wide, wide)
     assert seconds(copy, transposed, transposed) == seconds(copy, wide, wide), "in the order of its memory"
@@ -124,7 +124,7 @@ def test_kernels_wait_for_the_host_that_starts_them() -> None:
     with torch.device("meta"):
         model, inputs = nn.Sequential(*(nn.ReLU() for _ in range(20)), nn.Linear(8, 1)), (torch.empty(4, 8),)
     plan = sw.plan(model, inputs, H100)
-    program = busiest_program(program_of(plan, capture(model, inputs, {}).graph, training=True), Kinds())
+    program = busiest_program(program_of(plan, capture(model, inputs, {}).graph, training=True), VjpCache())
     slow = Cluster(H100.name, replace(H100.device, launch=1e-3), H100.levels)
     steps = [simulate_program(program, Prices(Links(cluster, plan.mesh))) for cluster in (H100, slow)]
     count = round(steps[1].seconds / 1e-3)
@@ -146,9 +146,9 @@ def test_a_compiled_step_goes_over_memory_less_often() -> None:
     with torch.device("meta"):
         model, inputs = Block(), (torch.empty(4096, 256),)
     plan = sw.plan(model, inputs, H100)
-    program = busiest_program(program_of(plan, capture(model, inputs, {}).graph, training=True), Kinds())
+    program = busiest_program(program_of(plan, capture(model, inputs, {}).graph, training=True), VjpCache())
     nobody: Any = None
-    compiled = compiled_program(program, nobody, torch.device("cpu"), generate=priced)
+    compiled = compiled_program(program, nobody, torch.device("cpu"), generate=price_section)
     prices = Prices(Links(H100, plan.mesh))
     eager, fused = simulate_program(program, prices), simulate_program(compiled, prices)
     assert fused.compute < 0.92 * eager.compute
@@ -182,7 +182,7 @@ def test_figures_of_kernels_are_read_written_and_taken_from_another_device() -> 
         parse(text.replace("softmax = ", "sofmax = ", 1))
     with pytest.raises(sw.ShardwiseError, match="is more than 1"):
         parse(text.replace("softmax = 0.52", "softmax = 1.52"))
-    both = slowest([H100.device, replace(a100, kernels=type(a100.kernels)({"softmax": 0.1}))])
+    both = slowest_device([H100.device, replace(a100, kernels=type(a100.kernels)({"softmax": 0.1}))])
     assert both.kernels["softmax"] == 0.1
     assert both.scalar_rate == a100.scalar_rate
 
@@ -197,5 +197,5 @@ def test_steps_of_a_program_are_priced_as_its_list_is() -> None:
     plan = sw.plan(model, inputs, H100)
     spmd = program_of(plan, capture(model, inputs, {}).graph, training=True)
     prices = Prices(Links(H100, plan.mesh), "sgd fused")
-    added = sum(prices.operator(*priced_call(step, spmd.graph)) for step in spmd.steps if isinstance(step, Step))
-    assert simulate_program(busiest_program(spmd, Kinds()), prices).seconds == pytest.approx(added, rel=0.05)
+    added = sum(prices.operator(*priced_call(step, spmd.graph)) for step in spmd.steps if isinstance(step, OpStep))
+    assert simulate_program(busiest_program(spmd, VjpCache()), prices).seconds == pytest.approx(added, rel=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.costs.cluster import Cluster, Level
-from shardwise.costs.collectives import Span, affines
+from shardwise.costs.collectives import Span, affine_terms
 from shardwise.costs.fit import CollectiveTime, fit_level, quantile
 
 MIB = 2**20
@@ -47,7 +47,7 @@ def errors(level: Level, times: list[CollectiveTime]) -> list[float]:
     found = []
     for time in times:
         seconds = min(
-            fixed + per_byte * time.num_bytes for fixed, per_byte in affines(time.kind, (level,), Span(time.units))
+            fixed + per_byte * time.num_bytes for fixed, per_byte in affine_terms(time.kind, (level,), Span(time.units))
         )
         found.append(abs(seconds - time.seconds) / time.seconds)
     return found
@@ -101,5 +101,5 @@ def test_across_nodes_each_group_gets_its_part_of_the_network() -> None:
     pairs, fours = 8.13007e9, 16.22e9
     node, network = Cluster.load("a100-80-2x8").levels
     levels = (node, Level("network", 2, pairs, network.latency))
-    ring = affines("all_reduce", levels, Span((4, 2, 1)))[0]
+    ring = affine_terms("all_reduce", levels, Span((4, 2, 1)))[0]
     assert 2 * 3 / 4 / ring[1] == pytest.approx(fours, rel=0.01)

@@ -19,13 +19,13 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.ledger import CATEGORIES
 from shardwise.costs.live_bytes import LiveBytes
-from shardwise.costs.memory import Memory, busiest_program, memory_of
+from shardwise.costs.memory import MemoryEstimate, busiest_program, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs import moves
 from shardwise.programs.casts import computed_name
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.vjp import VjpCache
 
 TOLERANCE = 0.03  # of the measured peak
 
@@ -86,7 +86,7 @@ class Idle(nn.Module):
         return (self.frozen(self.used(x)) * self.detached(x).detach()).square().mean()
 
 
-def _largest_before_update(memory: Memory) -> int:
+def _largest_before_update(memory: MemoryEstimate) -> int:
     return max(peak.num_bytes for phase, peak in memory.peak_of.items() if phase != "update")
 
 
@@ -143,7 +143,7 @@ class Mlp(nn.Module):
         return self.down(F.relu(self.up(x))).square().mean()
 
 
-def memory_of_mlp(batch: int = 32, **options: Any) -> Memory:
+def memory_of_mlp(batch: int = 32, **options: Any) -> MemoryEstimate:
     model, inputs = Mlp(), (torch.empty(batch, 64, device="meta"),)
     return step_memory(model, inputs, sw.plan(model, inputs, 4, **options))
 
@@ -271,7 +271,7 @@ def gib_of_update(shapes: dict[str, tuple[int, ...]], mesh: sw.Mesh, precision: 
     plan = sw.plan(model, (x,), mesh.num_devices, mesh=mesh, mode="data_parallel", layouts=layouts, precision=precision)
     spmd = program_of(plan, capture(model, (x,), {}, precision=precision).graph, training=True)
     prices = Prices(Links(Cluster.load("h100-16x8").with_devices(mesh.num_devices), mesh), "adamw")
-    forms = busiest_program(spmd, Kinds()).forms
+    forms = busiest_program(spmd, VjpCache()).forms
     casts = sum(forms[name].num_bytes for name in map(computed_name, shapes) if name in forms)
     parts = {**memory_of(spmd, prices).peak_of["update"].parts, "casts": casts}
     return {name: parts[name] / 2**30 for name in ("parameters", "casts", "optimizer states", "gradients")}
@@ -352,7 +352,7 @@ def test_bytes_of_parameters_and_optimizer_are_the_published_ones() -> None:
     """Half precision with float32 weights, gradients and Adam: 18 bytes a parameter. The figure leaves the embedding
     out."""
 
-    def state_bytes(memory: Memory) -> int:
+    def state_bytes(memory: MemoryEstimate) -> int:
         parts = memory.peak_of["update"].parts  # the copies in half precision are gone by then
         return memory.peak_of["forward"].parts["parameters"] + parts["gradients"] + parts["optimizer states"]
 
@@ -361,7 +361,7 @@ def test_bytes_of_parameters_and_optimizer_are_the_published_ones() -> None:
     assert of_layers / 2**30 == pytest.approx(PUBLISHED["state_gib"], rel=0.005)
 
 
-def memory_of_layers(count: int, how: Any = "none") -> Memory:
+def memory_of_layers(count: int, how: Any = "none") -> MemoryEstimate:
     """Of some of the published model's layers, by Megatron's plan, in mixed precision. ``how``: what is made again."""
     width = int(PUBLISHED["width"])
     with torch.device("meta"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.costs.live_bytes import LiveBytes
-from shardwise.costs.optimizers import HELD, VARIANTS, named, states_of, temporary_bytes
+from shardwise.costs.optimizers import HELD, VARIANTS, parse_optimizer, states_of, temporary_bytes
 from shardwise.errors import ShardwiseError
 
 SIZES = (1000, 300, 700, 700)
@@ -68,9 +68,9 @@ def test_the_default_is_that_of_the_device() -> None:
 
 def test_other_names_are_refused() -> None:
     with pytest.raises(ShardwiseError, match=f"'adamww' is not known\n  fix:    one of {', '.join(HELD)}"):
-        named("adamww")
+        parse_optimizer("adamww")
     with pytest.raises(ShardwiseError, match="'slow' of optimizer 'adamw slow' is no way to update"):
-        named("adamw slow")
+        parse_optimizer("adamw slow")
     with pytest.raises(ShardwiseError, match="no way to update"):
-        named("adamw ")
-    assert named("adamw fused") == ("adamw", "fused")
+        parse_optimizer("adamw ")
+    assert parse_optimizer("adamw fused") == ("adamw", "fused")

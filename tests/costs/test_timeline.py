@@ -17,13 +17,13 @@ from shardwise.costs.pricing import price_program
 from shardwise.costs.timeline import SimulatedStep, simulate
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
-from shardwise.programs.spmd import Spmd
+from shardwise.programs.spmd import SpmdProgram
 
 LOCAL = Cluster.local(4)
 CLUSTER = replace(LOCAL, device=replace(LOCAL.device, overlap=1.0))  # whose network moves bytes by itself
 
 
-def program(bucket_bytes: int = 25 * 2**20, **options: Any) -> tuple[Spmd, Prices]:
+def program(bucket_bytes: int = 25 * 2**20, **options: Any) -> tuple[SpmdProgram, Prices]:
     """The program of a plan, and prices."""
     with torch.device("meta"):
         model, inputs = Chain(), (torch.empty(64, 256),)

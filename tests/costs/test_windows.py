@@ -13,10 +13,10 @@ import shardwise as sw
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.costs.collectives import Links
-from shardwise.costs.kernels import Work, kernel_seconds
+from shardwise.costs.kernels import KernelWork, kernel_seconds
+from shardwise.costs.overlap_windows import overlap_windows
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
-from shardwise.costs.windows import windows_of
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph, Value
 from shardwise.plans.bind import program_of
@@ -45,7 +45,7 @@ def wide(classes: int, batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor], Gr
 def test_nothing_hides_the_first_parameter_and_what_comes_before_a_use_hides_the_others() -> None:
     _, _, graph = wide(4096, 64)
     prices = Prices(Links(NODE, sw.Mesh(dp=8)))
-    found = windows_of(graph, prices)
+    found = overlap_windows(graph, prices)
     before = 0.0
     for op in graph.ops[:2]:
         operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
@@ -58,7 +58,7 @@ def test_what_does_not_fit_into_its_window_is_exposed_by_search_and_program_alik
     mesh = sw.Mesh(dp=8)
     plan = sw.plan(model, inputs, NODE, mesh=mesh, mode="data_parallel")
     spmd, prices = program_of(plan, graph, training=True), Prices(Links(NODE, mesh))
-    windows = windows_of(graph, prices)
+    windows = overlap_windows(graph, prices)
     free, true = price_program(spmd, prices), price_program(spmd, prices, windows=windows)
     assert true.exposed + true.traffic == pytest.approx(free.exposed + free.traffic)
     assert true.traffic == pytest.approx(windows["head.weight"])  # the body's gradient is sent last, behind nothing
@@ -69,7 +69,7 @@ def test_what_does_not_fit_into_its_window_is_exposed_by_search_and_program_alik
 
 def test_large_results_on_cpus_wait_for_their_pages() -> None:
     small, large = (
-        kernel_seconds(LOCAL.device, Work(num_bytes=3.0 * size, made=size)) for size in (2.0**25, 2.0**25 + 8)
+        kernel_seconds(LOCAL.device, KernelWork(num_bytes=3.0 * size, made=size)) for size in (2.0**25, 2.0**25 + 8)
     )
     assert large - small == pytest.approx(2**25 / 2.5e9, rel=1e-3)
     assert NODE.device.fresh_seconds(2.0**30) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from rules.harness import make_case
 from rules.samples import SAMPLES
 from shardwise.graph.ir import Graph, Op, Source
-from shardwise.report.operators import page
+from shardwise.report.operator_page import page
 
 PAGE = Path(__file__).parents[2] / "docs/operators.md"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from docs.operators import PAGE, calls
-from shardwise.report.operators import page, sections
+from shardwise.report.operator_page import page, sections
 from shardwise.rules import RULES
 
 

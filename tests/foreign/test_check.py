@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.foreign import ranks
-from shardwise.foreign.ranks import on_ranks
-from shardwise.foreign.seen import seen
+from shardwise.foreign import rank_threads
+from shardwise.foreign.inferred_layout import infer_layout
+from shardwise.foreign.rank_threads import on_ranks
 
 transformers = pytest.importorskip("transformers.distributed.tensor_parallel")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -419,10 +419,10 @@ def test_layouts_are_seen_in_numbers() -> None:
         "f64[8, 12] partial(sum@tp)": [whole * 0.25, whole * 0.75] * 2,
     }
     for text, held in cases.items():
-        assert str(seen(whole, held, mesh, 1e-9)) == text
+        assert str(infer_layout(whole, held, mesh, 1e-9)) == text
     fused = [torch.cat([part[:, i * 2 : i * 2 + 2] for part in whole.chunk(3, 1)], 1) for i in (0, 1)]
-    assert str(seen(whole, [*fused, *fused], mesh, 1e-9)) == "f64[8, (3 4@tp)]"
-    assert seen(whole, [whole, whole, whole, whole + 1], mesh, 1e-9) is None
+    assert str(infer_layout(whole, [*fused, *fused], mesh, 1e-9)) == "f64[8, (3 4@tp)]"
+    assert infer_layout(whole, [whole, whole, whole, whole + 1], mesh, 1e-9) is None
 
 
 def test_an_error_on_one_rank_ends_the_others() -> None:
@@ -451,8 +451,8 @@ def test_ranks_that_were_interrupted_take_no_part_in_what_comes_next(monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ranks, "_wait", interrupted)
-        patch.setattr(ranks, "STALLED_SECONDS", 0.0)
+        patch.setattr(rank_threads, "_wait", interrupted)
+        patch.setattr(rank_threads, "STALLED_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             on_ranks(sw.Mesh(tp=2), stuck)
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.graph.called import call_module
+from shardwise.graph.call_arguments import call_module
 from shardwise.graph.capture import Capture, capture
+from shardwise.graph.graph_invariants import verify_graph
+from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Ref
-from shardwise.graph.text import format_graph, parse_graph
-from shardwise.graph.verify import verify_graph
 
 SEED = "_shardwise_seed"
 

@@ -8,14 +8,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardwise.graph.cut import Cut, cut_into
+from shardwise.graph.cut import GraphCut, cut_graph
+from shardwise.graph.graph_invariants import verify_graph
+from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
-from shardwise.graph.text import format_graph, parse_graph
-from shardwise.graph.verify import verify_graph
 
 
-def run_parts(cut: Cut, data: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def run_parts(
+    cut: GraphCut, data: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """(outputs, gradients of sources, what buffers become). A part sees what it receives as new leaves, and nothing but
     values and cotangents passes between parts."""
     outputs: dict[str, Tensor] = {}
@@ -71,7 +73,7 @@ def _backward(parts: tuple[Graph, ...], environments: list[dict[str, Tensor]]) -
     return gradients
 
 
-def check_parts(cut: Cut, graph: Graph, data: Mapping[str, Tensor], tolerance: float = 1e-12) -> float:
+def check_parts(cut: GraphCut, graph: Graph, data: Mapping[str, Tensor], tolerance: float = 1e-12) -> float:
     """Outputs, every gradient and buffers of the parts against those of the whole graph; the worst relative error."""
     for part in cut.parts:
         verify_graph(part)
@@ -112,11 +114,11 @@ def check_parts(cut: Cut, graph: Graph, data: Mapping[str, Tensor], tolerance: f
     return worst
 
 
-def random_cut(graph: Graph, rng: random.Random, num_parts: int) -> Cut:
+def random_cut(graph: Graph, rng: random.Random, num_parts: int) -> GraphCut:
     """Cut before random operators that are not repeated elsewhere, so that no part is empty."""
     from shardwise.graph.cut import free_values
 
     free = free_values(graph)
     bound = [op.name for op in graph.ops if not free.issuperset(op.results)]
     starts = sorted(rng.sample(range(1, len(bound)), min(num_parts, len(bound)) - 1))
-    return cut_into(graph, [bound[start] for start in starts])
+    return cut_graph(graph, [bound[start] for start in starts])

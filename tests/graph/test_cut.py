@@ -17,10 +17,10 @@ from models.tiny_models import TinyModel, bert, gpt2, llama, resnet
 from programs.building import STEPS, WINDOWED, random_program
 from shardwise.errors import PlanError
 from shardwise.graph.capture import Capture, capture
-from shardwise.graph.cut import Cut, cut, cut_apart, cut_into
+from shardwise.graph.cut import GraphCut, cut_apart, cut_graph, extract_part
+from shardwise.graph.graph_invariants import verify_graph
 from shardwise.graph.ir import Graph
-from shardwise.graph.verify import verify_graph
-from shardwise.graph.widen import widen
+from shardwise.graph.to_float64 import to_float64
 
 MODELS = {
     "gpt2": gpt2(),
@@ -40,7 +40,7 @@ def captured_model(tiny: TinyModel) -> tuple[Graph, dict[str, Tensor]]:
     captured = capture(module, (), inputs)
     data = data_of(captured, module, (), inputs, seed=3)
     wide = {n: t.detach().double() if t.is_floating_point() else t.detach() for n, t in data.items()}
-    return widen(captured.graph), wide
+    return to_float64(captured.graph), wide
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,7 +108,7 @@ def named(graph: Graph, target: str, index: int = 0) -> str:
 def test_what_parts_receive_repeat_share_and_rewrite() -> None:
     captured, data = stages()
     graph = captured.graph
-    found = cut_into(graph, [named(graph, "aten.linear", 1), named(graph, "aten.linear", 2)])
+    found = cut_graph(graph, [named(graph, "aten.linear", 1), named(graph, "aten.linear", 2)])
     check_parts(found, graph, data)
     first, second, third = found.parts
     kinds = {s.value: graph.by_name[s.value].dtype for s in third.sources if s.kind == "activation"}
@@ -150,7 +150,7 @@ def test_the_seed_is_a_source_of_every_part_that_draws() -> None:
     module, x = Noisy().double(), torch.randn(3, 4, dtype=torch.float64)
     captured = capture(module, (x,))
     graph = captured.graph
-    found = cut_into(graph, ["layers.1/linear", "layers.2/linear"])
+    found = cut_graph(graph, ["layers.1/linear", "layers.2/linear"])
     check_parts(found, graph, data_of(captured, module, (x,), {}, seed=5))
     assert [part.source_of["_shardwise_seed"].kind for part in found.parts] == ["buffer"] * 3
     assert any("uniform" in str(graph.op_by_name[name].target) for name in found.repeated)
@@ -161,7 +161,7 @@ def test_a_single_part_receives_what_it_needs_and_delivers_what_others_need() ->
     captured, _ = stages()
     graph = captured.graph
     name = named(graph, "aten.linear", 1)
-    part = cut(graph, [name])
+    part = extract_part(graph, [name])
     verify_graph(part)
     assert [op.name for op in part.ops] == [name]
     (activation,) = [source for source in part.sources if source.kind == "activation"]
@@ -188,19 +188,19 @@ def test_errors_name_operators_parts_and_the_mend() -> None:
     graph = capture(Counts(), (torch.ones(2, 3),)).graph
     names = [op.name for op in graph.ops]
     with pytest.raises(PlanError, match=r"no operator 'down/linea'\n  fix:    did you mean down/linear\?"):
-        cut_into(graph, ["down/linea"])
+        cut_graph(graph, ["down/linea"])
     with pytest.raises(
         PlanError, match=r"(?s)the boundary up/linear is operator 1 of 13.*down/linear, operator 4.*order"
     ):
-        cut_into(graph, ["down/linear", "up/linear"])
+        cut_graph(graph, ["down/linear", "up/linear"])
     with pytest.raises(PlanError, match="part 1 of 3 has no operators"):
-        cut_into(graph, ["up/linear", "up/linear"])
+        cut_graph(graph, ["up/linear", "up/linear"])
     with pytest.raises(PlanError, match="part 0 of 2 has no operators"):
-        cut_into(graph, names[:1])
+        cut_graph(graph, names[:1])
     with pytest.raises(
         PlanError, match=r"(?s)the buffer mean is read in part 0, and rewritten with data of part 1.*/sub"
     ):
-        cut_into(graph, ["down/linear"])
+        cut_graph(graph, ["down/linear"])
     with pytest.raises(PlanError, match="down/linear is named in parts 0 and 1"):
         cut_apart(graph, [names, ["down/linear"]])
     with pytest.raises(PlanError, match="down/linear is named twice in part 0"):
@@ -208,7 +208,7 @@ def test_errors_name_operators_parts_and_the_mend() -> None:
     with pytest.raises(PlanError, match=rf"2 of {len(names)} operators are in no part: {names[-2]}, {names[-1]}"):
         cut_apart(graph, [names[:-2]])
     with pytest.raises(PlanError, match="a part of no operators"):
-        cut(graph, [])
+        extract_part(graph, [])
 
 
 def test_parts_out_of_order_name_both_operators() -> None:
@@ -219,14 +219,14 @@ def test_parts_out_of_order_name_both_operators() -> None:
     with pytest.raises(PlanError, match=told):
         cut_apart(graph, [["0/linear", "2/linear"], ["1/tanh"]])
     with pytest.raises(PlanError, match="1/tanh of part 0 needs linear, the result of 0/linear of part 1"):
-        cut(graph, ["0/linear", "2/linear"])
+        extract_part(graph, ["0/linear", "2/linear"])
 
 
 def test_a_part_is_not_cut_again() -> None:
     graph = captured_model(gpt2())[0]
     part = random_cut(graph, random.Random(0), 2).parts[1]
     with pytest.raises(PlanError, match=r"the graph is a part of another: \S+ is an activation"):
-        cut_into(part, [])
+        cut_graph(part, [])
 
 
 def test_a_part_of_repeated_operators_only_is_refused() -> None:
@@ -237,7 +237,7 @@ def test_a_part_of_repeated_operators_only_is_refused() -> None:
     graph = capture(Positions(), (torch.ones(3, requires_grad=True),)).graph
     add = named(graph, "aten.add")
     with pytest.raises(PlanError, match=r"part 0 of 2 has no operators of its own: \S+.* repeated where they are used"):
-        cut_into(graph, [add])
+        cut_graph(graph, [add])
 
 
 def test_parts_of_modules_that_do_not_follow_one_another() -> None:
@@ -258,7 +258,7 @@ def test_parts_of_modules_that_do_not_follow_one_another() -> None:
     left = ["left/linear", "/tanh"]
     right = ["right/linear", "/sigmoid"]
     rest = [op.name for op in captured.graph.ops if op.name not in (*left, *right)]
-    found: Cut = cut_apart(captured.graph, [left, right, rest])
+    found: GraphCut = cut_apart(captured.graph, [left, right, rest])
     check_parts(found, captured.graph, data_of(captured, module, (x,), {}))
     (carried,) = [crossing for crossing in found.crossings if crossing.carriers]
     assert (carried.value, carried.maker, carried.users, carried.carriers) == ("tanh", 0, (2,), (1,))

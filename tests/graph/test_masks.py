@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graph.against_eager import check_against_eager, operators, run_graph
+from shardwise.graph.attention_within import ATTENTION_WITHIN, MOST_BLOCKS
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.graph.within import ATTENTION_WITHIN, MOST_BLOCKS
-from shardwise.rules.bands import EVERYTHING, Band, band_between, band_of
+from shardwise.rules.attention_bands import EVERYTHING, Band, band_between, band_of
 from shardwise.rules.tables import rule_of
 
 INF = float("inf")

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from shardwise.graph.capture import capture
 from shardwise.graph.intervals import Intervals
-from shardwise.graph.positions import known_values
-from shardwise.graph.predicates import Abstract, Known, Sum
+from shardwise.graph.positions import evaluate_known_values
+from shardwise.graph.predicates import Abstract, KnownTensor, PositionSum
 
 LEAST = torch.finfo(torch.float32).min
 
 
 def dense(x: Abstract) -> Tensor:
     """A value element by element."""
-    if isinstance(x, Known):
+    if isinstance(x, KnownTensor):
         return x.tensor
 
     def along(values: Tensor, dim: int) -> Tensor:
         return values.reshape([-1 if d - len(x.shape) == dim else 1 for d in range(len(x.shape))])
 
-    if isinstance(x, Sum):
+    if isinstance(x, PositionSum):
         total = along(x.of_query, x.query) + along(x.of_key, x.key)
         return (total.abs() if x.absolute else total).to(x.dtype).expand(x.shape)
     keys = along(torch.arange(x.seen.num_keys), x.key)
@@ -175,7 +175,7 @@ def check_expressions(seeds: range) -> Counter[str]:
         model, x = Expressions(seed), torch.ones(1)
         captured = capture(model, (x,))
         names = [output.name for output in captured.graph.outputs][1:]
-        known = known_values(captured.graph, set(names), captured.constants)
+        known = evaluate_known_values(captured.graph, set(names), captured.constants)
         for name, expected in zip(names, model(x)[1:], strict=True):
             kinds[type(known.get(name)).__name__] += 1
             if name in known:
@@ -187,8 +187,8 @@ def check_expressions(seeds: range) -> Counter[str]:
 def test_random_expressions_over_positions_are_what_their_operators_give():
     kinds = check_expressions(range(50))
     assert kinds["Choice"] > 40
-    assert kinds["Sum"] > 40
-    assert kinds["Known"] > 200
+    assert kinds["PositionSum"] > 40
+    assert kinds["KnownTensor"] > 200
     assert kinds["NoneType"] < sum(kinds.values()) / 3
 
 

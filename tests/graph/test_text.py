@@ -10,8 +10,8 @@ from torch import nn
 
 from shardwise.errors import NotationError
 from shardwise.graph.capture import capture
+from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.graph.ir import Graph, Op, Ref, Source, Value
-from shardwise.graph.text import format_graph, parse_graph
 
 aten = torch.ops.aten
 

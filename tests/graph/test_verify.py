@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwise.graph.capture import capture
+from shardwise.graph.graph_invariants import verify_graph
 from shardwise.graph.ir import Ref, Source, Value
-from shardwise.graph.verify import verify_graph
 
 aten = torch.ops.aten
 

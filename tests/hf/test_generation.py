@@ -111,16 +111,16 @@ def beams(model: Any) -> list[Any]:
 def on_ranks() -> dict[str, Any]:
     """On a rank: texts before and after a step of training, how many programs were made for them, and this rank's part
     of a cache."""
-    from shardwise.transformers import generation
+    from shardwise.transformers import generate
 
     torch.manual_seed(0)
     model = llama().double()
     batch = padded([Sentences(4)[index] for index in range(4)])
     par = sw.parallelize(model, sw.plan(model, batch, 2, **TP))
-    with mock.patch.object(generation, "parallelize", wraps=sw.parallelize) as made:
+    with mock.patch.object(generate, "parallelize", wraps=sw.parallelize) as made:
         made.side_effect = lambda *args, **kwargs: steps.append(sw.parallelize(*args, **kwargs)) or steps[-1]
         steps: list[sw.Parallel] = []
-        writer = generation.generator(par, batch_size=2, max_length=24, chunk=8)
+        writer = generate.generator(par, batch_size=2, max_length=24, chunk=8)
     with pytest.raises(sw.ShardwiseError, match="3 sequences of 5 tokens"):
         writer.generate(**prompts(5, 3), max_new_tokens=2)
     for name, value in REFUSED.items():
@@ -129,7 +129,7 @@ def on_ranks() -> dict[str, Any]:
     with pytest.raises(sw.ShardwiseError, match="guidance_scale"):
         writer.generate(**prompts(6), guidance_scale=1.5, **GREEDY)
     with pytest.raises(sw.ShardwiseError, match="has no encoder"):
-        generation.generator(par, batch_size=2, max_length=24, source_length=8)
+        generate.generator(par, batch_size=2, max_length=24, source_length=8)
     before = texts(writer)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.5)
     par.step(**batch)
@@ -138,17 +138,17 @@ def on_ranks() -> dict[str, Any]:
     torch.manual_seed(0)
     model = llama().double()
     samples = sw.parallelize(model, sw.plan(model, batch, 2, mode="data_parallel", zero=3))
-    single = generation.generator(samples, batch_size=1, max_length=24, chunk=8)  # nothing to split by samples
+    single = generate.generator(samples, batch_size=1, max_length=24, chunk=8)  # nothing to split by samples
     parts = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **TP, layouts={"bias": f"[{VOCABULARY}@tp]"}))
     with pytest.raises(sw.ShardwiseError, match="the plan splits the buffer bias"):
-        generation.generator(parts, batch_size=2, max_length=24, chunk=8)
+        generate.generator(parts, batch_size=2, max_length=24, chunk=8)
     by_tokens = {**TP, "strategies": {**TP["strategies"], "lm_head": "m@tp"}}  # of which one cannot be split
     changed = sw.parallelize(biased(), sw.plan(biased(), batch, 2, **by_tokens))
-    changing = generation.generator(changed, batch_size=2, max_length=24, chunk=8)
+    changing = generate.generator(changed, batch_size=2, max_length=24, chunk=8)
     changed.get_buffer("bias")[5::7] = 3.0
     window = sw.parallelize(windowed(), sw.plan(windowed(), batch, 2, **TP))
     return {
-        "windowed": scores(generation.generator(window, batch_size=2, max_length=24, chunk=8)),
+        "windowed": scores(generate.generator(window, batch_size=2, max_length=24, chunk=8)),
         "changed": changing.generate(**prompts(5), **GREEDY).tolist(),
         "single": single.generate(**prompts(13, 1), **GREEDY).tolist(),
         "before": before,

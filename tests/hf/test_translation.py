@@ -193,10 +193,10 @@ def test_a_writer_is_gone_before_a_longer_one_is_made(monkeypatch: pytest.Monkey
 
 
 def test_caches_have_the_layers_of_the_decoder() -> None:
-    from shardwise.transformers.caches import Caches, Sizes
+    from shardwise.transformers.caches import Caches, CacheSizes
 
     config = tf.T5Config(num_layers=1, num_decoder_layers=3)
-    caches = Caches(config, Sizes(2, 4, 3), torch.float32)
+    caches = Caches(config, CacheSizes(2, 4, 3), torch.float32)
     assert len(caches.cache(torch.zeros((), dtype=torch.int64)).layers) == 3
     assert caches.get_buffer("source_values_2").shape[2] == 3
     assert config.num_layers == 1

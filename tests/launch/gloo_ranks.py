@@ -37,7 +37,7 @@ PRELOADED_OF_SHARDWISE = ("shardwise.api", "shardwise.proof.verify", "shardwise.
 PRELOADED_IF_HERE = {
     "hypothesis": ("hypothesis",),
     "transformers": (
-        *("shardwise.transformers", "transformers.trainer"),
+        *("shardwise.transformers", "transformers.hf_trainer"),
         *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")),
     ),
 }

@@ -14,7 +14,7 @@ from shardwise.launch.channel import Channel
 _START = """
 import sys
 from shardwise.launch import zygote
-from shardwise.launch.course import Elastic
+from shardwise.launch.restart_policy import Elastic
 from shardwise.launch.launcher import launch
 if {plain}:
     zygote.PRELOADED = ()

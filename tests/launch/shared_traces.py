@@ -2,7 +2,7 @@
 
 The ranks of a test trace the same calls at the same time, and those of the next test trace them again: a third of what
 they do. Here the first rank that meets a call writes down what it found, and the others read it. It is what every
-process keeps for itself (``graph.switches.Known``), under the same key.
+process keeps for itself (``graph.switches.CallCache``), under the same key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.graph.ir import Graph
-from shardwise.graph.switches import Known, is_pytorchs, switches
+from shardwise.graph.switches import CallCache, is_pytorchs, switches
 from shardwise.programs import lower, vjp
 from shardwise.runtime.agree import _dump, _load
 
@@ -60,8 +60,8 @@ class Shelf:
         return True
 
 
-class SharedKnown(Known[Any]):
-    """``Known`` of all ranks. ``kind``: of what is found."""
+class SharedKnown(CallCache[Any]):
+    """``CallCache`` of all ranks. ``kind``: of what is found."""
 
     def __init__(self, kind: str, shelf: Shelf) -> None:
         super().__init__()

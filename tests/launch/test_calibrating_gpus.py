@@ -13,11 +13,11 @@ import shardwise as sw
 from shardwise.costs.cluster import Device
 from shardwise.costs.cluster_file import family
 from shardwise.costs.fit import KernelTime, MatmulTime, Measurements, StreamTime, fit_cluster, residuals
-from shardwise.costs.kernels import Work, kernel_seconds
+from shardwise.costs.kernels import KernelWork, kernel_seconds
 from shardwise.costs.units import Figures
 from shardwise.launch.calibrate import calibrate
 from shardwise.launch.measure import main, noise_of
-from shardwise.launch.measure_kernels import Sizes, host_bandwidth, kernel_times, launch_seconds
+from shardwise.launch.measure_kernels import KernelSizes, host_bandwidth, kernel_times, launch_seconds
 
 CPU = torch.device("cpu")
 # Kinds that PyTorch's CPU kernels have as well (on a GPU also rms_norm, random and their backward).
@@ -34,7 +34,7 @@ def test_every_kind_of_kernel_is_called_with_its_work() -> None:
         call()
         return 1.0
 
-    times = list(kernel_times(seconds, CPU, Sizes.of(tiny=True)))
+    times = list(kernel_times(seconds, CPU, KernelSizes.of(tiny=True)))
     assert {time.work.kind for time in times} >= ALSO_ON_CPU
     attention = next(time.work for time in times if time.work.kind == "attention")
     assert attention.flops == 2 * (2 * 2 * 16 * 16 * 8) / 2  # scores and means of 2 heads, half of them seen
@@ -45,7 +45,9 @@ def test_every_kind_of_kernel_is_called_with_its_work() -> None:
     assert host_bandwidth(lambda call: 0.5, CPU, 2**20) == 2**21
 
 
-def measured(device: Device, *, kernels: tuple[Work, ...] = (), name: str = "NVIDIA H100 80GB HBM3") -> Measurements:
+def measured(
+    device: Device, *, kernels: tuple[KernelWork, ...] = (), name: str = "NVIDIA H100 80GB HBM3"
+) -> Measurements:
     """What one GPU with a device's figures would show."""
     latency = device.kernel_latency
     matmuls = [
@@ -74,11 +76,11 @@ def test_figures_of_kernels_are_found_again() -> None:
     shares = {"attention": 0.7, "attention_backward": 0.5, "softmax": 0.6, "scatter": 0.05, "update": 0.8}
     truth = replace(known, kernels=Figures({**known.kernels, **shares}))
     works = (
-        Work("attention", 1e12, 1e8, rows=64 * 4096, dtype="bf16"),
-        Work("attention_backward", 2.5e12, 2e8, rows=64 * 4096, dtype="bf16"),
-        Work("softmax", num_bytes=2e8),
-        Work("scatter", num_bytes=1e8, written=5e7),
-        Work("update", num_bytes=1e9),
+        KernelWork("attention", 1e12, 1e8, rows=64 * 4096, dtype="bf16"),
+        KernelWork("attention_backward", 2.5e12, 2e8, rows=64 * 4096, dtype="bf16"),
+        KernelWork("softmax", num_bytes=2e8),
+        KernelWork("scatter", num_bytes=1e8, written=5e7),
+        KernelWork("update", num_bytes=1e9),
     )
     points = measured(truth, kernels=works)
     cluster = fit_cluster(points, "mine", family("h100"))

@@ -25,16 +25,16 @@ import pytest
 from launch.jobs import PROMPTLY, Job, gone
 from shardwise.cli import main
 from shardwise.errors import LaunchError
-from shardwise.launch import elastic, watching, zygote
-from shardwise.launch.course import Elastic
-from shardwise.launch.watching import Watch
+from shardwise.launch import elastic, hang_detector, zygote
+from shardwise.launch.hang_detector import HangDetector
+from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.runtime import private
-from shardwise.runtime.pages import Page, Seen
+from shardwise.runtime.heartbeat_file import Heartbeat, HeartbeatFile
 
 BODY = """
 from shardwise.runtime.generation import read_generation
-from shardwise.runtime.pages import PAGE
-from shardwise.runtime.trail import trail
+from shardwise.runtime.heartbeat_file import PAGE
+from shardwise.runtime.collective_tracker import trail
 
 generation = read_generation(os.environ).number
 size = int(os.environ["WORLD_SIZE"])
@@ -62,7 +62,7 @@ def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_kille
     if generation < 3:
         time.sleep(60)
     """
-    settings = Elastic(min_ranks=2, spares=1)
+    settings = ElasticConfig(min_ranks=2, spares=1)
     outcome = job(BODY + textwrap.dedent(body), 3, elastic=settings, log_dir=tmp_path / "logs")
     assert outcome.exit_code == 0
     assert outcome.seconds < PROMPTLY
@@ -83,15 +83,15 @@ def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_kille
 def test_spares_are_devices_that_the_user_chose(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     body = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nif generation == 0 and rank == 0: sys.exit(3)"
-    outcome = job(BODY + body, 2, elastic=Elastic(spares=1))
+    outcome = job(BODY + body, 2, elastic=ElasticConfig(spares=1))
     assert outcome.stdout == "4,5,6\n6,5\n"
     assert "rank 0 failed with exit code 3; generation 1 goes on with slot 2 in place of slot 0" in outcome.stderr
     with pytest.raises(LaunchError, match="4 ranks and spares need as many devices, and there are 3: 4, 5, 6"):
-        job(body, 2, elastic=Elastic(spares=2))
+        job(body, 2, elastic=ElasticConfig(spares=2))
 
 
 def test_a_script_that_fails_the_same_way_again_ends_the_job(job: Job) -> None:
-    outcome = job(BODY + "if rank == 1: raise ValueError(f'number {generation}')\nhang()", elastic=Elastic())
+    outcome = job(BODY + "if rank == 1: raise ValueError(f'number {generation}')\nhang()", elastic=ElasticConfig())
     assert outcome.exit_code == 1
     assert "ValueError: number 0" in outcome.stderr
     assert "ValueError: number 1" in outcome.stderr
@@ -107,7 +107,7 @@ def test_steps_in_between_count_and_losses_without_any_are_limited(job: Job) -> 
         os.kill(os.getpid(), signal.SIGTERM)
     hang()
     """
-    outcome = job(BODY + textwrap.dedent(fails), elastic=Elastic(max_failures=2))
+    outcome = job(BODY + textwrap.dedent(fails), elastic=ElasticConfig(max_failures=2))
     assert outcome.exit_code == 128 + signal.SIGTERM
     assert outcome.stderr.count("goes on") == 5
     assert "after step 3; generation 4 goes on" in outcome.stderr
@@ -122,7 +122,7 @@ def test_a_stopped_rank_is_named_and_replaced(job: Job, tmp_path: Path) -> None:
         if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
         hang()
     """
-    outcome = job(BODY + textwrap.dedent(body), elastic=Elastic(silent_seconds=1.5))
+    outcome = job(BODY + textwrap.dedent(body), elastic=ElasticConfig(silent_seconds=1.5))
     assert outcome.exit_code == 0
     assert "rank 1 gave no sign of life for 2 seconds" in outcome.stderr
     assert gone([int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)])
@@ -139,7 +139,7 @@ def test_a_rank_for_which_all_others_wait_is_named_with_what_they_wait_for(job: 
         with trail.waiting(b"all_reduce over dp for /mul (gpt.py:82), backward"):
             time.sleep(60)
     """
-    outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(idle_seconds=0.5))
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=ElasticConfig(idle_seconds=0.5))
     assert outcome.exit_code == 0
     lines = outcome.stderr.splitlines()
     assert "shardwise: rank 2 came to no collective for" in lines[0]
@@ -161,7 +161,7 @@ def test_the_rank_that_did_not_come_is_lost_and_not_the_one_that_gave_up(job: Jo
             time.sleep(0.2)
             raise RuntimeError("Timed out waiting 200ms for recv")
     """
-    outcome = job(BODY + textwrap.dedent(body), 2, elastic=Elastic(spares=1))
+    outcome = job(BODY + textwrap.dedent(body), 2, elastic=ElasticConfig(spares=1))
     assert outcome.exit_code == 0
     assert "where:  rank 0 was in hang (script.py:" in outcome.stderr
     assert "waits:  rank 1 waited in collective 1, a barrier" in outcome.stderr.replace("collective 1, after", "")
@@ -178,7 +178,7 @@ def test_a_rank_that_another_names_is_lost_and_not_a_third_that_waits_unseen(job
         wait_for("ready", 3)
         raise CollectiveError("activations from stage 1 timed out; rank 1 did not arrive", [1])
     """
-    outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(min_ranks=2))
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=ElasticConfig(min_ranks=2))
     assert outcome.exit_code == 0
     assert "rank 1 did not come to a collective of the others; generation 1 goes on with 2 ranks, without slot 1" in (
         outcome.stderr
@@ -192,17 +192,17 @@ def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_les
     mark(f"said{generation}"); wait_for("said0", 3)  # the first that fails ends the others
     if generation == 0: raise ReplicaError("copies are not equal: rank 2 differs from ranks 0, 1", [2])
     """
-    outcome = job(BODY + textwrap.dedent(body), 3, elastic=Elastic(min_ranks=2))
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=ElasticConfig(min_ranks=2))
     assert (outcome.exit_code, outcome.stdout) == (0, "False\nTrue\n")
     assert "rank 2 failed with exit code 1 (ReplicaError: copies are not equal" in outcome.stderr
     assert "generation 1 goes on with 2 ranks, without slot 2" in outcome.stderr
 
 
 def test_what_ends_well_or_is_interrupted_ends_the_job(job: Job) -> None:
-    assert job("print('well')", elastic=Elastic()).stdout == "well\n"
+    assert job("print('well')", elastic=ElasticConfig()).stdout == "well\n"
     seconds = 1.5
     threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    outcome = job(BODY + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nhang()", elastic=Elastic())
+    outcome = job(BODY + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nhang()", elastic=ElasticConfig())
     assert outcome.exit_code == 130
     assert "goes on" not in outcome.stderr
 
@@ -216,7 +216,7 @@ def test_memory_and_processes_are_given_back(job: Job, monkeypatch: pytest.Monke
     open(os.path.join(here, f"pid-{rank}"), "w").write(f"{os.getpid()} {os.getppid()}")
     print(memory)
     """
-    outcome = job(BODY + textwrap.dedent(body), elastic=Elastic())
+    outcome = job(BODY + textwrap.dedent(body), elastic=ElasticConfig())
     assert not Path(outcome.stdout.strip()).exists()
     assert gone([int(pid) for rank in range(2) for pid in (tmp_path / f"pid-{rank}").read_text().split()])
 
@@ -236,7 +236,7 @@ def test_memory_that_somebody_removes_takes_no_job_with_it(job: Job) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     open(os.path.join(memory, f"x{rank}"), "w").write("x")
     """
-    outcome = job(BODY + textwrap.dedent(body), elastic=Elastic())
+    outcome = job(BODY + textwrap.dedent(body), elastic=ElasticConfig())
     assert outcome.exit_code == 0
     (said,) = (line for line in outcome.stderr.splitlines() if "was removed" in line)
     assert "steps that were kept there are lost" in said
@@ -330,7 +330,7 @@ def test_what_a_killed_launcher_left_among_temporary_files_is_deleted_by_the_nex
 
 def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:
     body = "if generation == 0 and rank == 1: os.kill(os.getppid(), signal.SIGKILL); hang()\nprint(generation)"
-    outcome = job(BODY + body, elastic=Elastic())
+    outcome = job(BODY + body, elastic=ElasticConfig())
     assert outcome.exit_code == 0
     assert outcome.stdout.splitlines()[-1] == "1"
 
@@ -368,10 +368,10 @@ def watched(
 ) -> list[tuple[int, str] | None]:
     """What a watch of 60 s says at some looks: (when, the ranks' latest signs of life). Rank 0 is in no collective."""
     clock = Clock()
-    monkeypatch.setattr(watching, "time", clock)
-    watch, found = Watch(60.0, idle_seconds), list[tuple[int, str] | None]()
+    monkeypatch.setattr(hang_detector, "time", clock)
+    watch, found = HangDetector(60.0, idle_seconds), list[tuple[int, str] | None]()
     for clock.now, beats in looks:
-        found.append(watch({rank: Seen(beat, 3, 9, 100.0, bool(rank), "") for rank, beat in enumerate(beats)}))
+        found.append(watch({rank: Heartbeat(beat, 3, 9, 100.0, bool(rank), "") for rank, beat in enumerate(beats)}))
     return found
 
 
@@ -406,7 +406,7 @@ def test_nobody_is_blamed_for_what_stops_all_ranks_or_the_machine(monkeypatch: p
 )
 def test_numbers_that_cannot_be_are_refused(job: Job, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        job("", 2, elastic=Elastic(**settings))
+        job("", 2, elastic=ElasticConfig(**settings))
 
 
 def test_options_without_elastic_are_refused(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -423,12 +423,12 @@ def test_the_command_line_says_the_settings(monkeypatch: pytest.MonkeyPatch, scr
     options += " --wait-for-machines 7"
     main(["run", "-n", "2", *options.split(), script("")])
     main(["run", "-n", "2", "--preload", "a", script("")])
-    assert seen == [(Elastic(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c")), ("a", "b.c")), (None, ("a",))]
+    assert seen == [(ElasticConfig(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c")), ("a", "b.c")), (None, ("a",))]
 
 
 def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:
-    page = Page.create(tmp_path / "page")
-    other = Page(tmp_path / "page")
+    page = HeartbeatFile.create(tmp_path / "page")
+    other = HeartbeatFile(tmp_path / "page")
     other.beat(1.5)
     other.step(3)
     other.enter(9, 2.5, ("ü" * 2000).encode())
@@ -437,7 +437,7 @@ def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:
     assert seen.what.startswith("üüü")
     other.leave(4.0)
     assert not page.read().waits
-    assert Watch(10.0)({}) is None
+    assert HangDetector(10.0)({}) is None
 
 
 def test_an_interruption_beside_a_loss_ends_the_job(job: Job) -> None:
@@ -448,6 +448,6 @@ def test_an_interruption_beside_a_loss_ends_the_job(job: Job) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     hang()
     """
-    outcome = job(BODY + textwrap.dedent(body), 2, elastic=Elastic())
+    outcome = job(BODY + textwrap.dedent(body), 2, elastic=ElasticConfig())
     assert outcome.exit_code == 130
     assert "goes on" not in outcome.stderr

@@ -91,10 +91,10 @@ def test_what_one_rank_traced_the_others_read(tmp_path: Path) -> None:
     shapes = Form.contiguous((2, 3), torch.float64, True), Form.contiguous((3, 4), torch.float64, True)
     call: vjp.Call = torch.ops.aten.mm.default, (Ref("0"), Ref("1")), ()
 
-    def found() -> tuple[vjp.ForwardKind, vjp.BackwardKind]:
+    def found() -> tuple[vjp.ForwardTrace, vjp.BackwardTrace]:
         known = {f"_{kind.upper()}": SharedKnown(kind, Shelf(tmp_path)) for kind in ("forward", "backward")}
         with mock.patch.multiple(vjp, **known):
-            kinds = vjp.Kinds()
+            kinds = vjp.VjpCache()
             forward = kinds.forward(call, shapes)
             return forward, kinds.backward(call, shapes, forward.forms)
 
@@ -118,7 +118,7 @@ def test_lowerings_of_the_package_are_shared_and_those_of_tests_are_not(tmp_path
         captured.append(lowering)
         return lower._capture_lowering(lowering, args, kwargs)
 
-    arguments = (lower.Slot(0, (2, 3), torch.float64, True), lower.Constant("1", 1)), ()
+    arguments = (lower.TensorArgument(0, (2, 3), torch.float64, True), lower.NumberArgument("1", 1)), ()
     ranks = [shared_lowerings(capture, Shelf(tmp_path)) for _ in range(2)]
     for lowering in (softmax, log_softmax, softmax_of_a_test):
         first, second = (rank(lowering, *arguments) for rank in ranks)

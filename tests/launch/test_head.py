@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 
 from launch.machines import channels
-from shardwise.launch.course import Course, Elastic
-from shardwise.launch.head import Head
+from shardwise.launch.coordinator import Coordinator
 from shardwise.launch.processes import Failure
+from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
 
 RANKS = 2  # of each machine
 
@@ -21,7 +21,9 @@ class Job:
 
     def __init__(self) -> None:
         now = time.monotonic()
-        self.head = Head(Course(Elastic(min_ranks=1), 2 * RANKS), 0, 2, {0, 1}, now + 60, now + 60, b"")
+        self.head = Coordinator(
+            RestartPolicy(ElasticConfig(min_ranks=1), 2 * RANKS), 0, 2, {0, 1}, now + 60, now + 60, b""
+        )
         self.launchers = []
         for node in range(2):
             own, heads = channels()

@@ -31,7 +31,7 @@ SUM = """
 import os, sys
 import torch, torch.distributed as dist
 import shardwise as sw
-from shardwise.launch.places import read_place
+from shardwise.launch.rank_environment import read_place
 
 sw.init_ranks(timeout_seconds=100)
 total = torch.tensor([sw.rank() + 1.0])

@@ -24,15 +24,15 @@ from launch.machines import SECRET, Machines, channels
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host
 from shardwise.launch.channel import Channel
-from shardwise.launch.course import Course, Elastic
-from shardwise.launch.head import STOPPED, Head
+from shardwise.launch.coordinator import STOPPED, Coordinator
 from shardwise.launch.launcher import free_port, launch
-from shardwise.launch.member import Begin, Identity, Member, Station
+from shardwise.launch.node_agent import GenerationStart, LauncherIdentity, Listener, NodeAgent
+from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
 
 BODY = """
 from shardwise.runtime.generation import read_generation
-from shardwise.runtime.pages import PAGE
-from shardwise.runtime.trail import trail
+from shardwise.runtime.heartbeat_file import PAGE
+from shardwise.runtime.collective_tracker import trail
 
 generation = read_generation(os.environ).number
 size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -354,7 +354,7 @@ def test_a_launcher_with_another_secret_says_so_and_waits_in_vain(start: Start, 
 def test_a_job_ends_with_0_only_where_every_rank_did() -> None:
     """A machine whose launcher stopped its ranks, on whatever word, has not ended well."""
     now = time.monotonic()
-    head = Head(Course(Elastic(), 1), 0, 1, {0}, now, now + 600.0, SECRET)
+    head = Coordinator(RestartPolicy(ElasticConfig(), 1), 0, 1, {0}, now, now + 600.0, SECRET)
     ours, theirs = channels()
     with contextlib.closing(ours), contextlib.closing(theirs):
         head.admit(theirs, hello(0, 1))
@@ -390,7 +390,7 @@ def test_a_head_goes_on_without_machines_that_may_live_only_with_half(
 ) -> None:
     """The others, if they are more than half, go on without it."""
     now = time.monotonic()
-    head = Head(Course(Elastic(min_ranks=1), 3), 0, 3, {0, 1, 2}, now, now + 600.0, SECRET)
+    head = Coordinator(RestartPolicy(ElasticConfig(min_ranks=1), 3), 0, 3, {0, 1, 2}, now, now + 600.0, SECRET)
     with contextlib.ExitStack() as stack:
         ends: list[Channel] = []
         for node in range(3):
@@ -416,8 +416,8 @@ def test_a_head_goes_on_without_machines_that_may_live_only_with_half(
 @pytest.mark.parametrize(("number", "gives_way"), [(1, False), (2, True)])
 def test_a_head_that_waits_gives_way_to_one_that_has_begun(number: int, gives_way: bool) -> None:
     now = time.monotonic()
-    head = Head(Course(Elastic(), 2), 0, 2, set(), now, now + 600.0, SECRET, number=1)
-    with contextlib.closing(Station(0, SECRET)) as station:
+    head = Coordinator(RestartPolicy(ElasticConfig(), 2), 0, 2, set(), now, now + 600.0, SECRET, number=1)
+    with contextlib.closing(Listener(0, SECRET)) as station:
         station.lead(head)
         station.start()
         with contextlib.closing(called(station.port)) as other:
@@ -427,11 +427,11 @@ def test_a_head_that_waits_gives_way_to_one_that_has_begun(number: int, gives_wa
         assert (station.head is None, station.gave_way) == (gives_way, gives_way)
 
 
-def answered(*messages: dict[str, Any], close: bool = False) -> tuple[Begin | int, Member]:
+def answered(*messages: dict[str, Any], close: bool = False) -> tuple[GenerationStart | int, NodeAgent]:
     """What a launcher does that hears all of this from a head at once, and nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        identity = Identity(1, 2, 2, listener.getsockname()[:2], "", [0], [], SECRET)
-        member = Member(Elastic(wait_seconds=3.0), identity, [], free_port)
+        identity = LauncherIdentity(1, 2, 2, listener.getsockname()[:2], "", [0], [], SECRET)
+        member = NodeAgent(ElasticConfig(wait_seconds=3.0), identity, [], free_port)
 
         def answer() -> None:
             connection, _ = listener.accept()
@@ -463,7 +463,7 @@ def test_a_stop_that_comes_with_the_beginning_of_a_generation_is_heard() -> None
     begin = {"generation": 0, "head": 0, "machines": places, "ranks": (1, 2), "slots": [0], "spares": []}
     begin |= {"master": ("127.0.0.1", 3), "suspect": False, "step": -1, "how": ""}
     found, member = answered(begin, {"stop": 0})
-    assert isinstance(found, Begin)
+    assert isinstance(found, GenerationStart)
     assert member.stopped
     found, member = answered(begin, {"beat": 0}, {"beat": 0})
     assert not member.stopped
@@ -474,7 +474,9 @@ def test_the_end_of_a_job_is_heard_from_a_head_that_closes_behind_it() -> None:
 
 
 def test_interrupting_the_head_that_waits_for_machines_ends_the_job() -> None:
-    member = Member(Elastic(), Identity(0, 3, 3, ("127.0.0.1", free_port()), "", [0], [], SECRET), [], free_port)
+    member = NodeAgent(
+        ElasticConfig(), LauncherIdentity(0, 3, 3, ("127.0.0.1", free_port()), "", [0], [], SECRET), [], free_port
+    )
     with contextlib.closing(called(member.station.port)) as other:
         other.send(**hello(1, 3))
         wait_until(lambda: other.messages(0.1))
@@ -495,7 +497,9 @@ def test_interrupting_the_head_that_waits_for_machines_ends_the_job() -> None:
 def test_half_of_a_divided_network_does_not_begin() -> None:
     """A head that took over since the first one was silent needs more than half of the machines."""
     now = time.monotonic()
-    head = Head(Course(Elastic(min_ranks=1), 4), 1, 4, {1, 2, 3}, now, now + 600.0, SECRET, number=1, least=3)
+    head = Coordinator(
+        RestartPolicy(ElasticConfig(min_ranks=1), 4), 1, 4, {1, 2, 3}, now, now + 600.0, SECRET, number=1, least=3
+    )
     ends = [channels() for _ in range(3)]
     for node, (_, theirs) in enumerate(ends, start=1):
         head.admit(theirs, hello(node, 4))
@@ -511,10 +515,10 @@ def test_settings_that_cannot_be_are_refused(script: Callable[[str], str]) -> No
     path = script("")
     hosts = (Host("a", (0, 2)), Host("b", (1, 3)))
     with pytest.raises(LaunchError, match="numbers the ranks machine by machine"):
-        launch([path], hosts=hosts, elastic=Elastic())
+        launch([path], hosts=hosts, elastic=ElasticConfig())
     with pytest.raises(LaunchError, match="--wait-for-machines 0 leaves no time"):
-        launch([path], 1, nnodes=2, master_addr="a", master_port=1, elastic=Elastic(wait_seconds=0))
+        launch([path], 1, nnodes=2, master_addr="a", master_port=1, elastic=ElasticConfig(wait_seconds=0))
     with pytest.raises(LaunchError, match="node rank 2 is not one of 2 nodes"):
         launch([path], 1, nnodes=2, node_rank=2, master_addr="a", master_port=1)
     with pytest.raises(LaunchError, match="node rank 1 is not one of 1 nodes"):
-        launch([path], 1, node_rank=1, elastic=Elastic())
+        launch([path], 1, node_rank=1, elastic=ElasticConfig())

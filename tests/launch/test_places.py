@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch.places import FIRST_JOB_PORT, NUM_JOB_PORTS, Place, job_port, read_place
+from shardwise.launch.rank_environment import FIRST_JOB_PORT, NUM_JOB_PORTS, RankEnvironment, job_port, read_place
 
 FULL = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 # As Open MPI 4.1.4 sets them for the second of two ranks on one machine.
@@ -41,7 +41,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 def test_the_variables_of_torchrun_are_understood() -> None:
     place = read_place({**FULL, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
-    assert place == Place(rank=5, world_size=8, local_rank=1, local_world_size=4, master=("node0", 29500))
+    assert place == RankEnvironment(rank=5, world_size=8, local_rank=1, local_world_size=4, master=("node0", 29500))
 
 
 @pytest.mark.parametrize("missing", sorted(FULL))
@@ -72,7 +72,7 @@ def test_a_contradictory_environment_is_an_error(name: str, value: str, message:
 def test_two_mpiruns_on_one_machine_meet_at_ports_of_their_own() -> None:
     place = read_place(OPEN_MPI)
     assert place.master is not None
-    assert place == Place(1, 2, 1, 2, ("127.0.0.1", place.master[1]))
+    assert place == RankEnvironment(1, 2, 1, 2, ("127.0.0.1", place.master[1]))
     assert FIRST_JOB_PORT <= place.master[1] < FIRST_JOB_PORT + NUM_JOB_PORTS
     assert read_place({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}).master == place.master
     for job in (str(int(OPEN_MPI["PMIX_NAMESPACE"]) + (1 << 16)), "prterun-node0-4711@1"):
@@ -95,9 +95,9 @@ def test_mpirun_on_several_machines_needs_an_address_but_no_port() -> None:
 
 def test_the_variables_of_mpich_are_understood() -> None:
     mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert read_place(mpich) == Place(0, 2, 0, 2, ("127.0.0.1", 29500))
+    assert read_place(mpich) == RankEnvironment(0, 2, 0, 2, ("127.0.0.1", 29500))
     bare = without(mpich, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    assert read_place({**bare, "MASTER_ADDR": "node0"}) == Place(0, 2, 0, 2, ("node0", 29500))
+    assert read_place({**bare, "MASTER_ADDR": "node0"}) == RankEnvironment(0, 2, 0, 2, ("node0", 29500))
     with pytest.raises(LaunchError, match="mpirun -genv MASTER_ADDR node0"):
         read_place(bare)
 
@@ -107,7 +107,7 @@ def test_the_variables_of_mpich_are_understood() -> None:
 
 def test_the_variables_of_srun_are_understood() -> None:
     place = read_place(SLURM)
-    assert place == Place(5, 7, 1, 3, ("gpu07", int(job_port(str(8 * 4711)))))
+    assert place == RankEnvironment(5, 7, 1, 3, ("gpu07", int(job_port(str(8 * 4711)))))
     assert place.launcher == "srun"
 
 
@@ -160,7 +160,7 @@ def test_a_list_of_machines_that_cannot_be_read_asks_for_the_address() -> None:
     ],
 )
 def test_a_process_in_a_slurm_job_that_srun_did_not_start_is_a_world_of_one(environment: dict[str, str]) -> None:
-    assert read_place(environment) == Place()
+    assert read_place(environment) == RankEnvironment()
 
 
 def test_a_step_of_fewer_tasks_than_the_job_has_its_own_world() -> None:
@@ -207,7 +207,7 @@ def test_a_process_started_for_a_device_of_a_rank_table_finds_its_place(tmp_path
     ]
     path.write_text(json.dumps({"server_list": table}))
     started = {"RANK_TABLE_FILE": str(path), "RANK_ID": "2", "RANK_SIZE": "3", "DEVICE_ID": "1"}
-    assert read_place(started) == Place(2, 3, 1, 2, ("10.0.0.1", 29500))
+    assert read_place(started) == RankEnvironment(2, 3, 1, 2, ("10.0.0.1", 29500))
     with pytest.raises(LaunchError, match=r"RANK_ID=3 and RANK_SIZE=3, but .* has the ranks 0 to 2"):
         read_place({**started, "RANK_ID": "3"})
-    assert read_place({"RANK_TABLE_FILE": str(path)}) == Place()
+    assert read_place({"RANK_TABLE_FILE": str(path)}) == RankEnvironment()

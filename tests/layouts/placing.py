@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 MESHES = (
     Mesh(dp=2, tp=4),

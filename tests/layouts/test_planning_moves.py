@@ -21,8 +21,8 @@ from shardwise.layouts.directed import Directed
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import price_of_redistribution, redistribute
-from shardwise.layouts.shortest_path import SETTLED_UP_TO, Path, _Search
-from shardwise.layouts.steps import Space, State, Steps
+from shardwise.layouts.redistribution_steps import RedistributionSteps, Space, State
+from shardwise.layouts.shortest_path import SETTLED_UP_TO, Path, _AStar
 
 BINARY, SIX = Mesh(a=2, b=2, c=2), Mesh(a=2, b=3)
 LARGE = (Mesh(dp=8, tp=8), Mesh(dp=64, cp=32, tp=8), Mesh(a=16, b=16, c=8, d=8))
@@ -56,7 +56,7 @@ def test_few_states_with_few_steps_are_looked_at_however_many_sub_axes_there_are
         assert path.num_settled <= (SETTLED_UP_TO if len(task.units) > 3 else 1000)
         if len(task.units) > 3:
             space = Space(tuple(mesh.size_of(unit) for unit in task.units), task.dims, (), (), True)
-            directed = Directed(Steps(space), path.states[-1])
+            directed = Directed(RedistributionSteps(space), path.states[-1])
             assert max(len(directed.steps(state)) for state in path.states) <= 80, f"{source} -> {target}"
 
 
@@ -67,7 +67,7 @@ def test_no_list_is_dearer_than_the_direct_route(mesh: Mesh) -> None:
         source, target = (random_layout(mesh, ((4096,), (4096,), (65536,)), rng) for _ in range(2))
         task, path = answer(source, target)
         space = Space(tuple(mesh.size_of(unit) for unit in task.units), task.dims, (), (), True)
-        route = Directed(Steps(space), path.states[-1]).route(path.states[0])
+        route = Directed(RedistributionSteps(space), path.states[-1]).route(path.states[0])
         direct = sum(step.sent_forward + step.sent_backward for step in route)
         assert route[-1].after == path.states[-1]
         assert len(route) <= 11
@@ -136,9 +136,9 @@ def test_no_step_costs_less_than_the_bound_falls(mesh: Mesh, dims: Dims, differe
     search = Search(mesh, dims)
     states = [(placement.orders, placement.letters) for placement in search.placements]
     everywhere = (tuple(range(len(search.sizes))),) * len(search.positions)
-    steps = Steps(Space(search.sizes, dims, ("I", "R", "P"), everywhere, differentiable))
+    steps = RedistributionSteps(Space(search.sizes, dims, ("I", "R", "P"), everywhere, differentiable))
     for target in states[:: max(1, len(states) // 6)]:
-        bounded = _Search(steps, target, None)
+        bounded = _AStar(steps, target, None)
         assert bounded._bound(target) == (0, 0, 0, 0)
         for state in states:
             for step in steps.everywhere(state, False):
@@ -147,10 +147,10 @@ def test_no_step_costs_less_than_the_bound_falls(mesh: Mesh, dims: Dims, differe
 
 
 def test_single_conversions_cost_what_the_bound_says() -> None:
-    steps = Steps(Space((3,), ((((12,),)[0],),), ("I", "R", "P"), ((0,),), True))
+    steps = RedistributionSteps(Space((3,), ((((12,),)[0],),), ("I", "R", "P"), ((0,),), True))
     states: list[State] = [(((0,),), ("S",)), *(((((),)), (letter,)) for letter in "IRP")]
     for target in states:
-        search = _Search(steps, target, None)
+        search = _AStar(steps, target, None)
         for state in states:
             cheapest = search.path_from(state)
             assert cheapest is not None

@@ -22,7 +22,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.proof.virtual import VirtualCluster
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 BINARY, SIX, FOUR = Mesh(a=2, b=2, c=2), Mesh(a=2, b=3), Mesh(a=2, b=2)
 

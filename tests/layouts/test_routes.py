@@ -14,7 +14,7 @@ from shardwise.layouts.conversions import collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
-from shardwise.layouts.routes import Axes, Routes, Tensor
+from shardwise.layouts.routes import Axes, Routes, RouteTensor
 
 CASES = (
     (Mesh(a=4, b=2), ((8,), (8,))),
@@ -29,7 +29,7 @@ def prices_of(mesh: Mesh) -> Prices:
 
 
 def routes_of(mesh: Mesh, atoms: tuple[tuple[int, ...], ...], *, differentiable: bool = True) -> Routes:
-    return Routes(Axes.of(mesh), Tensor(atoms, 4, differentiable, 2), prices_of(mesh).collective)
+    return Routes(Axes.of(mesh), RouteTensor(atoms, 4, differentiable, 2), prices_of(mesh).collective)
 
 
 def price_of_moves(routes: Routes, moves: tuple, prices: Prices) -> float:
@@ -76,7 +76,7 @@ def test_routes_are_near_the_unrestricted_search(mesh, atoms):
     """``redistribute`` under the same prices may also reorder axes and move parts of an axis: a lower bound."""
     routes, prices = routes_of(mesh, atoms), prices_of(mesh)
     links = prices.links.price(4)
-    same = Routes(Axes.of(mesh), Tensor(atoms, 4, True, 4), prices.collective)
+    same = Routes(Axes.of(mesh), RouteTensor(atoms, 4, True, 4), prices.collective)
     rng, ratios = np.random.default_rng(1), []
     for source, target in rng.integers(len(routes.codes), size=(60, 2)).tolist():
         ends = same.layout(source), same.layout(target)
@@ -117,6 +117,6 @@ def test_nodes_and_layouts_are_the_same_thing(mesh, atoms):
 def test_parts_of_an_axis_are_no_node_unless_they_are_separate():
     mesh = Mesh(a=4)
     half = Layout.whole(mesh, (8,)).moved({"a.0": (0, 0)})
-    assert Routes(Axes.of(mesh), Tensor(((8,),), 4, True, 4), prices_of(mesh).collective).node_of(half) is None
+    assert Routes(Axes.of(mesh), RouteTensor(((8,),), 4, True, 4), prices_of(mesh).collective).node_of(half) is None
     apart = Axes.of(mesh, frozenset({"a"}))
-    assert Routes(apart, Tensor(((8,),), 4, True, 4), prices_of(mesh).collective).node_of(half) is not None
+    assert Routes(apart, RouteTensor(((8,),), 4, True, 4), prices_of(mesh).collective).node_of(half) is not None

@@ -16,9 +16,9 @@ from shardwise.layouts.layout import Layout, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_layout
-from shardwise.layouts.transfer import Block, boundary_layout, transfer
+from shardwise.layouts.transfer import TransferBlock, boundary_layout, transfer
 from shardwise.proof.boundary import deliver
-from shardwise.runtime.shards import cut_block, shard
+from shardwise.runtime.local_shards import cut_block, shard
 
 SHAPES = (((12,), (6,)), ((3, 4), (5,)), ((2, 2, 3), (2, 3)), ((7,), (1,)), ((24,),), ())
 
@@ -73,10 +73,10 @@ def test_the_list_is_what_one_would_write() -> None:
     )
     top, bottom, left, right = ((0, 2),), ((2, 4),), ((0, 3),), ((3, 6),)
     assert found == (
-        Block(0, 2, (top, left), (top, left), (top, left)),
-        Block(1, 2, (bottom, left), (top, left), (bottom, left)),
-        Block(0, 3, (top, right), (top, right), (top, left)),
-        Block(1, 3, (bottom, right), (top, right), (bottom, left)),
+        TransferBlock(0, 2, (top, left), (top, left), (top, left)),
+        TransferBlock(1, 2, (bottom, left), (top, left), (bottom, left)),
+        TransferBlock(0, 3, (top, right), (top, right), (top, left)),
+        TransferBlock(1, 3, (bottom, right), (top, right), (bottom, left)),
     )
 
 

@@ -90,7 +90,7 @@ def test_a_bprop_is_the_backward_of_its_cell() -> None:
 
 
 def test_a_bprop_is_the_backward_on_splits_too() -> None:
-    pytest.importorskip("shardwise.graph.functions", reason="functions are not captured as operators yet")
+    pytest.importorskip("shardwise.graph.function_operator", reason="functions are not captured as operators yet")
     net, x = Clipping(), torch.randn(4, 8, dtype=torch.float64)
     plan = equal_to_one_device(net, (x,), 4)
     assert "m@data.0 k@data.1" in plan.strategies["/matmul"]

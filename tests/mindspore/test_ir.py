@@ -25,7 +25,7 @@ from shardwise.mindspore.ir.begin import begin
 from shardwise.mindspore.ir.execute import Execution, slicing
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.plans.bind import program_of
-from shardwise.programs.moves import Part
+from shardwise.programs.moves import OverlapPart
 from shardwise.programs.program import localize
 from spec.cases import CASES
 
@@ -326,7 +326,7 @@ def test_printed_slices_are_the_slices_that_are_taken(source: str, target: str, 
     mesh = sw.Mesh(dp=2, tp=2)
     before, after = parse_layout(source, mesh), parse_layout(target, mesh)
     for rank in range(4):
-        part = Part(before, mesh.coordinates(rank), after, mesh.coordinates(rank))
+        part = OverlapPart(before, mesh.coordinates(rank), after, mesh.coordinates(rank))
         x = torch.arange(float(np.prod(before.local_shape(mesh.coordinates(rank))))).view(
             before.local_shape(mesh.coordinates(rank))
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise.mindspore as ms
 from shardwise.mindspore.holding import holding_of
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 RANKS, BATCH, STEPS = 4, 8, 4

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shardwise.mindspore as ms
 from shardwise.mindspore.holding import holding_of
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 nn = ms.nn
 RunRanks = Callable[..., list[Any]]

@@ -25,7 +25,7 @@ from torch import Tensor
 import shardwise.mindspore as ms
 from shardwise.mindspore import context
 from shardwise.mindspore.holding import holding_of
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 Found = dict[str, Any]

@@ -2,8 +2,8 @@
 
 ``test_zoo.py`` and ``make zoo`` verify plans on the virtual cluster; here the emitted programs run, in training mode,
 with the dropout that a model has. Casts to float32 inside a model are float64 on both sides, and both draw the same
-masks (``graph.widen``), so that everything is compared to 1e-9. Every model has a plan with strategies or one that is
-searched, some have both; in ResNet and the U-Net rows of the images are split too.
+masks (``graph.to_float64``), so that everything is compared to 1e-9. Every model has a plan with strategies or one that
+is searched, some have both; in ResNet and the U-Net rows of the images are split too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from models import tiny_models
 from models.zoo import DESCRIBED, ZOO
 from shardwise import api
 from shardwise.graph.capture import Capture, capture
-from shardwise.graph.widen import reference_mode, widen
+from shardwise.graph.to_float64 import reference_mode, to_float64
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.proof.runs import OPTIMIZERS
-from shardwise.runtime import calls
-from shardwise.runtime.shards import shard
+from shardwise.runtime import program_cache
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 Case = tuple[str, str, str]  # the model, which plan of it, the plan as JSON
@@ -77,7 +77,7 @@ def widened(module: ModuleType) -> Iterator[None]:
 
     def captured(*args: Any, **kwargs: Any) -> Capture:
         found = capture(*args, **kwargs)
-        return replace(found, graph=widen(found.graph))
+        return replace(found, graph=to_float64(found.graph))
 
     with mock.patch.object(module, "capture", captured):
         yield
@@ -149,7 +149,7 @@ def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes, Passes]]:
     for name, _, text in cases:
         plan = sw.Plan.from_json(text)
         passes: Passes = []
-        with widened(calls):
+        with widened(program_cache):
             par = sw.parallelize(build(name), plan if dist.get_rank() == 0 else None)
 
             def noted(par: sw.Parallel = par, passes: Passes = passes) -> None:

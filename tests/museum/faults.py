@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.graph.naming import value_name
 from shardwise.programs.instructions import Compute, Convert, Depart
-from shardwise.programs.rank_program import Program
+from shardwise.programs.rank_program import RankProgram
 from shardwise.proof import runs
 from shardwise.proof.virtual import Values, VirtualCluster
 
@@ -111,8 +111,8 @@ def kernel(op: str, around: Around, *, backward: bool = False) -> Iterator[None]
 
         return replace(instruction, target=target)
 
-    def differentiated(local: Any, *args: Any, original: Any = runs.differentiate, **kwargs: Any) -> Program:
-        program: Program = original(local, *args, **kwargs)
+    def differentiated(local: Any, *args: Any, original: Any = runs.differentiate, **kwargs: Any) -> RankProgram:
+        program: RankProgram = original(local, *args, **kwargs)
         part = "backward" if backward else "forward"
         return replace(program, **{part: tuple(changed(one, local.rank) for one in getattr(program, part))})
 

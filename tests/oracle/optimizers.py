@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oracle.databases import database
 from oracle.outcomes import Outcome
-from shardwise.runtime.guards.elementwise import is_elementwise
+from shardwise.runtime.guards.elementwise_optimizers import is_elementwise
 
 STEPS, PARTS, SHAPE = 3, 3, (6, 4)
 TOLERANCE = 1e-12

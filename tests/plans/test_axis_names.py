@@ -13,9 +13,9 @@ import shardwise as sw
 from plans.priced_plans import MODELS
 from shardwise.graph.capture import capture
 from shardwise.layouts.strategy import Strategy
-from shardwise.plans.axis_names import Doing, mesh_by_roles
-from shardwise.report.planned import Known
-from shardwise.search.fixed import annotated_rules
+from shardwise.plans.axis_names import AxisUsage, mesh_by_roles
+from shardwise.report.planned import ExplainedPlan
+from shardwise.search.user_choices import annotated_rules
 
 H100 = sw.Cluster.load("h100-1x8")
 NODES = sw.Cluster.load("a100-80-2x4")
@@ -122,7 +122,7 @@ def test_an_axis_that_does_several_things_is_called_by_all_of_them() -> None:
             op.name: Strategy.parse(by_module[op.module] if op.name.endswith("linear") else "", mesh)
             for op in captured.graph.ops
         }
-        return str(mesh_by_roles(mesh, [Doing(captured.graph, factored.rules, found)]))
+        return str(mesh_by_roles(mesh, [AxisUsage(captured.graph, factored.rules, found)]))
 
     mesh = sw.Mesh(node=2, rack=2, machine=2)
     assert called(mesh, "m@node m@rack", "n@node m@machine") == "Mesh(dp_tp=2, dp1=2, dp2=2)"
@@ -134,7 +134,7 @@ def test_an_axis_that_does_several_things_is_called_by_all_of_them() -> None:
 def test_the_page_of_stages_has_the_names_of_the_plan() -> None:
     module, inputs = model("gpt")
     plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=4)
-    assert isinstance(plan, Known)
+    assert isinstance(plan, ExplainedPlan)
     split = 0
     for stage, known in zip(plan.stages, plan.known(), strict=True):
         for entry in stage.operators:

@@ -13,22 +13,22 @@ import pytest
 import shardwise as sw
 from shardwise.layouts.mesh import Mesh
 from shardwise.search import planner as planning
-from shardwise.search.auto import Search
+from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import Candidate
-from shardwise.search.dynamic_programming import Outcome
-from shardwise.search.planner import Planner, over_all_meshes
-from shardwise.search.ranking import Ranked, Simulated, ranked
-from shardwise.search.settings import Settings
+from shardwise.search.config import SearchConfig
+from shardwise.search.dynamic_programming import SearchOutcome
+from shardwise.search.planner import Planner, with_bound_over_meshes
+from shardwise.search.ranking import CandidateRanking, SimulatedCandidate, rank_candidates
 
 LIMIT = 1.0
 
 
-def search_of(mesh: Mesh, seconds: float, bound: float, *, stopped: bool = False) -> Search:
+def search_of(mesh: Mesh, seconds: float, bound: float, *, stopped: bool = False) -> MeshSearch:
     cost: Any = SimpleNamespace(
         domains=SimpleNamespace(axes=SimpleNamespace(mesh=mesh), prices=SimpleNamespace(passes=1)),
         variables=[SimpleNamespace(size=10)],
     )
-    return Search(cost, Outcome([0], np.array([seconds, 0.0, 0.0, 0.0]), bound, 1, 1, stopped=stopped))
+    return MeshSearch(cost, SearchOutcome([0], np.array([seconds, 0.0, 0.0, 0.0]), bound, 1, 1, stopped=stopped))
 
 
 FIRST = search_of(Mesh(x=4), 10.0, 9.0)
@@ -41,25 +41,25 @@ PEAKS = {FIRST.mesh: 2.0, THIRD.mesh: 0.5, NEXT.mesh: 0.5, STOPPED.mesh: 0.5}
 class Recorder(Planner):
     """A planner that builds no programs; the peak of a mesh is as ``PEAKS`` says, and lower limits help nothing."""
 
-    def rank(self, searches: Sequence[Search]) -> Ranked:
+    def rank(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
         ordered = sorted(searches, key=lambda search: search.outcome.seconds)
-        return ranked([self.simulated(search) for search in ordered], LIMIT)
+        return rank_candidates([self.simulated(search) for search in ordered], LIMIT)
 
     @staticmethod
-    def simulated(search: Search) -> Simulated:
+    def simulated(search: MeshSearch) -> SimulatedCandidate:
         step: Any = SimpleNamespace(seconds=search.outcome.seconds)
         peak: Any = SimpleNamespace(num_bytes=PEAKS[search.mesh], where="")
         nothing: Any = None
-        return Simulated(Candidate(search, [0], search.outcome.components), nothing, nothing, peak, step)
+        return SimulatedCandidate(Candidate(search, [0], search.outcome.components), nothing, nothing, peak, step)
 
-    def within_moments(self, search: Search, known: Ranked) -> Ranked:
+    def within_moments(self, search: MeshSearch, known: CandidateRanking) -> CandidateRanking:
         return known
 
 
 @pytest.fixture
 def planner() -> Planner:
     nothing: Any = None
-    settings = Settings(memory_bytes=LIMIT)
+    settings = SearchConfig(memory_bytes=LIMIT)
     return Recorder(nothing, (), {}, nothing, nothing, sw.Cluster.local(4), (), settings)
 
 
@@ -68,7 +68,7 @@ def completed(monkeypatch: pytest.MonkeyPatch) -> list[Mesh]:
     """The meshes on which searches went on; there the stopped one comes to 10.7 s."""
     meshes: list[Mesh] = []
 
-    def go_on(cost: Any, name: str, limit: float) -> Search:
+    def go_on(cost: Any, name: str, limit: float) -> MeshSearch:
         mesh = cost.domains.axes.mesh
         meshes.append(mesh)
         return search_of(mesh, 10.7 if mesh == STOPPED.mesh else 20.0, 10.6)
@@ -105,6 +105,6 @@ def test_meshes_that_are_priced_nearly_alike_are_compared_by_simulation(
 
 def test_the_bound_of_a_search_under_a_lower_limit_does_not_bound_the_plans_that_fit() -> None:
     under_less = replace(FIRST.prediction(), bound=10.0)
-    found = over_all_meshes(under_less, FIRST.mesh, [FIRST, THIRD])
+    found = with_bound_over_meshes(under_less, FIRST.mesh, [FIRST, THIRD])
     assert found.bound == 9.0
     assert found.log10_plans == pytest.approx(np.log10(20))

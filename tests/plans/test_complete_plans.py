@@ -29,10 +29,10 @@ from shardwise.layouts.routes import Axes
 from shardwise.layouts.text import format_move, parse_layout, parse_move
 from shardwise.plans.bind import program_of
 from shardwise.plans.entries import ConversionEntry
-from shardwise.plans.paths import resized
-from shardwise.plans.prices import prices_of
+from shardwise.plans.paths import resize_moves
+from shardwise.plans.price_scope import prices_of
 from shardwise.programs.buckets import Bucket
-from shardwise.programs.spmd import Spmd
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.report.planned import Planned
 
 RunRanks = Callable[..., list[Any]]
@@ -67,7 +67,7 @@ def with_conversion(plan: sw.Plan, number: int, **changes: Any) -> sw.Plan:
 # ------------------------------------------------------------------------------------- the same file, the same program
 
 
-def emitted(spmd: Spmd) -> tuple[Any, ...]:
+def emitted(spmd: SpmdProgram) -> tuple[Any, ...]:
     """Everything that is sent: by which moves, in which buckets, in which order."""
     moves = [(c.value, c.op, tuple(map(format_move, c.moves))) for c in spmd.conversions]
     buckets = [tuple(c.result for c in step.conversions) for step in spmd.steps if isinstance(step, Bucket)]
@@ -121,7 +121,7 @@ def test_moves_print_and_parse_back_to_the_same_layouts(priced: sw.Plan, plan: s
 # ------------------------------------------------------------------------------------------------------- other sizes
 
 
-def axes_of_paths(spmd: Spmd) -> dict[tuple[str, str], list[tuple[tuple[str, ...], tuple[str, str]]]]:
+def axes_of_paths(spmd: SpmdProgram) -> dict[tuple[str, str], list[tuple[tuple[str, ...], tuple[str, str]]]]:
     return {(c.origin, c.op): [(move.axes, move.cell) for move in c.moves] for c in spmd.conversions}
 
 
@@ -161,15 +161,15 @@ def test_a_way_is_followed_by_tensors_of_other_sizes_as_long_as_every_device_has
             "(a,b): [16@(a,b), 8] -> [16, 8]",
         )
     )
-    found = resized(detour, *ends(4))
+    found = resize_moves(detour, *ends(4))
     assert found is not None
     assert [format_move(move) for move in found] == [
         "(a,b): [4, 8] partial(sum@a,b) -> [4@(a,b), 8]",
         "(a,b): [4@(a,b), 8] -> [4, 8]",
     ]
-    assert resized(detour, *ends(3)) is None  # three rows are no shares of four devices
+    assert resize_moves(detour, *ends(3)) is None  # three rows are no shares of four devices
     merged = (parse_move("(a,b): [(4@(a,b) 4), 8] -> [16, 8]", mesh),)
-    assert resized(merged, parse_layout("[12@(a,b), 8]", mesh), parse_layout("[12, 8]", mesh)) is None
+    assert resize_moves(merged, parse_layout("[12@(a,b), 8]", mesh), parse_layout("[12, 8]", mesh)) is None
 
 
 # ------------------------------------------------------------------------------------------- another program is refused

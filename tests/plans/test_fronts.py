@@ -18,15 +18,23 @@ from search.deep_model import VOCABULARY, Deep
 from shardwise import api
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Floats
-from shardwise.plans import chosen, joint, timed
-from shardwise.plans.fronts import ROOM, RUNGS, SLACK, Front, Fronts, Spans, Way
-from shardwise.plans.joint import Joint, Setting
-from shardwise.search import fitting
+from shardwise.plans import auto_stages, stage_planner, stage_timing
+from shardwise.plans.auto_stages import AutoStagesReport, StageConfig
+from shardwise.plans.stage_estimator import (
+    ESTIMATED_POLICIES,
+    ROOM,
+    SLACK,
+    BlockSpans,
+    MeshOption,
+    ParetoFront,
+    StageEstimator,
+)
+from shardwise.search import fit_memory
+from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.levers import Levers
+from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
-from shardwise.search.settings import Settings
 
 LAYERS, WIDTH = 8, 16
 BLOCKS = 6
@@ -41,7 +49,7 @@ def small_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_equal_stages_are_searched_once_and_have_the_plan_of_the_fullest() -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
     options: dict[str, Any] = {"stages": 4, "micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=2)}
-    with mock.patch.object(chosen, "_choose", wraps=chosen._choose) as searches:
+    with mock.patch.object(stage_planner, "_choose", wraps=stage_planner._choose) as searches:
         plan = sw.plan(model, batch, 8, **options)
     middle = [call.args[2] for call in searches.call_args_list]
     assert searches.call_count < 4, "stages in the middle are equal"
@@ -69,21 +77,21 @@ def test_a_joint_search_captures_once_for_every_size() -> None:
     with mock.patch.object(api, "capture", wraps=api.capture) as captures:
         found = sw.plan(Deep(2, WIDTH), small_batch(4), 2, stages="auto", schedule="GPipe")
     said = found.explain("stages")
-    assert isinstance(said, Joint)
+    assert isinstance(said, AutoStagesReport)
     assert len(said.considered) > 2
     assert captures.call_count == 1
 
 
 def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
-    monkeypatch.setattr(joint, "TRIES", 2)
+    monkeypatch.setattr(auto_stages, "TRIES", 2)
     with (
-        mock.patch.object(Fronts, "least", autospec=True, side_effect=Fronts.least) as bounds,
-        mock.patch.object(Fronts, "seconds", autospec=True, side_effect=Fronts.seconds) as estimates,
+        mock.patch.object(StageEstimator, "least", autospec=True, side_effect=StageEstimator.least) as bounds,
+        mock.patch.object(StageEstimator, "seconds", autospec=True, side_effect=StageEstimator.seconds) as estimates,
     ):
         found = sw.plan(model, batch, 4, stages="auto")
     said = found.explain("stages")
-    assert isinstance(said, Joint)
+    assert isinstance(said, AutoStagesReport)
     assert bounds.call_count >= estimates.call_count >= 2
     estimated = [call.args[1] for call in estimates.call_args_list]
     assert {one.setting for one in said.considered if one.step_seconds or one.refused} <= {*estimated}
@@ -92,44 +100,44 @@ def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatc
     assert sw.verify(model, batch, found).ok
 
 
-def fronts_of(num_devices: int, settings: Settings) -> Fronts:
+def fronts_of(num_devices: int, settings: SearchConfig) -> StageEstimator:
     with torch.device("meta"):
         model, ids = Deep(12), torch.zeros(32, 256, dtype=torch.int64)
     graph = capture(model, (ids, ids)).graph
     cluster, mesh = sw.Cluster.load(f"h100-{num_devices // 8}x8"), sw.Mesh(dp=num_devices // 4, tp=4)
-    return Fronts(graph, lambda short, size: short, lambda part: (mesh,), cluster, settings)
+    return StageEstimator(graph, lambda short, size: short, lambda part: (mesh,), cluster, settings)
 
 
 @pytest.mark.parametrize("num_devices", [8, 32])
 def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
-    fronts = fronts_of(num_devices, Settings(memory_bytes=1e15))
+    fronts = fronts_of(num_devices, SearchConfig(memory_bytes=1e15))
     assert len(fronts.short.ops) < len(fronts.whole.ops) / 2
     (mesh,) = fronts.meshes(fronts.cluster)
     (search,), _ = Planner.of(fronts.whole, (), fronts.cluster, (mesh,), fronts.settings).searches()
     whole = search.outcome.components  # which choices are mixed to hide messages depends on the depth
-    assert fronts.seconds(Setting(1, "", 32, 1)) == pytest.approx(step_seconds(whole), rel=0.05)
+    assert fronts.seconds(StageConfig(1, "", 32, 1)) == pytest.approx(step_seconds(whole), rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
 def test_less_memory_takes_about_what_the_search_of_the_rungs_takes(share: float) -> None:
-    free = fronts_of(8, Settings(memory_bytes=1e15))
+    free = fronts_of(8, SearchConfig(memory_bytes=1e15))
     (mesh,) = free.meshes(free.cluster)
     (search,), _ = Planner.of(free.whole, (), free.cluster, (mesh,), free.settings).searches()
     limit = share * float(search.outcome.components[BYTES])
-    planner = Planner.of(free.whole, (), free.cluster, (mesh,), Settings(memory_bytes=limit))
+    planner = Planner.of(free.whole, (), free.cluster, (mesh,), SearchConfig(memory_bytes=limit))
     prices = []
-    for how, gathered in RUNGS:
-        levers = Levers.of(free.whole, (), how, gathered)
+    for how, gathered in ESTIMATED_POLICIES:
+        levers = MemoryPolicy.of(free.whole, (), how, gathered)
         searches, _ = replace(planner, settings=replace(planner.settings, levers=levers)).searches()
         prices += [own.outcome.seconds for own in searches]
-    estimate = fronts_of(8, Settings(memory_bytes=limit / ROOM)).seconds(Setting(1, "", 32, 1))
+    estimate = fronts_of(8, SearchConfig(memory_bytes=limit / ROOM)).seconds(StageConfig(1, "", 32, 1))
     assert estimate >= min(prices) * 0.95, "the ends of the model weigh more in a short one"
     assert estimate <= min(prices) * 1.25, "points are few, and of one way for all blocks"
 
 
 def test_what_is_far_too_large_comes_last() -> None:
     for memory_bytes, fits in ((1e12, True), (1e6, False)):
-        assert (fronts_of(8, Settings(memory_bytes=memory_bytes)).seconds(Setting(1, "", 32, 1)) < inf) is fits
+        assert (fronts_of(8, SearchConfig(memory_bytes=memory_bytes)).seconds(StageConfig(1, "", 32, 1)) < inf) is fits
 
 
 @pytest.mark.parametrize("how", [None, "none"])
@@ -139,12 +147,14 @@ def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) 
     graph = capture(model, (x,), loss=lambda output: output.square().mean()).graph
     cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(dp=8)
     rungs = ((how, "held"),)
-    fronts = Fronts(graph, lambda short, size: short, lambda part: (mesh,), cluster, Settings(), rungs=rungs)
+    fronts = StageEstimator(
+        graph, lambda short, size: short, lambda part: (mesh,), cluster, SearchConfig(), rungs=rungs
+    )
     assert not fronts.blocks
-    assert fronts.seconds(Setting(1, "", 32, 1)) < inf
+    assert fronts.seconds(StageConfig(1, "", 32, 1)) < inf
 
 
-def drawn_front(seed: int) -> tuple[Front, Floats]:
+def drawn_front(seed: int) -> tuple[ParetoFront, Floats]:
     """A front of four ways, two of which are made later, and the points of all. In each way what takes fewer bytes
     takes more seconds; what is made later is slower."""
     rng = np.random.default_rng(seed)
@@ -154,11 +164,11 @@ def drawn_front(seed: int) -> tuple[Front, Floats]:
         free[..., :3] += 0.5 * number
         cheaper = free * rng.uniform([1.0, 1.0, 1.0, 0.3, 0.3], [2.0, 2.0, 2.0, 1.0, 1.0], (2, BLOCKS + 2, 5))
         all_points.append(np.concatenate([free, cheaper]))
-        ways.append(Way(Spans.of(free), partial(all_points[-1].copy)))
+        ways.append(MeshOption(BlockSpans.of(free), partial(all_points[-1].copy)))
     slower = np.concatenate(all_points[2:])
     slower[..., :3] = np.maximum(slower[..., :3], np.concatenate(all_points[:2]).max(axis=0)[..., :3])
-    later = [Way(Spans.of(own[:1]), partial(own.copy)) for own in np.split(slower, 2)]
-    return Front(ways[:2], lambda: later), np.concatenate([*all_points[:2], slower])
+    later = [MeshOption(BlockSpans.of(own[:1]), partial(own.copy)) for own in np.split(slower, 2)]
+    return ParetoFront(ways[:2], lambda: later), np.concatenate([*all_points[:2], slower])
 
 
 @pytest.mark.parametrize("limit", [6.0, 9.0, 100.0])
@@ -200,14 +210,14 @@ def test_where_stages_keep_too_much_they_are_cut_by_their_fronts_and_verify(shar
     free = sw.plan(model, batch, 4, **options)
     assert free.pipeline is not None
     limit = share * max(own.peak_bytes for own in free.pipeline.stages)
-    with mock.patch.object(Fronts, "parts", autospec=True, side_effect=Fronts.parts) as asked:
+    with mock.patch.object(StageEstimator, "parts", autospec=True, side_effect=StageEstimator.parts) as asked:
         tight = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     assert asked.call_count == 1
     assert tight.pipeline is not None
     assert all(own.peak_bytes <= limit for own in tight.pipeline.stages)
     assert any(op.again for stage in tight.stages for op in stage.operators)
     assert sw.verify(model, batch, tight).ok
-    with mock.patch.object(Fronts, "parts", return_value=None):  # cuts that know of nothing that is made again
+    with mock.patch.object(StageEstimator, "parts", return_value=None):  # cuts that know of nothing that is made again
         blind = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     assert blind.pipeline is not None
     assert tight.pipeline.step_seconds < blind.pipeline.step_seconds
@@ -226,9 +236,9 @@ def test_what_a_stage_receives_is_split_where_it_is_worked_on_in_parts() -> None
 
 
 def test_what_is_ahead_of_all_blocks_and_behind_them_can_be_stages() -> None:
-    fronts = fronts_of(32, Settings(memory_bytes=1e15))
+    fronts = fronts_of(32, SearchConfig(memory_bytes=1e15))
     fronts.meshes = lambda part: (sw.Mesh(dp=part.num_devices),)
-    setting = Setting(len(fronts.blocks) + 2, "1F1B", 32, 32)
+    setting = StageConfig(len(fronts.blocks) + 2, "1F1B", 32, 32)
     parts = fronts.parts(setting, [1.0] * setting.stages)
     assert parts is not None
     assert [name for part in parts for name in part] == [op.name for op in fronts.whole.ops]
@@ -253,11 +263,11 @@ def test_stages_that_are_asked_to_make_all_again_are_cut_by_what_that_keeps() ->
 def test_stages_that_differ_in_names_are_timed_once(schedule: str) -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
     options: dict[str, Any] = {"micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=1), "schedule": schedule}
-    with mock.patch.object(timed, "_timed", wraps=timed._timed) as calls:
+    with mock.patch.object(stage_timing, "_timed", wraps=stage_timing._timed) as calls:
         plan = sw.plan(model, batch, 4, stages=4 if schedule == "1F1B" else 8, **options)
     assert plan.pipeline is not None
     assert calls.call_count < len(plan.stages)
-    with mock.patch.object(timed, "_without_names", side_effect=lambda part, choice, spmd: object()):
+    with mock.patch.object(stage_timing, "_without_names", side_effect=lambda part, choice, spmd: object()):
         apart = sw.plan(model, batch, 4, stages=len(plan.stages), **options)
     assert apart.pipeline == plan.pipeline
 
@@ -271,8 +281,8 @@ def test_parameters_are_gathered_once_a_step_where_that_is_faster() -> None:
     found = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     parts = [own for own in found.parameters if own.once and "@" in own.layout]
     assert parts, "something is stored in parts and gathered once"
-    without = tuple(rung for rung in fitting.LADDER if rung[1] != "once")
-    with mock.patch.object(fitting, "LADDER", without):
+    without = tuple(rung for rung in fit_memory.MEMORY_POLICIES if rung[1] != "once")
+    with mock.patch.object(fit_memory, "LADDER", without):
         each = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     assert found.prediction.planned_seconds < each.prediction.planned_seconds
     assert found.prediction.bound <= found.prediction.planned_seconds

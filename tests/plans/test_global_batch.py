@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.plans.file import VERSION
-from shardwise.report.options import without_mends
+from shardwise.report.options import without_suggestions
 
 X = torch.randn(8, 16)
 
@@ -177,7 +177,7 @@ def test_a_batch_that_does_not_fit_in_a_pass_is_planned_in_passes_without_being_
     answer = sw.fits(Wide(), x, cluster, mesh=mesh, memory_bytes=limit, seconds=0)
     assert answer.ok
     assert f"{tight.micro_batches} passes over {tight.micro_batch} samples" in str(answer)
-    with pytest.raises(sw.PlanError, match="no plan fits"), without_mends():
+    with pytest.raises(sw.PlanError, match="no plan fits"), without_suggestions():
         sw.plan(Wide(), x, cluster, mesh=mesh, memory_bytes=1000)
 
 

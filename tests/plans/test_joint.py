@@ -18,19 +18,19 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
-from shardwise.costs.pipeline import StageSeconds, simulate_pipeline
+from shardwise.costs.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
-from shardwise.plans import chosen, joint
-from shardwise.plans.joint import Floor, Joint, Setting, least_share
+from shardwise.plans import auto_stages, stage_planner
+from shardwise.plans.auto_stages import AutoStagesReport, LowerBound, StageConfig, least_share
 from shardwise.plans.schedule import schedule_of
-from shardwise.rules.bands import Band
+from shardwise.rules.attention_bands import Band
 from shardwise.runtime.torch_schedules import order_of
-from shardwise.search.fitting import plan_within
+from shardwise.search.fit_memory import fit_memory
 
 BATCH = staged_batch(8)
 
 
-def planned_alone(model: nn.Module, setting: Setting, devices: int, **options: Any) -> float:
+def planned_alone(model: nn.Module, setting: StageConfig, devices: int, **options: Any) -> float:
     """Seconds of a step of one setting, planned by itself."""
     staged = {"stages": setting.stages, "schedule": setting.schedule} if setting.stages > 1 else {}
     found = sw.plan(model, BATCH, devices, global_batch=8, micro_batch=setting.micro_batch, **staged, **options)
@@ -43,7 +43,7 @@ def test_it_finds_what_planning_every_setting_finds() -> None:
     model = Staged(layers=3)
     found = sw.plan(model, BATCH, 2, stages="auto")
     said = found.explain("stages")
-    assert isinstance(said, Joint)
+    assert isinstance(said, AutoStagesReport)
     assert said.is_complete
     assert len(said.considered) >= 6
     possible = [one for one in said.considered if not one.refused or "is known" in one.refused]
@@ -70,8 +70,8 @@ def test_where_no_device_holds_the_model_it_takes_stages_that_bind_and_verify() 
     assert found.schedule == "1F1B"
     assert found.pipeline is not None
     said = found.explain("stages")
-    assert isinstance(said, Joint)
-    assert said.taken == Setting(2, "1F1B", 2, 4)
+    assert isinstance(said, AutoStagesReport)
+    assert said.taken == StageConfig(2, "1F1B", 2, 4)
     again = sw.plan(model, BATCH, 2, stages=2, global_batch=8, **options)
     assert found.digest == again.digest, "it is an ordinary plan"
     assert copy.deepcopy(found) == again
@@ -85,7 +85,7 @@ def test_one_device_and_primes_have_few_settings_and_all_are_planned(devices: in
     model, batch = Staged(layers=4), staged_batch(size)
     found = sw.plan(model, batch, devices, stages="auto")
     said = found.explain("stages")
-    assert isinstance(said, Joint)
+    assert isinstance(said, AutoStagesReport)
     assert said.is_complete
     assert {one.setting.stages for one in said.considered} == ({1} if devices == 1 else {1, 3, 6, 9})
     assert {one.setting.micro_batch for one in said.considered} == ({1, 2, 4, 8} if devices == 1 else {1, 7})
@@ -98,12 +98,12 @@ def test_equal_stages_of_a_place_count_together_against_a_known_step() -> None:
 
     def planned(planner: Any, *args: Any) -> Any:
         asked.append((planner.settings.known, planner.settings.together))
-        return plan_within(planner, *args)
+        return fit_memory(planner, *args)
 
-    with mock.patch.object(chosen, "plan_within", planned):
+    with mock.patch.object(stage_planner, "plan_within", planned):
         found = sw.plan(Staged(layers=6), BATCH, 2, stages="auto", schedule="Interleaved1F1B:4", mesh=sw.Mesh(dp=1))
     said = found.explain("stages")
-    assert isinstance(said, Joint)
+    assert isinstance(said, AutoStagesReport)
     steps = [one.step_seconds for one in said.considered if one.step_seconds]
     known = {(step, together) for step, together in asked if step < inf}
     assert {step for step, _ in known} <= set(steps), "of a whole step"
@@ -115,7 +115,7 @@ def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
         Staged(layers=4), BATCH, 2, stages="auto", schedule="ZBVZeroBubble", micro_batch=2, mesh=sw.Mesh(dp=1)
     )
     said = found.explain("stages")
-    assert isinstance(said, Joint)
+    assert isinstance(said, AutoStagesReport)
     (one,) = said.considered
     assert found.pipeline is not None
     first, second, third, fourth = (stage.peak_bytes for stage in found.pipeline.stages)
@@ -125,29 +125,31 @@ def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
 
 
 def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "TRIES", 1)
+    monkeypatch.setattr(auto_stages, "TRIES", 1)
     found = sw.plan(Staged(layers=3), BATCH, 2, stages="auto", schedule="GPipe")
     said = found.explain("stages")
-    assert isinstance(said, Joint)
+    assert isinstance(said, AutoStagesReport)
     assert not said.is_complete
     assert "left out: no step below" in str(said)
     assert "plans of what was left out may be faster" in str(said)
 
 
 def test_settings_are_estimated_as_far_as_they_may_be_the_least_and_few_stages_come_first() -> None:
-    floor, cluster = Floor(1.0, 300, 1e9, blocks=80), sw.Cluster.load("h100-32x8")
+    floor, cluster = LowerBound(1.0, 300, 1e9, blocks=80), sw.Cluster.load("h100-32x8")
     found = [
-        Setting(stages, "1F1B" if stages > 1 else "", size, 256 // size) for stages in (1, 2, 64) for size in (16, 64)
+        StageConfig(stages, "1F1B" if stages > 1 else "", size, 256 // size)
+        for stages in (1, 2, 64)
+        for size in (16, 64)
     ]
-    asked: list[tuple[str, Setting]] = []
+    asked: list[tuple[str, StageConfig]] = []
 
-    def estimate(setting: Setting, more: float, name: str) -> float:
+    def estimate(setting: StageConfig, more: float, name: str) -> float:
         """Half as much again as the rough one for a whole sample of a device, and the more the less of it there is."""
         asked.append((name, setting))
         shared = max(1.0, 256 / setting.places / setting.micro_batch) ** 0.2
         return 1.5 * more * shared * floor.estimate(setting, cluster)
 
-    queue = joint._Queue(
+    queue = auto_stages._Queue(
         found, floor, cluster, (lambda one: estimate(one, 1.0, "first"), lambda one: estimate(one, 1.02, "last"))
     )
     assert all(rough >= floor.bound(one) for rough, one in zip(queue.rough, queue.settings, strict=True))
@@ -158,18 +160,18 @@ def test_settings_are_estimated_as_far_as_they_may_be_the_least_and_few_stages_c
     assert {setting for setting, _ in order} == set(found)
     last = dict(order)
     least = min(last.values())
-    alike = [setting for setting, seconds in last.items() if seconds <= joint.ALIKE * least]
+    alike = [setting for setting, seconds in last.items() if seconds <= auto_stages.ALIKE * least]
     assert order[0][0].stages == min(setting.stages for setting in alike)
     assert [seconds for _, seconds in order[1:]] == sorted(seconds for _, seconds in order[1:])
 
 
 def test_blocks_that_stages_can_not_have_evenly_are_waited_for() -> None:
-    cluster, setting = sw.Cluster.load("h100-32x8"), Setting(64, "1F1B", 1, 256)
-    even, uneven = (Floor(1.0, 0, 0.0, blocks=blocks).estimate(setting, cluster) for blocks in (64, 80))
+    cluster, setting = sw.Cluster.load("h100-32x8"), StageConfig(64, "1F1B", 1, 256)
+    even, uneven = (LowerBound(1.0, 0, 0.0, blocks=blocks).estimate(setting, cluster) for blocks in (64, 80))
     assert uneven / even == pytest.approx(2 / (80 / 64)), "some stage has two blocks of 80"
-    assert Floor(1.0, 0, 0.0).estimate(setting, cluster) == pytest.approx(even), "no blocks: cut anywhere"
-    full = Setting(32, "Interleaved1F1B:8", 256, 1)
-    assert Floor(1.0, 0, 0.0, blocks=80).estimate(full, cluster) >= Floor(1.0, 0, 0.0).bound(full)
+    assert LowerBound(1.0, 0, 0.0).estimate(setting, cluster) == pytest.approx(even), "no blocks: cut anywhere"
+    full = StageConfig(32, "Interleaved1F1B:8", 256, 1)
+    assert LowerBound(1.0, 0, 0.0, blocks=80).estimate(full, cluster) >= LowerBound(1.0, 0, 0.0).bound(full)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 4, 7])
@@ -178,7 +180,7 @@ def test_no_order_of_stages_is_below_the_bound(stages: int, passes: int) -> None
     """However the work of a step is divided among the stages: the simulated order takes the bound at least."""
     generator = torch.Generator().manual_seed(stages * 10 + passes)
     name = "1F1B" if passes >= stages else "GPipe"
-    bound = Floor(1.0, 0, 0.0).bound(Setting(stages, name, 1, passes))
+    bound = LowerBound(1.0, 0, 0.0).bound(StageConfig(stages, name, 1, passes))
     order = order_of(schedule_of(name), stages, passes)
     for trial in range(30):
         work = torch.rand(stages, generator=generator).double() ** (1 + trial % 3) + 1e-6
@@ -195,7 +197,7 @@ def test_no_order_of_several_stages_on_a_place_is_below_the_bound(name: str, pla
     generator = torch.Generator().manual_seed(places * 10 + passes)
     schedule = schedule_of(name)
     stages = places * schedule.stages_per_place
-    bound = Floor(1.0, 0, 0.0).bound(Setting(stages, schedule.name, 1, passes))
+    bound = LowerBound(1.0, 0, 0.0).bound(StageConfig(stages, schedule.name, 1, passes))
     assert bound > 1.0, "there is a wait"
     order = order_of(schedule, places, passes)
     for trial in range(30):
@@ -243,8 +245,8 @@ def test_the_bound_holds_where_a_ring_leaves_out_what_a_mask_hides() -> None:
     cluster = sw.Cluster.load("h100-1x8")
     plan = sw.plan(model, (x,), cluster, mesh=sw.Mesh(cp=8), search="dynamic_programming", recompute="none")
     assert "ring@cp" in [op.strategy for op in plan.operators]
-    floor = Floor.of(capture(model, (x,)).graph, 1.0, cluster)
-    assert 0 < floor.bound(Setting(1, "", 1, 1)) <= plan.prediction.planned_seconds
+    floor = LowerBound.of(capture(model, (x,)).graph, 1.0, cluster)
+    assert 0 < floor.bound(StageConfig(1, "", 1, 1)) <= plan.prediction.planned_seconds
 
 
 def test_pairs_at_the_distances_of_a_band_are_counted() -> None:

@@ -16,17 +16,17 @@ from torch import nn
 
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
-from shardwise.costs.pipeline import Action, StageSeconds, simulate_pipeline
+from shardwise.costs.pipeline_simulation import Action, StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.graph.cut import cut_apart
 from shardwise.graph.ir import Graph
-from shardwise.graph.stages import with_stages
+from shardwise.graph.stage_marks import with_stages
 from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.plans.timed import Timed
-from shardwise.programs.spmd import Spmd
-from shardwise.proof import stages as proof
-from shardwise.runtime.shards import shard
+from shardwise.plans.stage_timing import StageTiming
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.proof import pipeline_ranks as proof
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.torch_schedules import order_of
 
 BATCH = staged_batch(8)
@@ -287,7 +287,7 @@ def test_a_place_is_said_to_hold_what_its_stages_hold_as_they_take_turns(name: s
     for _ in range(20):
         stays, kept, moment = (torch.rand(3, stages, generator=generator).double() * 1000).tolist()
         seconds = StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)
-        timed = [Timed(seconds, s + k + m, k, s + k, 0.0) for s, k, m in zip(stays, kept, moment, strict=True)]
+        timed = [StageTiming(seconds, s + k + m, k, s + k, 0.0) for s, k, m in zip(stays, kept, moment, strict=True)]
         how: Any = SimpleNamespace(schedule=schedule, num_stages=stages, num_places=places, limit=1e9)
         said = pipelines._predicted(how, timed, order, passes).memory_bytes
         most = 0.0
@@ -441,7 +441,7 @@ def mixed_up(self: Any, stage: int, micro_batch: int, size: int) -> None:
         self.sent[stage, 0], self.sent[stage, 1] = self.sent[stage, 1], self.sent[stage, 0]
 
 
-def stale(self: Any, part: Graph, spmd: Spmd, own: Any, device: int, *args: Any) -> Any:
+def stale(self: Any, part: Graph, spmd: SpmdProgram, own: Any, device: int, *args: Any) -> Any:
     """A stage runs on the weights with which it began, whatever its optimizer made of them."""
     binding = BOUND(self, part, spmd, own, device, *args)
     for source in part.sources:
@@ -451,15 +451,19 @@ def stale(self: Any, part: Graph, spmd: Spmd, own: Any, device: int, *args: Any)
     return binding
 
 
-BACKWARD, FORWARD, ADD_SHARED = proof._Run._backward, proof._Run._forward, proof.Pipelined._add_shared
-BOUND = proof._Run._bound
+BACKWARD, FORWARD, ADD_SHARED = (
+    proof._PipelineStep._backward,
+    proof._PipelineStep._forward,
+    proof.PipelineRanks._add_shared,
+)
+BOUND = proof._PipelineStep._bound
 MUTATIONS: dict[str, Any] = {
-    "a micro-batch whose weights are lost": (proof._Run, "_backward", lost),
-    "gradients divided by the micro-batches": (proof.Pipelined, "_add_shared", scaled),
-    "tied gradients that are not added": (proof.Pipelined, "_add_shared", lambda self: None),
-    "devices that are exchanged at a boundary": (proof._Run, "_forward", swapped),
-    "micro-batches that are exchanged at a boundary": (proof._Run, "_forward", mixed_up),
-    "a stage with stale weights": (proof._Run, "_bound", stale),
+    "a micro-batch whose weights are lost": (proof._PipelineStep, "_backward", lost),
+    "gradients divided by the micro-batches": (proof.PipelineRanks, "_add_shared", scaled),
+    "tied gradients that are not added": (proof.PipelineRanks, "_add_shared", lambda self: None),
+    "devices that are exchanged at a boundary": (proof._PipelineStep, "_forward", swapped),
+    "micro-batches that are exchanged at a boundary": (proof._PipelineStep, "_forward", mixed_up),
+    "a stage with stale weights": (proof._PipelineStep, "_bound", stale),
 }
 
 

@@ -15,23 +15,23 @@ import shardwise as sw
 from runtime.mixed_models import BF16, FP16, FP32, FP64, MODELS, made, plan_of
 from shardwise.api import step_memory
 from shardwise.graph.capture import capture
-from shardwise.graph.text import format_graph, parse_graph
+from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.plans.bind import program_of
 from shardwise.plans.file import plan_digest
-from shardwise.programs import casts, differentiate, exchanges, gradients, once
+from shardwise.programs import casts, differentiate, exchanges, grad_accum_program, gradients
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, sent_by
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
 
 MIXED = sw.Precision(compute=BF16, parameter=FP32, reduce=FP32)
 
 
-def program(plan: sw.Plan, name: str = "llama") -> Program:
+def program(plan: sw.Plan, name: str = "llama") -> RankProgram:
     """The step of the first rank."""
     graph = capture(made(name), MODELS[name][1](0), precision=plan.precision).graph
     assert parse_graph(format_graph(graph)) == graph
-    return differentiate.differentiate(localize(program_of(plan, graph, training=True), 0), Kinds())
+    return differentiate.differentiate(localize(program_of(plan, graph, training=True), 0), VjpCache())
 
 
 def casts_of(instructions: tuple[Instruction, ...]) -> list[Compute]:
@@ -229,7 +229,7 @@ def test_verify_finds_a_wrong_cast_of_stages_and_passes(case: str) -> None:
         "stages" in STAGED[case][1]
     ):  # where all is reduced once: sums of passes as they are kept, not as they are reduced
         _, _, other = in_stages(case, sw.Precision(BF16, FP32, BF16))
-        with mock.patch.object(once, "cast", cast_to(FP32)):
+        with mock.patch.object(grad_accum_program, "cast", cast_to(FP32)):
             report = sw.verify(model, batch, other, steps=1).in_dtypes
         assert report is not None
         assert "num_bytes" in report.wrong_messages

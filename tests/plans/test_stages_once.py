@@ -12,15 +12,15 @@ from torch import Tensor, nn
 import shardwise as sw
 from programs.without_reductions import without_reductions
 from runtime.staged_model import Staged, staged_batch
-from shardwise.plans.example import Example
-from shardwise.plans.stages import bound, step_graph
+from shardwise.plans.bind_stages import bound, step_graph
+from shardwise.plans.micro_batch_search import Example
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.grad_accum_program import repeated
 from shardwise.programs.instructions import sent_by
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.once import repeated
 from shardwise.programs.program import localize
-from shardwise.programs.vjp import Kinds
-from shardwise.proof import stages
+from shardwise.programs.vjp import VjpCache
+from shardwise.proof import pipeline_ranks
 
 MIXED = sw.Precision(torch.bfloat16, torch.float32, torch.float32)
 
@@ -42,7 +42,7 @@ def messages(plan: sw.Plan) -> list[dict[str, Counter[str]]]:
     passes = Passes.of(step_graph(call.graph(8)), 2, call.graph)
     found = []
     for spmd in bound(plan, passes.graphs[2], prelude=passes.prelude, training=True).spmds:
-        parts = repeated(differentiate(localize(spmd, 0), Kinds()))
+        parts = repeated(differentiate(localize(spmd, 0), VjpCache()))
         lists = {
             "ahead": parts.ahead.forward,
             "each": (*parts.each.forward, *parts.each.backward),
@@ -74,8 +74,8 @@ def test_a_stage_sends_once_what_its_micro_batches_can_add_up(zero, ahead, each,
 
 
 def test_reductions_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "repeated", without_reductions)
-    monkeypatch.setattr(stages, "check_program", lambda _: None)
+    monkeypatch.setattr(pipeline_ranks, "repeated", without_reductions)
+    monkeypatch.setattr(pipeline_ranks, "check_program", lambda _: None)
     assert not sw.verify(model(), staged_batch(8), planned()).ok
 
 

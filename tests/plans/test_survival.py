@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.plans.plan import Plan
 from shardwise.plans.survival import survival
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 from train.runs import batch, make
 
 

@@ -24,19 +24,19 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.invariants import check_program
 from shardwise.programs.lifetimes import backward_collectives, dropped_values, repeated
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program as StepProgram
+from shardwise.programs.rank_program import RankProgram as StepProgram
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Choice, Lifetimes, Spmd, build_spmd
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd
+from shardwise.programs.vjp import VjpCache
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of, whole_rule
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 MESHES = (
     Mesh(a=2, b=2, c=2),
@@ -47,7 +47,7 @@ MESHES = (
     Mesh(x=8),
     Mesh(x=5),
 )
-KINDS = Kinds()
+KINDS = VjpCache()
 TOLERANCE = 1e-10  # float64, tens of operators on a few thousand elements
 
 
@@ -112,7 +112,7 @@ def _random_cuts(
 
 def random_spmd(
     program: Program, rng: random.Random, mesh: Mesh, *, by_hand: bool = False, priced: bool = False
-) -> tuple[Spmd, dict[str, Layout]]:
+) -> tuple[SpmdProgram, dict[str, Layout]]:
     """The program under random strategies and random storage. ``priced``: between layouts it takes the routes that are
     fastest on a described cluster, instead of those that send the fewest bytes."""
     graph = program.graph
@@ -135,7 +135,7 @@ def random_spmd(
     return build_spmd(graph, factored.rules, Choice(strategies, storage, route=router), mesh), storage
 
 
-def random_lifetimes(spmd: Spmd, rng: random.Random, kept: float) -> Lifetimes:
+def random_lifetimes(spmd: SpmdProgram, rng: random.Random, kept: float) -> Lifetimes:
     """Some operators and conversions whose results are made again."""
     operators = frozenset(op.name for op in spmd.graph.ops if rng.random() >= kept)
     return Lifetimes(operators, frozenset(c.result for c in spmd.conversions if rng.random() >= kept))
@@ -193,7 +193,7 @@ def run(
 
 def _check_gradients(
     program: Program,
-    spmd: Spmd,
+    spmd: SpmdProgram,
     storage: dict[str, Layout],
     programs: list[StepProgram],
     environments: list[dict[str, Tensor]],
@@ -235,7 +235,7 @@ def _difference(have: Tensor, want: Tensor) -> float:
     return worst / max(scale, 1e-6) / resolution
 
 
-def _count_features(spmd: Spmd, outcome: Outcome) -> None:
+def _count_features(spmd: SpmdProgram, outcome: Outcome) -> None:
     for conversion in spmd.conversions:
         for move in conversion.moves:
             outcome.cells[move.cell] += 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layouts.placing import random_layout, scatter, worst_difference
 from programs.running import KINDS, random_strategy
-from shardwise.graph.cut import Cut
+from shardwise.graph.cut import GraphCut
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref, Value
 from shardwise.layouts.layout import Layout
@@ -23,19 +23,19 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.transfer import boundary_layout, transfer
-from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.invariants import check_program
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Choice, Spmd, build_spmd
+from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.proof.boundary import deliver
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of, whole_rule
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 from shardwise.search.modes import choose
-from shardwise.search.wishes import choices_for, num_blockers
+from shardwise.search.user_strategies import choices_for, num_blockers
 
 Everywhere = dict[int, Tensor]  # global rank -> what it holds
 
@@ -46,7 +46,7 @@ class Stage:
 
     part: Graph
     place: Placement
-    spmd: Spmd
+    spmd: SpmdProgram
     storage: Mapping[str, Layout]
 
 
@@ -171,7 +171,7 @@ class StageRun:
 
 
 def check_stages(
-    cut: Cut, graph: Graph, data: Mapping[str, Tensor], places: Sequence[Placement], make: Callable[[int], Stage]
+    cut: GraphCut, graph: Graph, data: Mapping[str, Tensor], places: Sequence[Placement], make: Callable[[int], Stage]
 ) -> float:
     """Run the parts on their placements, forward and backward, and compare with the whole graph on one device: outputs,
     what buffers become, and every gradient (of tied parameters the sum over stages). The worst relative error."""

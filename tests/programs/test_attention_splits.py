@@ -31,8 +31,8 @@ from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Compute
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
 from shardwise.rules.tables import rule_of
 
 
@@ -104,12 +104,12 @@ def test_long_attention_in_blocks_equals_one_device_under_every_split(strategy: 
         assert [c.kind for c in plan.collectives()].count("halo_exchange") == 2
 
 
-def program_on(rank: int, model: nn.Module, plan: sw.Plan, inputs: tuple[Any, ...], **kwargs: Any) -> Program:
+def program_on(rank: int, model: nn.Module, plan: sw.Plan, inputs: tuple[Any, ...], **kwargs: Any) -> RankProgram:
     spmd = program_of(plan, capture(model, inputs, kwargs).graph)
-    return differentiate(localize(spmd, rank), Kinds())
+    return differentiate(localize(spmd, rank), VjpCache())
 
 
-def attended(program: Program) -> list[Compute]:
+def attended(program: RankProgram) -> list[Compute]:
     """The forward kernels of attention."""
     return [i for i in program.forward if isinstance(i, Compute) and "attention" in str(i.target)]
 

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.graph.capture import capture
 from shardwise.programs.buckets import FIRST_BUCKET_BYTES, Bucket, fill_buckets
 from shardwise.programs.spmd import build_spmd
-from shardwise.programs.steps import Conversion
+from shardwise.programs.spmd_steps import Conversion
 from shardwise.search.decide import decide
 
 

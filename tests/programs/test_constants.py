@@ -21,15 +21,15 @@ from shardwise.costs.memory import memory_of_program
 from shardwise.graph.capture import capture
 from shardwise.graph.normalize_random import SEED
 from shardwise.plans.bind import program_of
-from shardwise.plans.prices import prices_of
-from shardwise.programs import constants
-from shardwise.programs.check import check_program
-from shardwise.programs.constants import Divided, constant_values, with_constants_apart
+from shardwise.plans.price_scope import prices_of
+from shardwise.programs import hoist_constants
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.hoist_constants import HoistedProgram, constant_values, with_constants_apart
 from shardwise.programs.instructions import sent_by
+from shardwise.programs.invariants import check_program
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.emit import emit
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
@@ -58,25 +58,27 @@ MODELS: dict[str, tuple[Callable[[], TinyModel], int]] = {
 }
 
 
-def programs(model: nn.Module, args: Any, inputs: dict[str, Any], num_ranks: int = 2, **choices: Any) -> list[Program]:
+def programs(
+    model: nn.Module, args: Any, inputs: dict[str, Any], num_ranks: int = 2, **choices: Any
+) -> list[RankProgram]:
     """A step on every rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = sw.plan(model, args, num_ranks, kwargs=inputs, **choices)
-    spmd, kinds = program_of(plan, capture(model, args, inputs).graph), Kinds()
+    spmd, kinds = program_of(plan, capture(model, args, inputs).graph), VjpCache()
     return [differentiate(localize(spmd, rank), kinds) for rank in range(num_ranks)]
 
 
 @cache
-def of_tiny(name: str) -> list[Program]:
+def of_tiny(name: str) -> list[RankProgram]:
     tiny = MODELS[name][0]()
     torch.manual_seed(0)
     return programs(tiny.build(), (), tiny.inputs(8), mesh=sw.Mesh(dp=2), mode="data_parallel")
 
 
-def left(program: Program) -> list[str]:
+def left(program: RankProgram) -> list[str]:
     """The instructions of forward that read nothing but what is the same in every step."""
-    fixed = {*constants.fixed_sources(program.spmd), *program.given}
+    fixed = {*hoist_constants.fixed_sources(program.spmd), *program.given}
     found = []
     for one in program.forward:
         if fixed.issuperset(one.operands) and not sent_by(one):
@@ -85,7 +87,7 @@ def left(program: Program) -> list[str]:
     return found
 
 
-def checked(program: Program) -> Divided:
+def checked(program: RankProgram) -> HoistedProgram:
     divided = with_constants_apart(program)
     check_program(divided.constants), check_program(divided.step)
     assert set(divided.constants.delivered) == set(divided.step.given)
@@ -120,7 +122,7 @@ def test_no_chain_of_constants_is_left_in_a_step_which_is_equal_bit_for_bit(name
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True)), "a step changed what is kept"
 
 
-def run(program: Program, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def run(program: RankProgram, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """What a program of one device delivers, and its gradients."""
     nowhere: Any = None
     emitted = emit(program, nowhere, device=torch.device("cpu"))
@@ -133,10 +135,10 @@ def run(program: Program, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_what_is_larger_than_its_share_is_made_in_every_step() -> None:
     (program, _) = of_tiny("llama")
     tables = checked(program).step
-    with mock.patch.object(constants, "SHARE", 0.0):
+    with mock.patch.object(hoist_constants, "SHARE", 0.0):
         assert checked(program).step is program
     whole = sum(program.forms[source].num_bytes for source in program.spmd.graph.source_of)
-    with mock.patch.object(constants, "SHARE", 1.5 * tables.forms[tables.given[0]].num_bytes / whole):
+    with mock.patch.object(hoist_constants, "SHARE", 1.5 * tables.forms[tables.given[0]].num_bytes / whole):
         one = checked(program).step  # there is room for one of the two tables, and less than for both
     assert len(one.given) < len(tables.given) or set(one.given) != set(tables.given)
     assert left(one), "the other one is made in the step"
@@ -161,7 +163,7 @@ def test_what_is_written_random_or_returned_is_no_constant() -> None:
     made = [op for op in graph.ops if (written | {SEED}).intersection(op.operands)]
     assert len(made) >= 4, "a counter, and dropout in three layers"
     assert not values.intersection(name for op in made for name in op.results)
-    whole = differentiate(localize(program.spmd, 0), Kinds(), loss_only=False)
+    whole = differentiate(localize(program.spmd, 0), VjpCache(), loss_only=False)
     divided = checked(whole)
     returned = set(whole.delivered)
     assert returned & values, "positions and a table are returned"
@@ -185,7 +187,7 @@ class Returning(nn.Module):
 def test_what_is_returned_has_no_memory_that_is_kept() -> None:
     model, x = Returning(), torch.ones(4, 8)
     (of_loss,) = programs(model, (x,), {}, 1, mesh=sw.Mesh(dp=1))
-    program = differentiate(localize(of_loss.spmd, 0), Kinds(), loss_only=False)
+    program = differentiate(localize(of_loss.spmd, 0), VjpCache(), loss_only=False)
     divided = checked(program)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = [state.get(source.names[0], x).detach() for source in program.spmd.graph.sources]
@@ -203,7 +205,7 @@ def test_constants_that_are_made_again_in_backward_are_kept() -> None:
     (program, _) = of_tiny("llama")
     ops = frozenset(op.name for op in program.spmd.graph.ops)
     lifetimes = replace(program.spmd.lifetimes, operators=ops)
-    again = differentiate(localize(replace(program.spmd, lifetimes=lifetimes), 0), Kinds())
+    again = differentiate(localize(replace(program.spmd, lifetimes=lifetimes), 0), VjpCache())
     divided = checked(again)
     names = {name for one in divided.step.backward if one.origin.again for name in one.results}
     assert len([n for one in again.backward if one.origin.again for n in one.results]) > len(names)
@@ -215,7 +217,7 @@ def test_kept_values_are_counted_once_and_for_good() -> None:
     model, inputs = tiny.build(), tiny.inputs(8)
     plan = sw.plan(model, (), 2, kwargs=inputs, mesh=sw.Mesh(dp=2), mode="data_parallel")
     spmd = program_of(plan, capture(model, (), inputs).graph)
-    program = differentiate(localize(spmd, 1), Kinds())
+    program = differentiate(localize(spmd, 1), VjpCache())
     divided = checked(program)
     own = sum(divided.step.forms[name].num_bytes for name in divided.step.given)
     memory = memory_of_program(program, prices_of(plan))

@@ -20,10 +20,10 @@ from shardwise.layouts.conversions import Collective
 from shardwise.plans.bind import program_of
 from shardwise.programs.instructions import Arrive, Compute, Depart
 from shardwise.programs.lifetimes import backward_collectives
-from shardwise.programs.rank_program import Program
-from shardwise.programs.vjp import Kinds
-from shardwise.search import fitting
-from shardwise.search.fitting import STRENGTH
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
+from shardwise.search import fit_memory
+from shardwise.search.fit_memory import STRENGTH
 
 WIDTH, HEADS, TIME = 16, 4, 8
 SPLITS = {"blocks.*.[qkv]": "n@tp", "blocks.*.out": "k@tp", "blocks.*.down": "k@tp"}
@@ -74,8 +74,8 @@ def planned(model: nn.Module, how: Any, **choices: Any) -> sw.Plan:
     return sw.plan(model, batch(), **{"cluster": 2, "recompute": how, **fixed, **choices})
 
 
-def program(model: nn.Module, plan: sw.Plan) -> Program:
-    return busiest_program(program_of(plan, capture(model, batch(), {}).graph, training=True), Kinds())
+def program(model: nn.Module, plan: sw.Plan) -> RankProgram:
+    return busiest_program(program_of(plan, capture(model, batch(), {}).graph, training=True), VjpCache())
 
 
 def sent(collectives: tuple[Collective, ...]) -> Counter[tuple[str, tuple[str, ...], int]]:
@@ -135,7 +135,7 @@ def test_a_message_travels_beside_the_backward_ahead_of_its_operator() -> None:
 def test_beside_every_other_lever(how: str, choices: dict[str, Any]) -> None:
     model = Model(layers=choices.get("stages", 2))
     choices = {"cluster": 4, "mesh": sw.Mesh(dp=2, tp=2), **choices}
-    with mock.patch("shardwise.programs.offload.SMALLEST_BYTES", 1):
+    with mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1):
         plan = planned(model, how, **choices)
         assert any(own.again and own.forward for stage in plan.stages for own in stage.conversions or ())
         assert sw.Plan.from_json(plan.to_json()) == plan
@@ -154,4 +154,4 @@ def test_a_module_says_it_for_itself() -> None:
 def test_rungs_are_compared_by_what_they_make_again() -> None:
     assert STRENGTH["cheap+gathers"] > STRENGTH["cheap"]
     assert not STRENGTH["cheap"] >= STRENGTH["gathers"]
-    assert {how for how, _, _ in fitting.LADDER} >= set(STRENGTH)
+    assert {how for how, _, _ in fit_memory.MEMORY_POLICIES} >= set(STRENGTH)

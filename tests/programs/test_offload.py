@@ -15,15 +15,15 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.plans.bind import program_of as bound
-from shardwise.plans.example import Example, planned_graph
 from shardwise.plans.file import plan_digest
-from shardwise.programs.check import BrokenProgram, check_program
+from shardwise.plans.micro_batch_search import Example, planned_graph
+from shardwise.programs.activation_offload import offloaded_operators
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Copy, Land
-from shardwise.programs.offload import offloaded_operators
+from shardwise.programs.invariants import BrokenProgram, check_program
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
 
 MESH = sw.Mesh(dp=2)
 TOLERANCE = 1e-12  # float64: sums of at most 512 terms of size 1, in another order on two ranks
@@ -63,9 +63,9 @@ def batch() -> torch.Tensor:
     return torch.randn(1024, 32, dtype=torch.float64)
 
 
-def program_of(plan: sw.Plan, module: nn.Module, x: torch.Tensor) -> Program:
+def program_of(plan: sw.Plan, module: nn.Module, x: torch.Tensor) -> RankProgram:
     spmd = bound(plan, planned_graph(Example(module, ((x,), {})), plan), training=module.training)
-    return differentiate(localize(spmd, 0), Kinds())
+    return differentiate(localize(spmd, 0), VjpCache())
 
 
 def marked(mark: Callable[[Stack], object]) -> Stack:

@@ -1,4 +1,5 @@
-"""What a step of several passes does once: gathers, casts and reductions of parameters (``programs.once``)."""
+"""What a step of several passes does once: gathers, casts and reductions of parameters
+(``programs.grad_accum_program``)."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from programs.without_reductions import without_reductions
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError
 from shardwise.plans.bind import program_of
-from shardwise.plans.example import Example, planned_graph
-from shardwise.plans.prices import prices_of
-from shardwise.programs.check import check_program
+from shardwise.plans.micro_batch_search import Example, planned_graph
+from shardwise.plans.price_scope import prices_of
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.grad_accum_program import GradAccumProgram, repeated
 from shardwise.programs.instructions import sent_by
-from shardwise.programs.once import Repeated, repeated
+from shardwise.programs.invariants import check_program
 from shardwise.programs.program import localize
-from shardwise.programs.vjp import Kinds
-from shardwise.proof import passes
-from shardwise.runtime.hosted import hosted, with_copies
+from shardwise.programs.vjp import VjpCache
+from shardwise.proof import micro_batches
+from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 
 BATCH = 8
 MIXED = sw.Precision(torch.bfloat16, torch.float32, torch.float32)
@@ -59,13 +60,13 @@ def planned(**settings: Any) -> sw.Plan:
     return sw.plan(net(), inputs(), 2, mode="data_parallel", global_batch=BATCH, micro_batch=2, **settings)
 
 
-def parts_of(plan: sw.Plan) -> Repeated:
+def parts_of(plan: sw.Plan) -> GradAccumProgram:
     call = Example(net(), ((inputs(),), {}), None, precision=plan.precision)
     spmd = program_of(plan, planned_graph(call, plan), training=True)
-    return repeated(differentiate(localize(spmd, 0), Kinds()))
+    return repeated(differentiate(localize(spmd, 0), VjpCache()))
 
 
-def sent(parts: Repeated) -> dict[str, Counter[str]]:
+def sent(parts: GradAccumProgram) -> dict[str, Counter[str]]:
     """Messages by kind: ahead of the passes, in forward and backward of each, behind them."""
     lists = {
         "ahead": parts.ahead.forward,
@@ -145,8 +146,8 @@ def test_a_pass_is_priced_with_its_share_of_what_a_step_does_once():
 
 
 def test_a_reduction_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "repeated", without_reductions)
-    monkeypatch.setattr(passes, "check_program", lambda program: None)
+    monkeypatch.setattr(micro_batches, "repeated", without_reductions)
+    monkeypatch.setattr(micro_batches, "check_program", lambda program: None)
     assert not sw.verify(net(), inputs(), planned()).ok
 
 
@@ -170,8 +171,8 @@ def test_passes_with_a_table_on_the_host_are_sound():
     plan = sw.plan(Lookup(), inputs(), 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
     call = Example(Lookup(), ((inputs(),), {}), None)
     spmd = program_of(plan, planned_graph(call, plan), training=True)
-    placed = hosted(localize(spmd, 0), frozenset({"table.weight"}))
-    program, on_host = with_copies(differentiate(placed.program, Kinds()), placed.values)
+    placed = place_on_cpu(localize(spmd, 0), frozenset({"table.weight"}))
+    program, on_host = with_copies(differentiate(placed.program, VjpCache()), placed.values)
     assert on_host
     parts = repeated(program)
     for part in (parts.ahead, parts.each, parts.behind):

@@ -19,17 +19,17 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
-from shardwise.programs.check import BrokenProgram, check_program
-from shardwise.programs.conveyor import Returning, legs_ahead
-from shardwise.programs.differentiate import Program, differentiate
+from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
+from shardwise.programs.differentiate import RankProgram, differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, sent_by
+from shardwise.programs.invariants import BrokenProgram, check_program
 from shardwise.programs.lifetimes import backward_collectives
-from shardwise.programs.passes import mark_overwrites_of_backward, memories
+from shardwise.programs.pass_list import mark_overwrites_of_backward, memories
 from shardwise.programs.program import localize
-from shardwise.programs.spmd import Spmd
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.vjp import VjpCache
 
-KINDS = Kinds()
+KINDS = VjpCache()
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ class Block(nn.Module):
 X = torch.randn(8, 16)
 
 
-def spmd_of(mesh: sw.Mesh, strategies: dict[str, str] | None = None, **settings: Any) -> Spmd:
+def spmd_of(mesh: sw.Mesh, strategies: dict[str, str] | None = None, **settings: Any) -> SpmdProgram:
     plan = sw.plan(
         Block(), X, mesh.num_devices, mesh=mesh, strategies=strategies, search="sharding_propagation", **settings
     )
@@ -54,7 +54,7 @@ def spmd_of(mesh: sw.Mesh, strategies: dict[str, str] | None = None, **settings:
 MEGATRON = {"up": "n@tp", "down": "k@tp"}
 
 
-def program(rank: int = 0, **settings: Any) -> Program:
+def program(rank: int = 0, **settings: Any) -> RankProgram:
     return differentiate(localize(spmd_of(sw.Mesh(dp=2, tp=2), MEGATRON), rank), KINDS, **settings)
 
 
@@ -94,7 +94,7 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-def hybrid_step(rank: int, recompute: str) -> Program:
+def hybrid_step(rank: int, recompute: str) -> RankProgram:
     """States in parts on the GPUs of a node, the same on every node: a gather in forward; in backward a message inside
     of the node, then one between nodes."""
     mesh = sw.Mesh(node=2, gpu=2)
@@ -103,7 +103,7 @@ def hybrid_step(rank: int, recompute: str) -> Program:
     return differentiate(localize(spmd, rank), KINDS)
 
 
-def products_of(step: Program) -> list[int]:
+def products_of(step: RankProgram) -> list[int]:
     kinds = torch.ops.aten.mm.default, torch.ops.aten.linear.default
     return [k for k, i in enumerate(step.backward) if isinstance(i, Compute) and i.target in kinds]
 
@@ -143,7 +143,7 @@ def test_legs_have_the_time_from_place_to_place() -> None:
     """Three exchanges of two messages, the last two in one place, and one of one message behind them."""
     ahead = legs_ahead([2, 2, 2, 1], [0, 4, 4, 9])
     assert ahead == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)], [(3, 0)], [], []]
-    returning: Returning[str] = Returning()
+    returning: GradientReduceQueue[str] = GradientReduceQueue()
     assert [*returning.leave(9, True, ["a", "arrive a"])] == ["a"]
     assert [*returning.leave(4, True, ["b", "b2", "arrive b"])] == ["b", "arrive a"]
     assert [*returning.leave(4, True, ["c", "c2", "arrive c"])] == ["c"], "nothing to hide behind was computed"
@@ -204,7 +204,7 @@ def test_backward_reads_only_what_is_saved_and_its_cotangents() -> None:
     assert {name for i in step.backward for name in i.operands} - made - given <= set(step.saved)
 
 
-def broken(how: str) -> Program:
+def broken(how: str) -> RankProgram:
     step = program()
     backward = list(step.backward)
     if how == "use before it is made":

@@ -14,7 +14,7 @@ from models import zoo_own, zoo_transformers
 from models.tiny_models import bert, gpt2, llama, resnet
 from programs.building import random_program
 from programs.stages import check_stages, chosen_stage, random_stage
-from shardwise.graph.cut import cut_into
+from shardwise.graph.cut import cut_graph
 from shardwise.layouts.conversions import CELLS, Cell
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement, check_placements
@@ -34,7 +34,7 @@ def test_data_parallel_before_tensor_parallel_equals_one_device(name: str, place
     check_placements(places, sum(len(place.ranks) for place in places))
     layer = "transformer.h.1." if name == "gpt2" else "model.layers.1."
     first = next(op.name for op in graph.ops if op.name.startswith(layer))
-    found = cut_into(graph, [first])
+    found = cut_graph(graph, [first])
     columns = ("attn.c_attn", "mlp.c_fc", "gate_proj", "up_proj", "q_proj", "k_proj", "v_proj", "lm_head")
     stages = [
         chosen_stage(found.parts[0], places[0], found.sends(0), "data_parallel", {}),
@@ -55,7 +55,7 @@ def columns_of_weights(modules: tuple[str, ...]) -> tuple[str, ...]:
 def test_a_broken_conversion_inside_a_stage_is_noticed() -> None:
     """The check is one: the cotangent of what tensor parallel ranks use differently is not summed."""
     graph, data = captured_model(llama())
-    found = cut_into(graph, [next(op.name for op in graph.ops if op.name.startswith("model.layers.1."))])
+    found = cut_graph(graph, [next(op.name for op in graph.ops if op.name.startswith("model.layers.1."))])
     strategies = dict.fromkeys(("gate_proj", "up_proj", "q_proj", "k_proj", "v_proj"), "n@tp")
     with mock.patch.dict(CELLS, {("I", "R"): Cell("none", "none")}):
         stages = [

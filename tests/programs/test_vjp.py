@@ -10,19 +10,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.graph.ir import Ref
-from shardwise.graph.switches import Known
+from shardwise.graph.switches import CallCache
 from shardwise.programs.forms import Form
-from shardwise.programs.vjp import BackwardKind, ForwardKind, Kernel, Kinds, numbered
+from shardwise.programs.vjp import BackwardTrace, ForwardTrace, Kernel, VjpCache, numbered
 
 aten = torch.ops.aten
-KINDS = Kinds()
+KINDS = VjpCache()
 
 
 def form(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Form:
     return Form.contiguous(shape, dtype, requires_grad)
 
 
-def kinds_of(target: Any, *forms: Form, rest: tuple[Any, ...] = ()) -> tuple[ForwardKind, BackwardKind]:
+def kinds_of(target: Any, *forms: Form, rest: tuple[Any, ...] = ()) -> tuple[ForwardTrace, BackwardTrace]:
     call, _ = numbered(target, (*(Ref(str(i)) for i in range(len(forms))), *rest), ())
     forward = KINDS.forward(call, forms)
     cotangents = tuple(f.with_gradient(False) if f.requires_grad else None for f in forward.forms)
@@ -44,7 +44,7 @@ def test_a_linear_layer_stays_one_call_and_keeps_input_and_weight() -> None:
 
 def test_a_sum_keeps_nothing_and_passes_its_cotangent_to_both_operands() -> None:
     _, backward = kinds_of(aten.add.Tensor, form(4, 4), form(4, 4))
-    assert backward == BackwardKind((), ("c0", "c0"), backward.forms, (), True)
+    assert backward == BackwardTrace((), ("c0", "c0"), backward.forms, (), True)
 
 
 def test_a_view_has_the_memory_of_its_operand() -> None:
@@ -151,7 +151,7 @@ class WithoutFormula(torch.autograd.Function):
 def test_what_cannot_be_traced_stays_with_autograd_inside_one_instruction() -> None:
     from shardwise.programs.opaque import Differentiate, Record
 
-    kinds = Kinds()
+    kinds = VjpCache()
     call = (WithoutFormula.apply, (Ref("0"),), ())
     forms = (form(3, dtype=torch.float64),)
     backward = kinds.backward(call, forms, (form(3, dtype=torch.float64, requires_grad=False),))
@@ -179,29 +179,29 @@ def test_what_is_known_of_a_call_holds_for_the_switches_as_they_are() -> None:
     """Of PyTorch's own operators, for the whole process."""
     call, _ = numbered(aten.scaled_dot_product_attention.default, (Ref("0"), Ref("1"), Ref("2")), ())
     forms = (form(2, 2, 16, 8),) * 3
-    fused = Kinds().forward(call, forms)
-    assert Kinds().forward(call, forms) is fused
+    fused = VjpCache().forward(call, forms)
+    assert VjpCache().forward(call, forms) is fused
     with sdpa_kernel(SDPBackend.MATH):
-        plain = Kinds().forward(call, forms)
+        plain = VjpCache().forward(call, forms)
     flash = "_scaled_dot_product_flash_attention_for_cpu"
     assert flash in names_of(fused.kernels)
     assert flash not in names_of(plain.kernels)
-    assert Kinds().forward(call, forms) is fused
-    assert Kinds("meta").forward(call, forms) is not fused
+    assert VjpCache().forward(call, forms) is fused
+    assert VjpCache("meta").forward(call, forms) is not fused
     ratio, _ = numbered(aten.div.Tensor, (Ref("0"), Ref("1")), ())
     whole = (form(3, dtype=torch.int64, requires_grad=False),) * 2
     found = []
     for dtype in (torch.float32, torch.float64):
         torch.set_default_dtype(dtype)
         try:
-            found.append(Kinds().forward(ratio, whole).forms[0].dtype)
+            found.append(VjpCache().forward(ratio, whole).forms[0].dtype)
         finally:
             torch.set_default_dtype(torch.float32)
     assert found == [torch.float32, torch.float64]
 
 
 def test_nothing_is_kept_of_operators_that_may_be_registered_anew() -> None:
-    known: Known[int] = Known()
+    known: CallCache[int] = CallCache()
     for target in (WithoutFormula.apply, torch.ops.shardwise.mark.default):
         known.keep(target, "signature", 1)
         assert known.get(target, "signature") is None

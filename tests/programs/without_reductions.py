@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.programs.once import Repeated, repeated
-from shardwise.programs.rank_program import Program
+from shardwise.programs.grad_accum_program import GradAccumProgram, repeated
+from shardwise.programs.rank_program import RankProgram
 
 
-def without_reductions(program: Program) -> Repeated:
+def without_reductions(program: RankProgram) -> GradAccumProgram:
     """The passes of a step that never reduces the sums of their gradients."""
     parts = repeated(program)
     summed = dict(zip(parts.behind.gradients, parts.behind.saved, strict=True))

@@ -17,7 +17,7 @@ from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.vjp import VjpCache
 
 MESH = sw.Mesh(dp=2)
 
@@ -132,7 +132,7 @@ def test_what_is_none_and_what_is_zero_is_as_in_eager(loss: str) -> None:
     torch.manual_seed(0)
     net, x = Net({**WRITES, **LOSSES}[loss]).double(), torch.randn(8, 8, dtype=torch.float64)
     plan = sw.plan(net, (x,), 2, mesh=MESH, mode="data_parallel")
-    program = differentiate(localize(program_of(plan, capture(net, (x,)).graph), 0), Kinds())
+    program = differentiate(localize(program_of(plan, capture(net, (x,)).graph), 0), VjpCache())
     expected = eager(net, x)
     assert {name for name, kind in expected.items() if kind != "None"} == set(program.gradients)
     report = sw.verify(net, (x,), plan)

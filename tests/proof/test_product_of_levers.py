@@ -84,13 +84,13 @@ def test_the_settings_have_every_pair() -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("gpt2", 0), ("resnet", 1)])
 def test_levers_together_on_a_model(name: str, number: int) -> None:
-    with mock.patch("shardwise.programs.offload.SMALLEST_BYTES", 1):
+    with mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1):
         verified(name, list(covering())[number])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_every_pair_of_levers_on_every_model(name: str) -> None:
-    with mock.patch("shardwise.programs.offload.SMALLEST_BYTES", 1):
+    with mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1):
         for settings in covering():
             verified(name, settings)

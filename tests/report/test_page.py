@@ -14,18 +14,18 @@ import torch
 
 import shardwise as sw
 from report.net import Net
-from shardwise.costs.pipeline import StageSeconds
+from shardwise.costs.pipeline_simulation import StageSeconds
 from shardwise.costs.timeline import Event
-from shardwise.plans.intervals import priced_cluster, said_bytes, said_step
+from shardwise.plans.format_intervals import format_bytes_interval, format_step_interval, priced_cluster
 from shardwise.plans.printing import format_figures, merged_operators, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.report.holdings import Grid, holdings
+from shardwise.report.device_grid import Grid, device_grid
 from shardwise.report.outline import members_of
 from shardwise.report.page import write_page
-from shardwise.report.planned import Planned, Staged
+from shardwise.report.planned import Planned, StagedPlan
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.shards import shard
-from shardwise.runtime.step_profile import Compared, StepProfile
+from shardwise.runtime.step_profile import ProfileRow, StepProfile
 
 
 def planned(num_devices: int = 4, **settings: Any) -> sw.Plan:
@@ -55,7 +55,10 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
     assert isinstance(plan, Planned)
     (known,) = plan.known()
     assert f'id="figures">{format_figures(plan)}</p>' in text
-    assert f"{said_bytes(plan.prediction.peak_bytes, priced_cluster(plan))} in {plan.prediction.peak_at}" in text
+    assert (
+        f"{format_bytes_interval(plan.prediction.peak_bytes, priced_cluster(plan))} in {plan.prediction.peak_at}"
+        in text
+    )
     assert known.step.seconds == pytest.approx(plan.prediction.simulated_seconds)
     for name in ("own-shares", "own-parts"):
         part = text.partition(f'id="{name}"')[2].partition("</table>")[0]
@@ -101,7 +104,7 @@ def test_shards_of_the_grid_are_those_that_ranks_hold(sizes: dict[str, int]) -> 
     batch = torch.randn(32, 64), torch.zeros(32, dtype=torch.int64)
     split = {"layers.0": "n@tp", "layers.1": "k@tp"}
     own = sw.plan(Net(), batch, mesh.num_devices, mesh=mesh, strategies=split).only_stage
-    found = holdings(own)
+    found = device_grid(own)
     assert found["ranks"] == list(range(mesh.num_devices))
     for tensor in found["tensors"]:
         layout = own.layouts[members_of(tensor["name"])[0]]
@@ -186,7 +189,7 @@ def test_two_plans_stand_side_by_side(plan: sw.Plan, tmp_path: Path) -> None:
 
 
 def test_a_profile_is_laid_over_the_prediction(plan: sw.Plan, tmp_path: Path) -> None:
-    rows = (Compared("head/linear", "forward", 3e-3, 1e-3, "matmul_efficiency"),)
+    rows = (ProfileRow("head/linear", "forward", 3e-3, 1e-3, "matmul_efficiency"),)
     events = (Event("head/linear", "forward", (), 0.0, 3e-3),), (Event("head/linear", "forward", (), 0.0, 1e-3),)
     profile = StepProfile((4e-3, 2e-3), (2048, 1024), rows, "h100", False, plan.mesh, events)
     plan.report(tmp_path / "plan.html", profile=profile)
@@ -203,10 +206,12 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     text = text_of(tmp_path / "plan.html")
     assert own.pipeline is not None
     assert f'id="figures">{format_figures(own)}</p>' in text
-    assert format_figures(own).startswith(f"step {said_step(own)}, ")
-    assert re.match(re.escape(format_seconds(own.pipeline.step_seconds)) + r" \([\d.]+-[\d.]+\)$", said_step(own))
+    assert format_figures(own).startswith(f"step {format_step_interval(own)}, ")
+    assert re.match(
+        re.escape(format_seconds(own.pipeline.step_seconds)) + r" \([\d.]+-[\d.]+\)$", format_step_interval(own)
+    )
     cluster = priced_cluster(own)
-    assert f"{said_bytes(own.pipeline.memory_bytes, cluster)} of " in format_figures(own)
+    assert f"{format_bytes_interval(own.pipeline.memory_bytes, cluster)} of " in format_figures(own)
     assert f"Schedule of a step, {format_seconds(own.pipeline.step_seconds)}" in text
     schedule = text.partition('id="own-schedule"')[2].partition("</svg>")[0]
     assert schedule.count('<rect class="box') == 2 * 2 * own.micro_batches  # forward and backward in two stages
@@ -223,7 +228,11 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     }
     assert expected <= {re.sub("<.*?>", "", choice) for choice in chosen}
     for stage in own.pipeline.stages:
-        row = [format_seconds(stage.forward), format_seconds(stage.backward), said_bytes(stage.peak_bytes, cluster)]
+        row = [
+            format_seconds(stage.forward),
+            format_seconds(stage.backward),
+            format_bytes_interval(stage.peak_bytes, cluster),
+        ]
         assert "".join(f"<td>{cell}</td>" for cell in row) in text
         assert f"<td>{stage.bubble:.1%}</td>" in text
     again = sw.Plan.from_json(own.to_json())
@@ -266,7 +275,7 @@ def test_a_trace_has_the_printed_seconds_and_memory(tmp_path: Path, schedule: st
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
 def test_stages_have_types_seconds_and_memory_of_their_own_passes(tmp_path: Path, schedule: str, stages: int) -> None:
     own = planned(stages=stages, schedule=schedule, micro_batch=8)
-    assert isinstance(own, Staged)
+    assert isinstance(own, StagedPlan)
     assert own.pipeline is not None
     own.report(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
@@ -277,7 +286,7 @@ def test_stages_have_types_seconds_and_memory_of_their_own_passes(tmp_path: Path
         assert told.step.peak_bytes == round(expected.peak_bytes) == max(peak.num_bytes for peak in told.over)
         part = text.partition(f'id="own-{number}-memory"')[2].partition(f'id="own-{number}-holds"')[0]
         assert format_seconds(told.step.seconds) in part
-        assert f"{said_bytes(expected.peak_bytes, priced_cluster(own))} in {told.step.peak.where}" in part
+        assert f"{format_bytes_interval(expected.peak_bytes, priced_cluster(own))} in {told.step.peak.where}" in part
         timeline = part.partition(f'id="own-{number}-timeline"')[2].partition("</svg>")[0]
         assert timeline.count('<rect class="box') == len(told.step.events)
         operators = text.partition(f'id="own-{number}-operators"')[2].partition("<h2")[0]
@@ -300,7 +309,7 @@ def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: s
     own = planned(stages=2, micro_batch=8)
     assert own.pipeline is not None
     measured = (StageSeconds(2e-3, 3e-3, 1e-3, 0.0, 0.0), StageSeconds(5e-3, 6e-3, 1e-3, 0.0, 0.0))
-    rows = (Compared("head/linear", "forward", 3e-3, 1e-3, "matmul_efficiency"),)
+    rows = (ProfileRow("head/linear", "forward", 3e-3, 1e-3, "matmul_efficiency"),)
     none: tuple[tuple[Event, ...], tuple[Event, ...]] = ((), ())
     of_stage = StepProfile((4e-3, 2e-3), (2048, 1024), rows, "h100", False, own.stages[1].mesh, none)
     actions = tuple(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.report.planned import InStage
+from shardwise.report.planned import StageExplanation
 
 
 class Stack(nn.Module):
@@ -47,7 +47,7 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
             if not entry.name.endswith("linear"):
                 continue
             found = plan.explain(entry.name)
-            assert isinstance(found, InStage)
+            assert isinstance(found, StageExplanation)
             assert found.stage == number
             (chosen,) = (own for own in found.explanation.alternatives if own.chosen)
             assert chosen.choice == (entry.strategy or "whole")
@@ -65,7 +65,7 @@ def test_what_a_stage_receives_is_explained_by_its_name(plan: sw.Plan) -> None:
     for number, stage in enumerate(plan.stages[1:], 1):
         (received,) = stage.receives
         found = plan.explain(received.name)
-        assert isinstance(found, InStage)
+        assert isinstance(found, StageExplanation)
         assert (found.stage, found.explanation.kind) == (number, "received")
         assert found.explanation.chosen.choice == received.layout
 

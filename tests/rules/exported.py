@@ -13,7 +13,7 @@ from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Graph, Op, Ref, Value
 from shardwise.graph.operators import dropout
 from shardwise.graph.schema import arguments
-from shardwise.rules.calls import dims_of
+from shardwise.rules.arguments import dims_of
 
 aten = torch.ops.aten
 

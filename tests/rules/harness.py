@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rules.samples import Sample
-from shardwise.graph.interpret import lookup
+from shardwise.graph.interpret import resolve_refs
 from shardwise.graph.ir import Graph, Op, Ref, Value
 from shardwise.graph.schema import tensor_results
-from shardwise.rules.calls import unchanged
+from shardwise.rules.arguments import same_call
 from shardwise.rules.rule import Dims, LocalContext, OpRule, Piece
 
 Pieces = Mapping[str, tuple[Piece, ...]]
@@ -199,10 +199,10 @@ def run_part(case: Case, rule: OpRule, pieces: Pieces, operands: Sequence[Tensor
         tuple(local_shape(dims, pieces) for dims in rule.results),
         dict(pieces),
     )
-    local = rule.localize(case.op, context) if rule.localize is not None else unchanged(case.op)
+    local = rule.localize(case.op, context) if rule.localize is not None else same_call(case.op)
     known = dict(zip(case.op.operands, operands, strict=True))
-    args = [lookup(arg, known) for arg in local.args]
-    results = tensor_results(local.target(*args, **{key: lookup(arg, known) for key, arg in local.kwargs}))
+    args = [resolve_refs(arg, known) for arg in local.args]
+    results = tensor_results(local.target(*args, **{key: resolve_refs(arg, known) for key, arg in local.kwargs}))
     for result, shape, whole in zip(results, context.result_shapes, case.results, strict=True):
         assert tuple(result.shape) == shape, f"{local.target} returns {list(result.shape)}, the rule says {list(shape)}"
         assert result.dtype == whole.dtype, f"{local.target} returns {result.dtype}, {case.op.target} {whole.dtype}"

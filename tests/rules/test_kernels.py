@@ -10,33 +10,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.rules import kernels
-from shardwise.rules.calls import block_offset, broadcast_shape
+from shardwise.rules import local_kernels
+from shardwise.rules.arguments import block_offset, broadcast_shape
 from shardwise.rules.rule import Piece
 
 CALLS = [
-    (kernels.EMBEDDING_ROWS, (torch.zeros(2, 3), torch.zeros(4, 5, dtype=torch.int64), -1, [4], [2], [2]), (4, 5, 3)),
-    (kernels.GATHER_ROWS, (torch.zeros(2, 3), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
-    (kernels.TAKE_ROWS, (torch.zeros(2, 1), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
-    (kernels.INDEX_SELECT_ROWS, (torch.zeros(2, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 3)),
-    (kernels.INDEX_ROWS, (torch.zeros(2, 3), [torch.zeros(5, dtype=torch.int64)], [0], [1], [4], [2], [2]), (5, 3)),
     (
-        kernels.SCATTER_ROWS,
+        local_kernels.EMBEDDING_ROWS,
+        (torch.zeros(2, 3), torch.zeros(4, 5, dtype=torch.int64), -1, [4], [2], [2]),
+        (4, 5, 3),
+    ),
+    (local_kernels.GATHER_ROWS, (torch.zeros(2, 3), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
+    (local_kernels.TAKE_ROWS, (torch.zeros(2, 1), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
+    (local_kernels.INDEX_SELECT_ROWS, (torch.zeros(2, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 3)),
+    (
+        local_kernels.INDEX_ROWS,
+        (torch.zeros(2, 3), [torch.zeros(5, dtype=torch.int64)], [0], [1], [4], [2], [2]),
+        (5, 3),
+    ),
+    (
+        local_kernels.SCATTER_ROWS,
         (torch.zeros(2, 3), 0, torch.zeros(5, 3, dtype=torch.int64), None, 1.0, "sum", True, False, [4], [2], [2]),
         (2, 3),
     ),
-    (kernels.SCATTERED_SUM, (torch.zeros(5, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (2, 3)),
+    (local_kernels.SCATTERED_SUM, (torch.zeros(5, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (2, 3)),
     (
-        kernels.INDEX_PUT_ROWS,
+        local_kernels.INDEX_PUT_ROWS,
         (torch.zeros(2, 3), [torch.zeros(5, dtype=torch.int64)], torch.zeros(3), True, [0], [1], [4], [2], [2]),
         (2, 3),
     ),
-    (kernels.ONE_HOT_CLASSES, (torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 2)),
-    (kernels.CUMULATED, (torch.zeros(2, 3), 0, torch.float32, [5], [1], [4], [4], [2], [2]), (4, 3)),
-    (kernels.TRIANGLE, (torch.zeros(2, 3), 0, True, [4], [2], [2], [3], [0], [3]), (2, 3)),
-    (kernels.EYE_BLOCK, ([4], [2], [2], [3], [0], [3], torch.float32, None), (2, 3)),
-    (kernels.RANGE_BLOCK, (0, 1, [2, 3], [0, 1], [2, 2], torch.int64, None), (4,)),
-    (kernels.LINSPACE_BLOCK, (0.0, 1.0, 6, [2, 3], [0, 1], [2, 2], torch.float32, None), (4,)),
+    (local_kernels.ONE_HOT_CLASSES, (torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 2)),
+    (local_kernels.CUMULATED, (torch.zeros(2, 3), 0, torch.float32, [5], [1], [4], [4], [2], [2]), (4, 3)),
+    (local_kernels.TRIANGLE, (torch.zeros(2, 3), 0, True, [4], [2], [2], [3], [0], [3]), (2, 3)),
+    (local_kernels.EYE_BLOCK, ([4], [2], [2], [3], [0], [3], torch.float32, None), (2, 3)),
+    (local_kernels.RANGE_BLOCK, (0, 1, [2, 3], [0, 1], [2, 2], torch.int64, None), (4,)),
+    (local_kernels.LINSPACE_BLOCK, (0.0, 1.0, 6, [2, 3], [0, 1], [2, 2], torch.float32, None), (4,)),
 ]
 
 
@@ -71,9 +79,9 @@ def pieces(draw: st.DrawFn) -> tuple[Piece, ...]:
 @given(pieces())
 def test_local_and_global_indices_are_inverse(atoms: tuple[Piece, ...]) -> None:
     sizes, offsets, lengths = ([getattr(p, name) for p in atoms] for name in ("size", "offset", "length"))
-    mine = kernels.global_index(sizes, offsets, lengths, None)
+    mine = local_kernels.global_index(sizes, offsets, lengths, None)
     everything = torch.arange(torch.tensor(sizes).prod().item())
-    local, held = kernels.local_index(everything, sizes, offsets, lengths)
+    local, held = local_kernels.local_index(everything, sizes, offsets, lengths)
     assert everything[held].tolist() == mine.tolist()
     assert local[held].tolist() == list(range(len(mine)))
     assert not local[~held].any()
@@ -89,14 +97,14 @@ def test_shapes_broadcast_as_in_torch() -> None:
 
 
 LOOKUPS = [
-    lambda rows, index, piece: kernels.EMBEDDING_ROWS(rows, index, -1, *piece),
-    lambda rows, index, piece: kernels.GATHER_ROWS(rows, 0, index.reshape(1, 1).expand(1, 2), *piece),
-    lambda rows, index, piece: kernels.TAKE_ROWS(rows, 0, index.reshape(1, 1), *piece),
-    lambda rows, index, piece: kernels.INDEX_SELECT_ROWS(rows, 0, index, *piece),
-    lambda rows, index, piece: kernels.INDEX_ROWS(rows, [index], [0], [len(piece[0])], *piece),
-    lambda rows, index, piece: kernels.SCATTER_ROWS(rows, 0, index, None, 1.0, "", True, True, *piece),
-    lambda rows, index, piece: kernels.SCATTERED_SUM(torch.ones(1, 2), 0, index, *piece),
-    lambda rows, index, piece: kernels.INDEX_PUT_ROWS(
+    lambda rows, index, piece: local_kernels.EMBEDDING_ROWS(rows, index, -1, *piece),
+    lambda rows, index, piece: local_kernels.GATHER_ROWS(rows, 0, index.reshape(1, 1).expand(1, 2), *piece),
+    lambda rows, index, piece: local_kernels.TAKE_ROWS(rows, 0, index.reshape(1, 1), *piece),
+    lambda rows, index, piece: local_kernels.INDEX_SELECT_ROWS(rows, 0, index, *piece),
+    lambda rows, index, piece: local_kernels.INDEX_ROWS(rows, [index], [0], [len(piece[0])], *piece),
+    lambda rows, index, piece: local_kernels.SCATTER_ROWS(rows, 0, index, None, 1.0, "", True, True, *piece),
+    lambda rows, index, piece: local_kernels.SCATTERED_SUM(torch.ones(1, 2), 0, index, *piece),
+    lambda rows, index, piece: local_kernels.INDEX_PUT_ROWS(
         rows, [index], torch.zeros(2), True, [0], [len(piece[0])], *piece
     ),
 ]

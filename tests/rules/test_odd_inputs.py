@@ -22,7 +22,7 @@ from programs.running import run
 from rules.samples import bits, ids, leaf, plain, unit, x
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture
-from shardwise.proof import comparison
+from shardwise.proof import errors_by_tensor
 
 NAN, INF = math.nan, math.inf
 Function = Callable[..., Any]
@@ -364,9 +364,9 @@ def test_verify_compares_complex_numbers() -> None:
 
 def test_a_wrong_imaginary_part_and_nan_on_one_side_are_differences() -> None:
     want = torch.tensor([1 + 2j, complex(NAN, 1)])
-    assert comparison.difference(want, want.clone(), 2.0) == 0
-    assert comparison.difference(want, torch.tensor([1 + 3j, complex(NAN, 1)]), 2.0) == 0.5
-    assert not comparison.difference(want, torch.tensor([1 + 2j, 1 + 1j]), 2.0) <= 1
+    assert errors_by_tensor.relative_difference(want, want.clone(), 2.0) == 0
+    assert errors_by_tensor.relative_difference(want, torch.tensor([1 + 3j, complex(NAN, 1)]), 2.0) == 0.5
+    assert not errors_by_tensor.relative_difference(want, torch.tensor([1 + 2j, 1 + 1j]), 2.0) <= 1
 
 
 def test_nan_in_the_loss_stays_nan() -> None:

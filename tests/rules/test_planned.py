@@ -11,7 +11,7 @@ import torch
 from rules.harness import make_case
 from rules.planned import fault, planned_samples
 from rules.samples import SAMPLES, Sample, call, x
-from shardwise.costs.saved import Saved, saved_by
+from shardwise.costs.saved_for_backward import Saved, saved_for_backward
 
 PLANNED = list(planned_samples())
 # Their gradients depend on data, so that they cannot be traced; the last one names a device.
@@ -20,7 +20,7 @@ BY_AUTOGRAD = ("aten.index_fill.int_Tensor", "aten.index_put.default", "aten.to.
 
 def kept(sample: Sample) -> Saved:
     case = make_case(sample)
-    return saved_by(case.op, [case.graph.by_name[name] for name in case.op.operands])
+    return saved_for_backward(case.op, [case.graph.by_name[name] for name in case.op.operands])
 
 
 def test_what_autograd_keeps_is_known_for_every_sample() -> None:

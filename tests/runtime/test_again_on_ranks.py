@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.runtime import compiled
 from shardwise.runtime.agree import from_rank_zero
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 RANKS = 2
@@ -117,7 +117,7 @@ def planned(make: Callable[..., sw.Plan], *args: Any, **choices: Any) -> sw.Plan
 
 
 def on_rank() -> dict[str, Any]:
-    compiled.inductor = compiled.interpreted  # no code is generated, which takes long
+    compiled.compile_with_inductor = compiled.interpret_section  # no code is generated, which takes long
     found: dict[str, Any] = {}
     rank = dist.get_rank()
 
@@ -163,7 +163,7 @@ def on_rank() -> dict[str, Any]:
         ]
     found["a generator per shard"] = max(float((drawn[0][n] - drawn[1][n]).abs().max()) for n in drawn[0])
     found["announced"] = any("are kept for backward, though" in str(one.message) for one in said) or rank > 0
-    with mock.patch("shardwise.programs.offload.SMALLEST_BYTES", 1), warnings.catch_warnings():
+    with mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1), warnings.catch_warnings():
         warnings.simplefilter("ignore", sw.PlanWarning)  # of ranks whose host is their device
         for name, choices, compiles in (
             ("on the host", {"recompute": "none"}, False),

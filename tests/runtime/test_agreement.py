@@ -23,7 +23,7 @@ from shardwise import api
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import splitmix64
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 # Sums of at most 16 rows and 12 columns of float64, in another order: some units in the last place of numbers below 10.
 ROUNDING = 1e-13
@@ -469,10 +469,10 @@ def slow_planning(seconds: float, store: str) -> float:
     plan = None
     if dist.get_rank() == 0:
         plan = sw.plan(net, batch_of(8), 2, loss=nn.functional.cross_entropy, mode="data_parallel")
-    from shardwise.runtime import calls
+    from shardwise.runtime import program_cache
 
     if dist.get_rank() == 0:
-        calls.capture = api.capture
+        program_cache.capture = api.capture
     par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
     return float(par.step(*batch_of(8)))
 

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import LaunchError, PlanError, ShardwiseError
 from shardwise.plans.schedule import SCHEDULES
-from shardwise.runtime.alone import StagesProfile, run_alone
+from shardwise.runtime.single_rank import StagesProfile, run_alone
 
 MODEL = """
 import torch

@@ -96,7 +96,7 @@ def hooked():
     for _ in range(2):
         alone(Batch(x)).loss.backward()
         par.step(Batch(x))
-    from shardwise.runtime.shards import shard
+    from shardwise.runtime.local_shards import shard
 
     coordinates = MESH.coordinates(dist.get_rank())
     gradients = {name: p.grad for name, p in alone.named_parameters()}

@@ -19,16 +19,16 @@ import shardwise as sw
 from runtime.small_gpt import example_module
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
+from shardwise.programs.compile_regions import SectionIndex, divide, kind_of
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import sent_by
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program
-from shardwise.programs.regions import At, divide, kind_of
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
 from shardwise.runtime import compiled
 from shardwise.runtime.compiled import compiled_program, with_every_cotangent
 from shardwise.runtime.emit import emit
-from shardwise.runtime.step import Step
+from shardwise.runtime.step import CallableStep
 
 RunRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
@@ -64,11 +64,11 @@ class Masked(nn.Module):
         return (x @ self.table.weight.t()).square().mean(), x.flatten(0, 1)
 
 
-def written(model: nn.Module, args: Sequence[Tensor], loss: Any = None) -> tuple[Program, list[Tensor]]:
+def written(model: nn.Module, args: Sequence[Tensor], loss: Any = None) -> tuple[RankProgram, list[Tensor]]:
     """The step on one device, and the tensors of its sources."""
     plan = sw.plan(model, tuple(args), 1, mesh=sw.Mesh(dp=1), search="sharding_propagation", loss=loss)
     captured = capture(model, tuple(args), {}, loss=loss)
-    program = differentiate(localize(program_of(plan, captured.graph), rank=0), Kinds(), loss_only=False)
+    program = differentiate(localize(program_of(plan, captured.graph), rank=0), VjpCache(), loss_only=False)
     inputs = iter(args)
     tensors = []
     for source in captured.graph.sources:
@@ -82,13 +82,13 @@ def written(model: nn.Module, args: Sequence[Tensor], loss: Any = None) -> tuple
     return program, tensors
 
 
-def step_of(program: Program, *, compile: bool) -> Step:
+def step_of(program: RankProgram, *, compile: bool) -> CallableStep:
     nowhere: Any = None  # one device sends nothing
     if compile:
-        program = compiled_program(program, nowhere, CPU, generate=compiled.interpreted)
+        program = compiled_program(program, nowhere, CPU, generate=compiled.interpret_section)
     emitted = emit(program, nowhere, device=CPU)
     variant = lambda given: emit(with_every_cotangent(program, given, program.gradients), nowhere, device=CPU)  # noqa: E731
-    return Step(emitted, variant, lambda compiled: emitted)
+    return CallableStep(emitted, variant, lambda compiled: emitted)
 
 
 def gradients(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -125,7 +125,7 @@ def test_equal_layers_are_one_kind_and_are_found_where_one_value_is_alive() -> N
     assert len(set(kinds)) == 3, "ahead of the layers, a layer, behind them"
     for region in divided.regions[1:-1]:
         assert len(region.outputs) == 1
-    assert all(isinstance(item, At) for item in (*divided.forward, *divided.backward))
+    assert all(isinstance(item, SectionIndex) for item in (*divided.forward, *divided.backward))
 
 
 def test_two_layers_are_not_divided_and_different_ones_are_not_mixed_up() -> None:
@@ -208,7 +208,7 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
     counts: list[int] = []
 
     def watching(module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]) -> Any:
-        function, strides = compiled.interpreted(module, operands, fixed)
+        function, strides = compiled.interpret_section(module, operands, fixed)
 
         def run(given: list[Tensor]) -> Any:
             counts.append(min(sys.getrefcount(tensor) for tensor in given))
@@ -219,7 +219,7 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
     nowhere: Any = None
     made = compiled_program(program, nowhere, CPU, generate=watching)
     emitted = emit(made, nowhere, device=CPU)
-    results = Step(emitted, lambda given: emitted, lambda compiled: emitted)(tensors)
+    results = CallableStep(emitted, lambda given: emitted, lambda compiled: emitted)(tensors)
     counts.clear()
     results[0][0].backward()
     # The list, the loop variable, the argument of getrefcount; autograd holds the first section's cotangent.
@@ -227,7 +227,7 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
 
 
 def on_two_ranks() -> list[Any]:
-    compiled.inductor = compiled.interpreted
+    compiled.compile_with_inductor = compiled.interpret_section
     found = []
     tensor_parallel = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp"}
     for mesh, strategies in ((sw.Mesh(dp=2), None), (sw.Mesh(tp=2), tensor_parallel)):

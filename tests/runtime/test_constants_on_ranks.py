@@ -16,11 +16,11 @@ from torch import Tensor
 import shardwise as sw
 from runtime.constant_models import HEADS, LENGTH, WIDTH, Summing, Turning, batch, turning
 from shardwise.errors import ShardwiseError
-from shardwise.programs.constants import Divided, with_constants_apart
-from shardwise.programs.rank_program import Program
-from shardwise.runtime import calls
-from shardwise.runtime.compiled import compiled_program, interpreted
-from shardwise.runtime.shards import shard
+from shardwise.programs.hoist_constants import HoistedProgram, with_constants_apart
+from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime import program_cache
+from shardwise.runtime.compiled import compiled_program, interpret_section
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 # float64, of the largest magnitude: sums of some 500 products, in another order on two ranks.
@@ -76,7 +76,7 @@ def changes(strategies: dict[str, str], compiles: bool) -> Any:
     plan = sw.plan(model, (batch(),), 2, mesh=sw.Mesh(tp=2), strategies=strategies)
     assert any(conversion.forward for conversion in plan.conversions), "the plan splits nothing"
     if compiles:  # as tests of compiled programs do: without code
-        calls.compiled_program = lambda *args: compiled_program(*args, generate=interpreted)
+        program_cache.compiled_program = lambda *args: compiled_program(*args, generate=interpret_section)
     par = sw.parallelize(model, plan, compile=compiles)
     gaps = {"first": gap(alone, par, 0)}
     before = kept(par)
@@ -135,9 +135,9 @@ WAYS: dict[str, tuple[type[Turning], dict[str, Any], dict[str, Any], dict[str, A
 }
 
 
-def made_in_every_step(program: Program, among: Collection[str] | None = None) -> Divided:
+def made_in_every_step(program: RankProgram, among: Collection[str] | None = None) -> HoistedProgram:
     nothing = replace(program, forward=(), backward=(), delivered=(), cotangents=(), gradients={}, saved=(), given=())
-    return Divided(nothing, program)
+    return HoistedProgram(nothing, program)
 
 
 def trained(name: str) -> list[Tensor]:
@@ -167,9 +167,9 @@ def every_way() -> dict[str, bool]:
         warnings.simplefilter("ignore")
         for name in WAYS:
             once = trained(name)
-            calls.with_constants_apart = made_in_every_step
+            program_cache.with_constants_apart = made_in_every_step
             always = trained(name)
-            calls.with_constants_apart = with_constants_apart
+            program_cache.with_constants_apart = with_constants_apart
             equal[name] = all(torch.equal(a, b) for a, b in zip(once, always, strict=True))
     return equal
 

@@ -23,7 +23,7 @@ from shardwise.launch.bootstrap import is_follow_up
 from shardwise.layouts.placement import Placement
 from shardwise.runtime import faults
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.faults import Waiting, is_out_of_memory
+from shardwise.runtime.faults import BlockedRank, is_out_of_memory
 
 RunRanks = Callable[..., list[Any]]
 Outcome = tuple[str, str, bool]
@@ -112,24 +112,24 @@ def test_every_group_has_the_time_out_of_all_ranks(run_ranks: RunRanks) -> None:
 def test_ranks_that_wait_for_each_other_are_followed_to_the_one_that_is_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here = Waiting("Model", 7, "all_reduce over dp", (0, 2))
-    known = {0: here, 2: Waiting("Model", 4, "all_gather over tp", (2, 3)), 5: here}
+    here = BlockedRank("Model", 7, "all_reduce over dp", (0, 2))
+    known = {0: here, 2: BlockedRank("Model", 4, "all_gather over tp", (2, 3)), 5: here}
     monkeypatch.setattr(faults, "_ask", lambda own, rank: known)
     missing, facts = faults._who_is_missing(here, 0)
     assert missing == [3]
     assert facts == ["rank 0 waits here", "rank 2 waits in collective 4 of Model: all_gather over tp"]
-    known[3] = Waiting("Model", 4, "all_gather over tp", (2, 3))
+    known[3] = BlockedRank("Model", 4, "all_gather over tp", (2, 3))
     assert faults._who_is_missing(here, 0)[0] == []
     known[2] = here
     assert faults._who_is_missing(here, 0) == ([], ["all of them arrived"])
 
 
 def test_a_store_that_has_gone_leaves_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(own: Waiting, rank: int) -> dict[int, Waiting]:
+    def ask(own: BlockedRank, rank: int) -> dict[int, BlockedRank]:
         raise dist.DistNetworkError("Connection reset")
 
     monkeypatch.setattr(faults, "_ask", ask)
-    missing, (fact,) = faults._who_is_missing(Waiting("Model", 7, "all_reduce over dp", (0, 2)), 2)
+    missing, (fact,) = faults._who_is_missing(BlockedRank("Model", 7, "all_reduce over dp", (0, 2)), 2)
     assert missing == []
     assert fact == "rank 2 waits here for rank 0; the store cannot be asked (Connection reset)"
 

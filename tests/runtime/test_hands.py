@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, ShardwiseError
-from shardwise.runtime.hands import Hands
+from shardwise.runtime.failure_store import FailureStore
 
 
 class Late:
@@ -33,9 +33,9 @@ class Ranks:
     """The hands of two ranks, which share a store."""
 
     def __init__(self) -> None:
-        self.store, self.hands, self.rank = dist.HashStore(), (Hands(), Hands()), 0
+        self.store, self.hands, self.rank = dist.HashStore(), (FailureStore(), FailureStore()), 0
 
-    def of(self, rank: int) -> Hands:
+    def of(self, rank: int) -> FailureStore:
         self.rank = rank
         return self.hands[rank]
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime import host_copies
-from shardwise.runtime.host_copies import Copying, Landing
+from shardwise.runtime.host_copies import StartCopy, WaitForCopy
 
 CUDA = torch.device("cuda", 0)
 
@@ -55,15 +55,15 @@ def test_copies_run_beside_the_kernels_which_wait_where_they_land() -> None:
         mock.patch.object(torch, "empty_like", empty_like),
     ):
         value = torch.empty(3, 4, dtype=torch.bfloat16, device=CUDA)
-        out = Copying("host", CUDA)
+        out = StartCopy("host", CUDA)
         on_host = out(value)
         assert on_host.device.type == "cpu"
-        Landing(out)(value)
-        back = Copying("device", CUDA)
+        WaitForCopy(out)(value)
+        back = StartCopy("device", CUDA)
         returned = back(on_host)
         assert returned.device == CUDA
-        Landing(back)(returned)
-        Landing(back)(returned)  # what has landed is not waited for again
+        WaitForCopy(back)(returned)
+        WaitForCopy(back)(returned)  # what has landed is not waited for again
     assert pinned == [("cpu", True), ("cuda", False)]
     assert log == [
         "out waits for main",
@@ -86,12 +86,12 @@ def test_where_no_memory_can_be_pinned_the_error_says_so() -> None:
         mock.patch.object(torch, "empty_like", refuses),
         pytest.raises(ShardwiseError, match=r"(?s)no pinned memory for 48 bytes.*ulimit"),
     ):
-        Copying("host", CUDA)(torch.empty(3, 4, device=CUDA))
+        StartCopy("host", CUDA)(torch.empty(3, 4, device=CUDA))
 
 
 def test_where_the_host_is_the_device_a_copy_is_a_copy() -> None:
     value = torch.randn(3, 4).t()
-    copied = Copying("host", None)(value)
+    copied = StartCopy("host", None)(value)
     assert torch.equal(copied, value)
     assert copied.stride() == value.stride()
     assert copied.data_ptr() != value.data_ptr()

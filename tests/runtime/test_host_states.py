@@ -21,8 +21,8 @@ from shardwise.costs.live_bytes import LiveBytes
 from shardwise.costs.optimizers import temporary_bytes
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.programs import state_groups
-from shardwise.runtime import host_copies, host_states
-from shardwise.runtime.shards import shard
+from shardwise.runtime import cpu_optimizer, host_copies
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 WIDTH = 128  # a weight of 128 KiB in float64; one of 64 KiB on each of two ranks
@@ -174,8 +174,8 @@ def in_stages() -> float:
             par = sw.parallelize(make(), plan, loss=loss)
         alone, log = make(), []
         optimizer, other = torch.optim.AdamW(par.parameters()), torch.optim.AdamW(alone.parameters())
-        copy = host_states.start_copy
-        with mock.patch.object(host_states, "start_copy", lambda *given: (log.append(given), copy(*given))[1]):
+        copy = cpu_optimizer.start_copy
+        with mock.patch.object(cpu_optimizer, "start_copy", lambda *given: (log.append(given), copy(*given))[1]):
             trained(par, optimizer)  # type: ignore[arg-type]
         assert log, "states go to the host"
         for _ in range(3):
@@ -203,7 +203,7 @@ class Held:
 
     def __init__(self, kind: str = "adamw", **how: Any) -> None:
         self.module = make()
-        host_states.keep_states_on_host(self.module)
+        cpu_optimizer.keep_states_on_host(self.module)
         self.optimizer = KINDS[kind](self.module.parameters(), **how)
 
     def step(self) -> None:
@@ -222,7 +222,7 @@ def test_two_groups_are_on_the_device_at_once(kind: str, way: str) -> None:
         sizes = [(p.nbytes, p.nbytes) for p in held.module.parameters()]
         groups, count = state_groups.state_groups(sizes), {"adamw": 2}.get(kind, 1)
         assert len(groups) == 4, "a weight each, the last with the small ones"
-        here = [count * sum(size for size in group if state_groups.waits(size)) for group in groups]
+        here = [count * sum(size for size in group if state_groups.is_offloaded(size)) for group in groups]
         most = max(
             own + after + temporary_bytes(f"{kind} {way}", group, foreach=False)
             for own, after, group in zip(here, [*here[1:], 0], groups, strict=True)
@@ -311,15 +311,15 @@ def test_beside_a_gpu_copies_run_in_both_directions_and_end_with_the_step() -> N
         FakeTensorMode(),
         mock.patch.object(state_groups, "GROUP_BYTES", 1),
         mock.patch.object(host_copies, "_stream", lambda device, to_host: streams[to_host]),
-        mock.patch.object(host_states, "host_memory", host_memory),
+        mock.patch.object(cpu_optimizer, "host_memory", host_memory),
         mock.patch.object(torch.cuda, "current_stream", return_value=main),
         mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
         mock.patch.object(torch.Tensor, "is_pinned", return_value=True),
     ):
         module = Model()
-        host_states.keep_states_on_host(module)
+        cpu_optimizer.keep_states_on_host(module)
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, foreach=False)
-        step = host_states.bare_step(type(optimizer))
+        step = cpu_optimizer.bare_step(type(optimizer))
 
         def logged(own: torch.optim.Optimizer) -> None:
             rows = [p.shape[0] for group in own.param_groups for p in group["params"]]
@@ -334,7 +334,7 @@ def test_beside_a_gpu_copies_run_in_both_directions_and_end_with_the_step() -> N
                 parameter.grad = torch.empty_like(parameter)
             with (
                 mock.patch.object(torch.Tensor, "copy_", copy),
-                mock.patch.object(host_states, "bare_step", return_value=logged),
+                mock.patch.object(cpu_optimizer, "bare_step", return_value=logged),
             ):
                 optimizer.step()
     a, b, c = 1 << 14, 1 << 15, 1 << 16
@@ -380,7 +380,7 @@ def test_what_cannot_be_done_in_groups_is_refused_and_nothing_is_changed() -> No
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
 
     module = make()
-    host_states.keep_states_on_host(module)
+    cpu_optimizer.keep_states_on_host(module)
     refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "counts its steps by parameter")
     refused(torch.optim.Adam(module.parameters(), differentiable=True), "differentiable")
     hooked = torch.optim.Adam(module.parameters())
@@ -394,7 +394,7 @@ def test_what_cannot_be_done_in_groups_is_refused_and_nothing_is_changed() -> No
 def test_an_optimizer_that_fails_has_its_parameters_again() -> None:
     held = Held()
     with (
-        mock.patch.object(host_states, "bare_step", return_value=mock.Mock(side_effect=MemoryError("no room"))),
+        mock.patch.object(cpu_optimizer, "bare_step", return_value=mock.Mock(side_effect=MemoryError("no room"))),
         pytest.raises(MemoryError, match="no room"),
     ):
         held.step()

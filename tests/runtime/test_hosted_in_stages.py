@@ -16,8 +16,8 @@ import shardwise as sw
 from runtime.test_hosted import devices
 from shardwise.runtime import compiled, signatures
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline import Pipeline
-from shardwise.runtime.shards import shard
 from shardwise.runtime.transit import Converting
 
 RunRanks = Callable[..., list[Any]]
@@ -57,7 +57,7 @@ def train(num_ranks: int, schedule: str, stages: int, compile: bool = False) -> 
     """On a rank: how far three steps of AdamW with clipping are from one process. ``compile``: with regions of kernels
     between the copies, for which no code is generated."""
     plan, model = plan_for(num_ranks, schedule, stages), Visits()
-    with mock.patch.object(compiled, "inductor", compiled.interpreted):
+    with mock.patch.object(compiled, "inductor", compiled.interpret_section):
         return trained(plan, model, compile)
 
 

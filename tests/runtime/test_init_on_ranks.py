@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from runtime.edges import refusal
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 IDS = torch.arange(12).reshape(4, 3)

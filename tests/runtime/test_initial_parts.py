@@ -18,9 +18,9 @@ from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime.initial import shards
-from shardwise.runtime.initial.materialize import Parts, full_tensors, initial_values
-from shardwise.runtime.initial.regions import NotByParts
-from shardwise.runtime.shards import shard
+from shardwise.runtime.initial.materialize import PartialTensor, full_tensors, initial_values
+from shardwise.runtime.initial.partial_values import NotByParts
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 
@@ -99,10 +99,10 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def parts_of(build: Callable[[], nn.Module], seed: int = 3) -> dict[str, Parts]:
+def parts_of(build: Callable[[], nn.Module], seed: int = 3) -> dict[str, PartialTensor]:
     with sw.deferred(seed=seed):
         module = build()
-    return {name: value for name, value in initial_values(module) if isinstance(value, Parts)}
+    return {name: value for name, value in initial_values(module) if isinstance(value, PartialTensor)}
 
 
 @pytest.mark.parametrize("build", BUILT.values(), ids=BUILT.keys())
@@ -216,7 +216,7 @@ def test_initialisers_of_a_model_on_meta_run_by_parts() -> None:
         with way:
             model = nn.Sequential(nn.Linear(260, 512), nn.Embedding(40, 8, padding_idx=1), nn.Conv2d(4, 8, 3))
         for name, value in initial_values(model):
-            assert isinstance(value, Parts)
+            assert isinstance(value, PartialTensor)
             shape, before = value.ref.shape, value.regions.tally.num_drawn
             half = value.box((0,) * len(shape), (shape[0] // 2, *shape[1:]))
             if name == "0.weight":

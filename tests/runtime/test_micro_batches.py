@@ -1,6 +1,7 @@
 """``par.step`` over micro-batches on real gloo ranks: three optimizer steps are those of one device on whole batches.
 
-Everything is float64 on both sides, casts inside of models too, and both draw the same dropout masks (``graph.widen``).
+Everything is float64 on both sides, casts inside of models too, and both draw the same dropout masks
+(``graph.to_float64``).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from models.tiny_models import TinyModel
 from models.zoo_own import DLRM, dlrm_inputs
 from shardwise import api
 from shardwise.errors import PlanWarning, ShardwiseError
-from shardwise.graph.widen import reference_mode
-from shardwise.plans import example
-from shardwise.runtime import calls, compiled
-from shardwise.runtime.shards import shard
+from shardwise.graph.to_float64 import reference_mode
+from shardwise.plans import micro_batch_search
+from shardwise.runtime import compiled, program_cache
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 BATCH, STEPS = 8, 3
@@ -81,7 +82,7 @@ def plan_of(name: str, mesh: str, micro_batch: int) -> sw.Plan:
     axes, has_strategies, zero = MESHES[mesh]
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in (api, example):
+        for module in (api, micro_batch_search):
             stack.enter_context(widened(module))
         return sw.plan(
             build(name),
@@ -105,7 +106,7 @@ def train(cases: list[tuple[str, str]]) -> list[Any]:
     """On a rank: losses, and parameters and buffers at the end, of every case."""
     found = []
     for name, text in cases:
-        with widened(calls):
+        with widened(program_cache):
             par = sw.parallelize(build(name), sw.Plan.from_json(text) if dist.get_rank() == 0 else None)
             optimizer = torch.optim.SGD(par.parameters(), lr=0.05, momentum=0.9)
             losses = []
@@ -232,7 +233,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
     checked = sw.parallelize(module, plan, check_replicas=1)
     checked.step(x, y)
     found["checked"] = gradients(checked)
-    with mock.patch.object(compiled, "inductor", compiled.interpreted):  # no code is generated, which takes long
+    with mock.patch.object(compiled, "inductor", compiled.interpret_section):  # no code is generated, which takes long
         made = sw.parallelize(module, plan, compile=True)
         made.step(x, y)
     found["compiled"] = gradients(made)

@@ -18,9 +18,9 @@ from shardwise.layouts.text import parse_layout
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.spmd import build_spmd
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.emit import emit
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 from shardwise.search.decide import decide
 from shardwise.search.modes import choose
 
@@ -217,7 +217,7 @@ def test_constructors_make_their_tensors_on_the_device_of_the_rank(strategy: str
     fixed = {name: {"tp": Split(strategy[:2])} for name in pointwise}
     choice = choose(captured.graph, factored, mesh, "auto", fixed)
     spmd = build_spmd(captured.graph, factored.rules, choice, mesh, bucket_bytes=0)
-    program = differentiate(localize(spmd, 1), Kinds(), loss_only=False, overlap=False)
+    program = differentiate(localize(spmd, 1), VjpCache(), loss_only=False, overlap=False)
     no_ranks: Any = None
     with mock.patch("shardwise.runtime.transit.stages", return_value=[]):
         module = emit(program, no_ranks, device=torch.device("meta")).forward

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.communicator import Rows
+from shardwise.runtime.communicator import GatheredRows
 
 STEPS = [(2, 2, 2), (2, 2, 2), (2, 2, 2), (2, 2, 1), (2, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2), (2, 2, 2), (2, 2, 3)]
 
@@ -67,15 +67,15 @@ def trained_from_parts() -> tuple[float, list[int], list[str], float]:
     optimizers = [torch.optim.SGD(par.parameters(), lr=0.1) for par in (own, whole)]
     seen: list[int] = []
     products = Products()
-    waited = Rows.wait
+    waited = GatheredRows.wait
 
-    def wait(rows: Rows) -> torch.Tensor:
+    def wait(rows: GatheredRows) -> torch.Tensor:
         if rows.what == "the sizes of the ranks' inputs" and own.training:
             seen.append(products.count)
         return waited(rows)
 
     worst = 0.0
-    with warnings.catch_warnings(), mock.patch.object(Rows, "wait", wait):
+    with warnings.catch_warnings(), mock.patch.object(GatheredRows, "wait", wait):
         warnings.simplefilter("ignore")
         for step, sizes in enumerate(STEPS):
             x, y = parts_of(sizes[-number:], step)

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.errors import ShardwiseError
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline import Pipeline
-from shardwise.runtime.shards import shard
 
 RunRanks = Callable[..., list[Any]]
 BY_COLUMNS = {"layers.*": "n@tp"}

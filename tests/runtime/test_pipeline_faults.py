@@ -19,9 +19,9 @@ import shardwise as sw
 from launch.gloo_ranks import wait_for_all_ranks
 from runtime.staged_model import Staged, staged_batch
 from shardwise.runtime import communicator
-from shardwise.runtime.pages import Page
+from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.heartbeat_file import HeartbeatFile
 from shardwise.runtime.stage import StageWorker
-from shardwise.runtime.trail import trail
 
 RunRanks = Callable[..., list[Any]]
 
@@ -44,7 +44,7 @@ def stops(folder: str, schedule: str, stages: int, kind: str, micro_batch: int, 
         stack.enter_context(mock.patch.object(communicator, "group_timeout", return_value=timedelta(seconds=8)))
         par = sw.parallelize(model, plan)
         par.step(*staged_batch(8))
-    page = Page.create(f"{folder}/page-{rank}")
+    page = HeartbeatFile.create(f"{folder}/page-{rank}")
     trail.write_to(f"{folder}/page-{rank}")
     dist.barrier()
     done = getattr(StageWorker, kind)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
-from shardwise.costs.pipeline import simulate_pipeline
+from shardwise.costs.pipeline_simulation import simulate_pipeline
 from shardwise.plans.quantities import format_seconds
 from shardwise.plans.schedule import SCHEDULES
 from shardwise.runtime.pipeline import Pipeline

@@ -18,9 +18,9 @@ from models import zoo_transformers
 from models.tiny_models import gpt2, llama, resnet, vit
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.runtime.compiled import Kernels
+from shardwise.runtime.compiled import CompiledKernels
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline import Pipeline
-from shardwise.runtime.shards import shard
 
 # Sums of some hundred terms in another order, in float64, through three steps of AdamW.
 TOLERANCE = 1e-11
@@ -235,7 +235,9 @@ def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
     programs = [one.program for one in made if one is not None]
     assert len(programs) == len(owns) > 0
     for program in programs:
-        assert any(isinstance(getattr(i, "target", None), Kernels) for i in (*program.forward, *program.backward))
+        assert any(
+            isinstance(getattr(i, "target", None), CompiledKernels) for i in (*program.forward, *program.backward)
+        )
 
 
 def check_scaled(par: Pipeline, reference: torch.nn.Module) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from runtime.mixed_models import BF16, FP16, FP32, FP64, MODELS, Trained, apart, made, optimizer_of, trained_alone
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline import Pipeline
-from shardwise.runtime.shards import shard
 
 RunRanks = Callable[..., list[Any]]
 PASSES = 4

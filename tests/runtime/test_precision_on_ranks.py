@@ -26,7 +26,7 @@ from runtime.mixed_models import (
     trained_alone,
 )  # fmt: skip
 from shardwise.runtime import communicator
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 TIGHT = sw.Precision(compute=FP32, parameter=FP64, reduce=FP64)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardwise as sw
 from runtime.small_gpt import batch, make_gpt
 from shardwise.costs.units import Figures
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 STEPS = 4

@@ -17,7 +17,7 @@ from shardwise.graph.capture import capture
 from shardwise.graph.interpret import interpret
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.operators import stream_dropout, stream_uniform
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 X = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -29,10 +29,10 @@ from shardwise.programs.differentiate import differentiate
 from shardwise.programs.instructions import Convert, Origin
 from shardwise.programs.moves import local_move
 from shardwise.programs.program import localize
-from shardwise.programs.steps import Conversion
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.spmd_steps import Conversion
+from shardwise.programs.vjp import VjpCache
 from shardwise.runtime import communicator
-from shardwise.runtime.communicator import Communicator, Message
+from shardwise.runtime.communicator import CollectiveMessage, Communicator
 from shardwise.runtime.emit import emit
 from shardwise.runtime.faults import Purpose
 from shardwise.runtime.transit import Converting
@@ -175,7 +175,7 @@ def test_a_program_makes_the_same_calls_in_one_order_on_all_ranks(monkeypatch: p
         with recording(rank, monkeypatch) as own:
             ranks = Communicator(Placement.whole(plan.mesh))
             ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
-            program = differentiate(localize(spmd, rank), Kinds())
+            program = differentiate(localize(spmd, rank), VjpCache())
             emitted = emit(program, ranks, device=torch.device("cpu"))
             sources = [torch.zeros(program.forms[s.value].shape) for s in spmd.graph.sources]
             _, _, saved = emitted.forward.forward(*sources)
@@ -199,7 +199,7 @@ def test_what_is_sent_is_held_until_it_is_waited_for(source: str, target: str, m
         ranks = Communicator(Placement.whole(MESH))
         ranks.create_groups([move.axes])
         local, purpose = local_move(move, ranks.coordinates, backward=False), Purpose((), NOTHING, ranks, False)
-        message = Message([local], ranks, purpose, [[0]])
+        message = CollectiveMessage([local], ranks, purpose, [[0]])
         tensor = torch.zeros(6, prod(before.local_shape(ranks.coordinates)) // 6).t()  # it is copied to be sent
         buffer, flight = message.launch([tensor.reshape(before.local_shape(ranks.coordinates))], wait=False)
         del tensor

@@ -227,7 +227,7 @@ class Noisy(torch.nn.Module):
 def train_noisily() -> dict[str, Any]:
     """On a rank: the same calls unchecked, checked, and compiled (no code is generated, which takes long)
     with every second call checked."""
-    compiled.inductor = compiled.interpreted
+    compiled.compile_with_inductor = compiled.interpret_section
     torch.manual_seed(0)
     model, x, labels = Noisy(), torch.randn(8, 6), torch.arange(8) % 4
     plan = (

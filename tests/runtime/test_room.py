@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.costs import probe
 from shardwise.errors import OutOfDeviceMemoryError
-from shardwise.runtime.room import require_room
+from shardwise.runtime.memory_check import require_memory
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def test_a_plan_that_needs_more_than_the_gpu_has_left_is_refused(monkeypatch: py
 
     monkeypatch.setattr(probe, "room", room)
     left = int(peak)
-    require_room(plan, torch.device("cuda", 3))
+    require_memory(plan, torch.device("cuda", 3))
     assert asked == [3]
     left = int(peak / 1.06)
     with pytest.raises(OutOfDeviceMemoryError, match=r"rank 0 can get .* of the 1 GiB of its GPU(.|\n)*memory_bytes="):
-        require_room(plan, torch.device("cuda", 3))
-    require_room(plan, torch.device("cpu"))
-    require_room(replace(plan, predicted=None), torch.device("cuda", 3))
+        require_memory(plan, torch.device("cuda", 3))
+    require_memory(plan, torch.device("cpu"))
+    require_memory(replace(plan, predicted=None), torch.device("cuda", 3))

@@ -20,7 +20,7 @@ from launch.gloo_ranks import run_on_ranks
 from runtime.edges import FIELDS, Counted, Ranks, batch, gradients, make, refusal, restore, split
 from shardwise.runtime.guards import protect as guards
 from shardwise.runtime.guards.norms import _combine
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 ORDERS = [0.5, 1.0, 2.0, 3.0, 40.0, math.inf]
 

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 import shardwise as sw
 from launch.gloo_ranks import run_on_ranks
 from runtime.edges import Net, Ranks, batch, make, refusal, split
-from shardwise.runtime.guards.elementwise import ELEMENTWISE, is_elementwise
-from shardwise.runtime.shards import shard
+from shardwise.runtime.guards.elementwise_optimizers import ELEMENTWISE, is_elementwise
+from shardwise.runtime.local_shards import shard
 
 
 def on_three_ranks() -> dict[str, Any]:

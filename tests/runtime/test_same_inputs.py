@@ -21,7 +21,7 @@ from shardwise.graph.trees import flatten_call
 from shardwise.layouts.placement import Placement
 from shardwise.runtime import same_inputs
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.host_copies import Started
+from shardwise.runtime.host_copies import CopyInFlight
 from shardwise.runtime.same_inputs import SameInputs
 
 RunRanks = Callable[..., list[Any]]
@@ -256,8 +256,8 @@ class Landed:
 def behind_kernels(_: None) -> list[str]:
     """What calls say whose digests come from a device, where the inputs of the third differ."""
 
-    def start_copy(source: torch.Tensor, target: torch.Tensor) -> Started:
-        return Started(source, cast(Any, Landed(source, target)))
+    def start_copy(source: torch.Tensor, target: torch.Tensor) -> CopyInFlight:
+        return CopyInFlight(source, cast(Any, Landed(source, target)))
 
     ranks = Communicator(Placement.whole(sw.Mesh(dp=2)))
     same = SameInputs(ranks, Communicator(ranks.place, backend="gloo"), torch.device("cpu"))

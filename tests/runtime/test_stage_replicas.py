@@ -17,8 +17,8 @@ from runtime.staged_model import Staged, staged_batch
 from runtime.test_pipelines_on_ranks import own_stages
 from runtime.test_replicas import Nudge, message, nudged
 from shardwise.plans.schedule import SCHEDULES
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline import Pipeline
-from shardwise.runtime.shards import shard
 
 WRONG = 3  # the rank that differs, of the last place
 

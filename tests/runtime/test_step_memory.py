@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.graph.switches import Known
+from shardwise.graph.switches import CallCache
 
 TOLERANCE = 1e-12  # float64: sums of at most 24 terms of size 1, in another order on two ranks
 
@@ -117,8 +117,11 @@ def on_ranks() -> dict[str, Any]:
             sum((outputs[i] * (i + 1)).sum() for i in chosen).backward()
         seen[f"equal: outputs {chosen}"] = worst(model, par)
 
-    unknown = mock.patch("shardwise.programs.vjp._BACKWARD", Known())
-    with unknown, mock.patch("shardwise.programs.vjp._Traced.backward", side_effect=RuntimeError("no such kernel")):
+    unknown = mock.patch("shardwise.programs.vjp._BACKWARD", CallCache())
+    with (
+        unknown,
+        mock.patch("shardwise.programs.vjp._TracedKernels.backward", side_effect=RuntimeError("no such kernel")),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model, par = made(Several, x)

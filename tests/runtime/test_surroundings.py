@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.graph.reachable import reached
-from shardwise.graph.surroundings import Surroundings
+from shardwise.graph.closure_guards import ClosureGuards
+from shardwise.graph.code_reachability import reachable_code
 
 SCALE, FACTORS, STATE = 2.0, [1.0, 2.0], torch.ones(3, dtype=torch.float64)
 TABLE = torch.ones(3000, dtype=torch.float64)
@@ -319,7 +319,7 @@ def test_under_stages_it_is_refused_as_well(run_ranks: Callable[..., Any]) -> No
 @pytest.mark.parametrize("kind", [list, set])
 def test_what_is_read_anew_may_hold_other_objects_of_equal_value(kind: Callable[..., Any]) -> None:
     put(FACTORS=kind([1.0, 2.0]))
-    found = Surroundings.of_code(reached(Net(lambda _, h: h * len(FACTORS))))
+    found = ClosureGuards.of_code(reachable_code(Net(lambda _, h: h * len(FACTORS))))
     put(FACTORS=kind([1.0, 2.0]))
     found.check()
     put(FACTORS=kind([1.0, 3.0]))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 FIELDS: dict[str, dict[str, str] | None] = {"dp": None, "tp": {"narrow": "n@tp"}}

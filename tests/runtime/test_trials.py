@@ -21,9 +21,18 @@ from torch import Tensor, nn
 import shardwise as sw
 from runtime.staged_model import Staged, staged_batch
 from shardwise.errors import PlanWarning
-from shardwise.runtime import compiled, trials
-from shardwise.runtime.remembered import Times, TimesOnDisk
-from shardwise.runtime.trials import MOST_STEPS, ROUND, WARM_UP, Compiling, Trial, Trials, Turn, Watch
+from shardwise.runtime import compile_benchmark, compiled
+from shardwise.runtime.compile_benchmark import (
+    MOST_STEPS,
+    ROUND,
+    WARM_UP,
+    CompileBenchmark,
+    CompiledVariant,
+    CompileTrial,
+    Stopwatch,
+    TimedStep,
+)
+from shardwise.runtime.timing_cache import Times, TimesOnDisk
 
 RunRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
@@ -32,7 +41,7 @@ ORDER = (*WARM_UP, *ROUND)
 TOLERANCE = 1e-11
 
 
-class Told(Watch):
+class Told(Stopwatch):
     """A watch that shows what it was told."""
 
     def __init__(self, seconds: float) -> None:
@@ -44,9 +53,9 @@ class Told(Watch):
         return self.told
 
 
-def telling(eager: float, compiled: float) -> Callable[[torch.device], Watch]:
+def telling(eager: float, compiled: float) -> Callable[[torch.device], Stopwatch]:
     """Makes the watches of a trial, in the order of its turns."""
-    turns = iter(ROUND * trials.MOST_ROUNDS)
+    turns = iter(ROUND * compile_benchmark.MOST_ROUNDS)
     return lambda device: Told(compiled if next(turns) else eager)
 
 
@@ -71,7 +80,7 @@ class Ranks:
         return torch.stack([row, *(torch.tensor(one, dtype=row.dtype) for one in others)])
 
 
-class Keyed(Trial):
+class Keyed(CompileTrial):
     """A trial that is remembered under a given key."""
 
     def __init__(self, key: Mapping[str, str], *fields: Any) -> None:
@@ -82,13 +91,13 @@ class Keyed(Trial):
         return self.key
 
 
-def trial_of(folder: Path, ranks: Any, key: Mapping[str, str] | None = None) -> Trial:
+def trial_of(folder: Path, ranks: Any, key: Mapping[str, str] | None = None) -> CompileTrial:
     nothing: Any = None
-    return Keyed(key or {"program": "a"}, Trials("Net", TimesOnDisk(folder)), nothing, ranks, CPU)
+    return Keyed(key or {"program": "a"}, CompileBenchmark("Net", TimesOnDisk(folder)), nothing, ranks, CPU)
 
 
-def ran(trial: Trial, steps: int, *, backward: bool = True) -> list[bool]:
-    turns: list[Turn] = []
+def ran(trial: CompileTrial, steps: int, *, backward: bool = True) -> list[bool]:
+    turns: list[TimedStep] = []
     for _ in range(steps):
         turns.append(trial.begin())
         turns[-1].is_complete = backward
@@ -106,7 +115,7 @@ def test_both_take_turns_and_the_faster_one_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(trials, "watch_of", telling(eager, compiled))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(eager, compiled))
     trial = trial_of(tmp_path, Ranks())
     assert ran(trial, len(ORDER)) == list(ORDER)
     assert trial.choice is None
@@ -125,16 +134,16 @@ def test_both_take_turns_and_the_faster_one_stays(
 
 
 def test_a_step_is_as_fast_as_its_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
     slow = trial_of(tmp_path / "slow", Ranks([Times(1, 3)]))
     ran(slow, len(ORDER) + 1)
     assert slow.choice is False
-    monkeypatch.setattr(trials, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
     failing = trial_of(tmp_path / "fails", Ranks([Times(1, math.inf)]))
     ran(failing, len(ORDER) + 1)
     assert failing.choice is False
     assert not list(tmp_path.glob("fails/*")), "that a rank cannot compile is not remembered"
-    monkeypatch.setattr(trials, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
     late = trial_of(tmp_path / "late", Ranks([Times(math.nan, 1)]))
     assert ran(late, len(ORDER) + 8) == [*ORDER, *ROUND], "another rank has timed too little"
 
@@ -142,7 +151,7 @@ def test_a_step_is_as_fast_as_its_slowest_rank(tmp_path: Path, monkeypatch: pyte
 def test_steps_without_backward_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trials, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
     trial = trial_of(tmp_path, Ranks())
     ran(trial, MOST_STEPS, backward=False)
     assert trial.choice is None
@@ -152,7 +161,7 @@ def test_steps_without_backward_are_not_compared(
 
 
 def test_a_failed_call_begins_a_trial_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
     trial = trial_of(tmp_path, Ranks())
     ran(trial, 1)
     trial.trials.restart()
@@ -163,7 +172,7 @@ def test_a_failed_call_begins_a_trial_anew(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_step_that_does_not_compile_runs_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
     trial = trial_of(tmp_path, Ranks())
     calls: list[int] = []
 
@@ -171,7 +180,7 @@ def test_a_step_that_does_not_compile_runs_eager(tmp_path: Path, monkeypatch: py
         calls.append(1)
         raise RuntimeError("no compiler\nat all")
 
-    compiling = Compiling(make, trial)
+    compiling = CompiledVariant(make, trial)
     compiling.begin()
     with pytest.warns(UserWarning, match=r"runs eager on rank 0, .* RuntimeError: no compiler; compile=True shows"):
         compiling.begin()
@@ -181,12 +190,12 @@ def test_a_step_that_does_not_compile_runs_eager(tmp_path: Path, monkeypatch: py
         assert made is None
     assert (len(calls), trial.choice, trial.is_preferred) == (1, False, False)
     with pytest.raises(RuntimeError, match="at all"):
-        Compiling(make).begin()
+        CompiledVariant(make).begin()
 
 
 def test_the_slower_variant_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "watch_of", telling(1, 2))
-    compiling = Compiling(lambda: "compiled", trial_of(tmp_path, Ranks()))
+    monkeypatch.setattr(compile_benchmark, "watch_of", telling(1, 2))
+    compiling = CompiledVariant(lambda: "compiled", trial_of(tmp_path, Ranks()))
     found = []
     for _ in range(len(ORDER) + 1):
         made, turn = compiling.begin()
@@ -198,8 +207,8 @@ def test_the_slower_variant_is_let_go(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_turn_times_all_its_parts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now: Iterator[float] = iter([1.0, 2.0, 10.0, 15.0, 100.0, 200.0])
-    monkeypatch.setattr("shardwise.runtime.trials.time.perf_counter", lambda: next(now))
-    turn = Turn(compiled=True, watch=Watch())
+    monkeypatch.setattr("shardwise.runtime.compile_benchmark.time.perf_counter", lambda: next(now))
+    turn = TimedStep(compiled=True, watch=Stopwatch())
     for _ in range(2):
         with turn.timed():
             pass
@@ -233,7 +242,7 @@ def test_on_a_gpu_events_of_its_stream_are_read_and_the_first_part_begins_when_i
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"idle {device}"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    turn = Turn(compiled=True, watch=trials.watch_of(torch.device("cuda", 1)))
+    turn = TimedStep(compiled=True, watch=compile_benchmark.stopwatch_of(torch.device("cuda", 1)))
     for _ in range(2):
         with turn.timed():
             pass
@@ -315,14 +324,14 @@ def steps_beside_eager(
     parameters and buffers."""
     pair, turns, worst = [made(compile="auto"), made(compile=False)], list[bool](), 0.0
     optimizers = [torch.optim.SGD(par.parameters(), lr=0.1) for par in pair]
-    begin = Trial.begin
+    begin = CompileTrial.begin
 
-    def noting(trial: Trial) -> Turn:
+    def noting(trial: CompileTrial) -> TimedStep:
         turn = begin(trial)
         turns.append(turn.compiled)
         return turn
 
-    with mock.patch.object(Trial, "begin", noting):
+    with mock.patch.object(CompileTrial, "begin", noting):
         for number, batch in enumerate(batches):
             found = []
             for par, optimizer in zip(pair, optimizers, strict=True):
@@ -352,7 +361,7 @@ def evaluated(par: Any) -> None:
 
 def on_two_ranks(folder: str) -> dict[str, Any]:
     os.environ["SHARDWISE_CACHE"] = folder
-    compiled.inductor = compiled.interpreted
+    compiled.compile_with_inductor = compiled.interpret_section
     rank = dist.get_rank()
     torch.manual_seed(0)
     x = torch.randn(4, 8, dtype=torch.float64)
@@ -372,7 +381,9 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         dist.barrier()
         watches = [telling(*seconds), telling(*seconds)]
         turn_of = iter(range(1000))
-        trials.watch_of = lambda device, watches=watches, turn_of=turn_of: watches[next(turn_of) % 2](device)
+        compile_benchmark.stopwatch_of = lambda device, watches=watches, turn_of=turn_of: watches[next(turn_of) % 2](
+            device
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             turns, worst, par = steps_beside_eager(whole, [(x + i,) for i in range(24)], evaluated)
@@ -399,7 +410,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     for made in (in_passes, in_stages):
         # Of stages each decides for itself: only the second one is faster compiled.
         faster = made is in_passes or rank == 1
-        trials.watch_of = telling(2.0, 1.0 if faster else 3.0)
+        compile_benchmark.stopwatch_of = telling(2.0, 1.0 if faster else 3.0)
         turns, worst, _ = steps_beside_eager(made, batches)
         found[made.__name__] = (turns == [*ORDER, faster, faster], worst, 0, [])
     with pytest.raises(sw.ShardwiseError, match=r'compile is True, False or "auto"'):

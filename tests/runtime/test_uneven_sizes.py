@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 VOCABULARY, HEADS, BATCH, TIME = 50_257, 30, 6, 5

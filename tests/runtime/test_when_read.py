@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.runtime.shards import shard
-from shardwise.runtime.when_read import WhenRead
+from shardwise.runtime.lazy_gather import LazyTensor
+from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
 SIZE, CLASSES, BATCH = 16, 24, 8
@@ -125,7 +125,7 @@ READS = [
 
 def check(found: list[Any], expected: list[Any], name: str) -> None:
     for own, other in zip(found, expected, strict=True):
-        assert not isinstance(own, WhenRead) or own.unread.part is None
+        assert not isinstance(own, LazyTensor) or own.unread.part is None
         torch.testing.assert_close(torch.as_tensor(own), torch.as_tensor(other), rtol=1e-9, atol=1e-11, msg=name)
 
 
@@ -167,7 +167,7 @@ def unread(text: str) -> tuple[int, str, str, str]:
     logits = out["logits"]
     assert isinstance(logits, torch.Tensor)
     assert (logits.shape, logits.dtype, logits.requires_grad) == ((BATCH, CLASSES), torch.float64, True)
-    assert isinstance(logits.detach(), WhenRead)
+    assert isinstance(logits.detach(), LazyTensor)
     out["loss"].backward()
     text = repr(logits)
     before = sum(move.num_bytes for move in ranks.record)
@@ -182,9 +182,9 @@ def unread(text: str) -> tuple[int, str, str, str]:
     assert type(whole["logits"]) is torch.Tensor
     small = sw.parallelize(made()[0], par.plan)(**batch)
     assert type(small["logits"]) is torch.Tensor, "by default what is small comes at once"
-    with mock.patch("shardwise.runtime.calls.LEAST_BYTES", BATCH * CLASSES * 8):
+    with mock.patch("shardwise.runtime.program_cache.LEAST_BYTES", BATCH * CLASSES * 8):
         large = sw.parallelize(made()[0], par.plan)(**batch)
-    assert type(large["logits"]) is WhenRead
+    assert type(large["logits"]) is LazyTensor
     assert type(large["more"][1]) is torch.Tensor, "of as many elements, with fewer bytes"
     if rank == 0:
         whole["logits"].sum().item()  # alone
@@ -210,7 +210,7 @@ def test_what_is_read_is_what_one_device_has(run_ranks: RunRanks) -> None:
         sw.plan(model, batch, 2, mesh=sw.Mesh(tp=2), strategies={"hidden": "n@tp", "head": "k@tp"}),
     ]
     for kinds in run_ranks(compared, 2, [plan.to_json() for plan in plans], time_limit_seconds=120):
-        assert set(kinds) == {"Tensor WhenRead WhenRead WhenRead Tensor"}  # the loss and sums are scalars
+        assert set(kinds) == {"Tensor LazyTensor LazyTensor LazyTensor Tensor"}  # the loss and sums are scalars
     assert "3.56 KiB bring a call's outputs together (/tanh 2 KiB, head/add 1.5 KiB, /argmax 64 B)" in str(plans[0])
     for sent, said, text, alone in run_ranks(unread, 2, plans[1].to_json()):
         # The head's input there and its cotangent back; four numbers a row in the loss and argmax, and a sum.

@@ -90,7 +90,7 @@ def test_rows_stay_split_through_the_net_and_all_numbers_are_those_of_one_device
 def train(rows: int, compile: bool) -> dict[str, Any]:
     """On a rank: three steps, and what it took part in during the last."""
     if compile:
-        compiled.inductor = compiled.interpreted  # no code is generated, which takes long
+        compiled.compile_with_inductor = compiled.interpret_section  # no code is generated, which takes long
     par = sw.parallelize(make_net(), make_plan(rows, sp=dist.get_world_size()), compile=compile)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
     losses = []

@@ -28,7 +28,7 @@ from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.layouts.conversions import Collective
-from shardwise.search.auto import Search, searched
+from shardwise.search.auto import MeshSearch, run_search
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph
 from shardwise.search.dynamic_programming import DoesNotFit
 
@@ -65,7 +65,7 @@ def check_search(seed: int, most: int, tally: Tally) -> None:
     tally.graphs += 1
     components = every_assignment(cost)
     seconds, num_bytes = seconds_of(components), components[:, BYTES]
-    found = searched(cost, "dynamic_programming", None)
+    found = run_search(cost, "dynamic_programming", None)
     _compare(found, None, float(seconds.min()), seed, tally)
     assert check_emitted(found, found.outcome.assignment, seed), f"seed {seed}: the optimum is emitted as it is priced"
     for assignment in random_assignments(cost, 2, seed):
@@ -74,13 +74,13 @@ def check_search(seed: int, most: int, tally: Tally) -> None:
     for share in LIMITS:
         limit = least + share * (largest - least)
         best = float(seconds[num_bytes <= limit].min())
-        _compare(searched(cost, "dynamic_programming", limit), limit, best, seed, tally)
+        _compare(run_search(cost, "dynamic_programming", limit), limit, best, seed, tally)
     with pytest.raises(DoesNotFit) as caught:
-        searched(cost, "dynamic_programming", least - 1)
+        run_search(cost, "dynamic_programming", least - 1)
     assert caught.value.num_bytes == pytest.approx(least), seed
 
 
-def _compare(found: Search, limit: float | None, best: float, seed: int, tally: Tally) -> None:
+def _compare(found: MeshSearch, limit: float | None, best: float, seed: int, tally: Tally) -> None:
     outcome = found.outcome
     components = found.cost.components(outcome.assignment)
     assert outcome.components == pytest.approx(components, rel=1e-12), seed
@@ -96,7 +96,7 @@ def _compare(found: Search, limit: float | None, best: float, seed: int, tally: 
     tally.worst, tally.worst_gap = max(tally.worst, off), max(tally.worst_gap, outcome.gap)
 
 
-def check_emitted(found: Search, assignment: list[int], seed: object) -> bool:
+def check_emitted(found: MeshSearch, assignment: list[int], seed: object) -> bool:
     """The claimed components are the price of the program that is emitted; never less, and more only where consumers of
     a value share a conversion. Returns whether they are equal."""
     cost = found.cost

@@ -24,7 +24,7 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.routes import Axes, Floats
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
-from shardwise.search.auto import Search, cost_graph
+from shardwise.search.auto import MeshSearch, cost_graph
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph
 from shardwise.search.elimination import Interner, Problem, Table
 from shardwise.search.rules import rules_of
@@ -103,7 +103,7 @@ def climbed(cost: CostGraph, assignment: Sequence[int]) -> float:
     return float(seconds_of(cost.components(current)))
 
 
-def emitted_price(search: Search, assignment: list[int] | None = None) -> ProgramPrice:
+def emitted_price(search: MeshSearch, assignment: list[int] | None = None) -> ProgramPrice:
     """The price of the program that an assignment becomes, without buckets."""
     domains = search.cost.domains
     graph, choice = domains.graph, search.choice(assignment)

@@ -11,8 +11,8 @@ import numpy as np
 
 from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, check_search, tiny_cost
 from search.cost_graphs import climbed, random_assignments, seconds_of
-from shardwise.search.auto import PRICED_SEARCHES, searched
-from shardwise.search.cost_graph import Weights
+from shardwise.search.auto import PRICED_SEARCHES, run_search
+from shardwise.search.cost_graph import CostWeights
 from shardwise.search.elimination import solve
 from shardwise.search.ilp import solve_ilp
 
@@ -54,7 +54,7 @@ def main() -> None:
 def _model(name: str, mesh: object, options: argparse.Namespace, check: object) -> None:
     assert callable(check)
     cost = tiny_cost(name, mesh)  # type: ignore[arg-type]
-    best = searched(cost, "dynamic_programming", None)
+    best = run_search(cost, "dynamic_programming", None)
     equal = check(f"price of {name} on {mesh}", check_emitted, best, best.outcome.assignment, name)
     least = np.inf
     for seed, assignment in enumerate(random_assignments(cost, options.random, 0)):
@@ -63,7 +63,7 @@ def _model(name: str, mesh: object, options: argparse.Namespace, check: object) 
             least = min(least, climbed(cost, assignment))
     assert least >= best.outcome.bound * (1 - 1e-9), f"{name} on {mesh}: {least} is below the bound"
     seconds = []
-    for weights in (Weights(), Weights(1.0, 0.5, 0.5, 1e-9)):
+    for weights in (CostWeights(), CostWeights(1.0, 0.5, 0.5, 1e-9)):
         problem = cost.weighted(weights)
         start = time.perf_counter()
         exact = solve(problem)

@@ -14,18 +14,18 @@ import shardwise as sw
 from search.cost_graphs import small_cost
 from search.deep_model import VOCABULARY, Deep
 from shardwise.costs.collectives import Links
+from shardwise.costs.overlap_windows import overlap_windows
 from shardwise.costs.prices import Prices
-from shardwise.costs.windows import windows_of
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
-from shardwise.plans import example
-from shardwise.report.options import without_mends
+from shardwise.plans import micro_batch_search
+from shardwise.report.options import without_suggestions
 from shardwise.search import domains, dynamic_programming
+from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
-from shardwise.search.fitting import LADDER
-from shardwise.search.levers import Levers
+from shardwise.search.fit_memory import MEMORY_POLICIES
+from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
-from shardwise.search.settings import Settings
 from shardwise.search.solving import minimise
 
 CLUSTER = sw.Cluster.load("h100-1x8")
@@ -41,7 +41,7 @@ def graph_of(layers: int = 6) -> Graph:
 def test_operators_that_take_the_same_are_priced_once_for_the_windows() -> None:
     graph, prices = graph_of(), Prices(Links(CLUSTER, MESHES[0]))
     with mock.patch.object(Prices, "operator", autospec=True, side_effect=Prices.operator) as priced:
-        found = windows_of(graph, prices)
+        found = overlap_windows(graph, prices)
     assert priced.call_count < len(graph.ops) / 2, "blocks are equal"
     seconds, first = 0.0, {}
     for op in graph.ops:
@@ -55,15 +55,15 @@ def test_operators_that_take_the_same_are_priced_once_for_the_windows() -> None:
 
 def test_meshes_share_what_depends_on_none_of_them() -> None:
     graph = graph_of()
-    planner = Planner.of(graph, (), CLUSTER, MESHES, Settings())
+    planner = Planner.of(graph, (), CLUSTER, MESHES, SearchConfig())
     with (
         mock.patch.object(domains, "num_blockers", wraps=domains.num_blockers) as blockers,
-        mock.patch.object(domains, "windows_of", wraps=domains.windows_of) as windows,
+        mock.patch.object(domains, "windows_of", wraps=domains.overlap_windows) as windows,
     ):
         shared = [planner.cost_graph(mesh) for mesh in MESHES]
     assert (blockers.call_count, windows.call_count) == (1, 1)
     for mesh, cost in zip(MESHES, shared, strict=True):
-        alone = Planner.of(graph, (), CLUSTER, (mesh,), Settings()).cost_graph(mesh)
+        alone = Planner.of(graph, (), CLUSTER, (mesh,), SearchConfig()).cost_graph(mesh)
         assert cost.factors == alone.factors
         for one, other in zip(cost.kinds, alone.kinds, strict=True):
             assert all(np.array_equal(*own) for own in zip(one, other, strict=True) if own[0] is not None)
@@ -71,10 +71,10 @@ def test_meshes_share_what_depends_on_none_of_them() -> None:
 
 def test_rungs_share_what_tables_are_and_have_those_of_a_graph_by_itself() -> None:
     graph, mesh = graph_of(), MESHES[1]
-    planner = Planner.of(graph, (), CLUSTER, (mesh,), Settings(passes=2, in_flight=3))
+    planner = Planner.of(graph, (), CLUSTER, (mesh,), SearchConfig(passes=2, in_flight=3))
     known, different = planner, set()
-    for how, gathered, _ in LADDER:
-        settings = replace(planner.settings, levers=Levers.of(graph, (), how, gathered))
+    for how, gathered, _ in MEMORY_POLICIES:
+        settings = replace(planner.settings, levers=MemoryPolicy.of(graph, (), how, gathered))
         cost = replace(known, settings=settings).cost_graph(mesh)
         alone = Planner.of(graph, (), CLUSTER, (mesh,), settings).cost_graph(mesh)
         assert cost.factors == alone.factors
@@ -85,7 +85,7 @@ def test_rungs_share_what_tables_are_and_have_those_of_a_graph_by_itself() -> No
                 assert table is None or np.array_equal(table, by_itself)
         assert cost.transients.keys() == alone.transients.keys()
         different.add(tuple(float(table.sum()) for kind in cost.kinds for table in kind if table is not None))
-    assert len(different) > len(LADDER) / 2, "the rungs differ in their tables"
+    assert len(different) > len(MEMORY_POLICIES) / 2, "the rungs differ in their tables"
     assert len(known.tables) == 1
 
 
@@ -120,7 +120,7 @@ def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(
     def planned() -> tuple[sw.Plan | str, int]:
         with mock.patch.object(Planner, "searches", autospec=True, side_effect=Planner.searches) as searches:
             try:
-                with without_mends():
+                with without_suggestions():
                     return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
             except sw.PlanError as error:
                 return str(error), searches.call_count
@@ -135,7 +135,7 @@ def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(
 def test_a_joint_search_looks_once_at_what_passes_of_every_size_do() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (8, 4), generator=generator)
-    with mock.patch.object(example, "split_in_time", wraps=example.split_in_time) as splits:
+    with mock.patch.object(micro_batch_search, "split_in_time", wraps=micro_batch_search.split_in_time) as splits:
         found = sw.plan(Deep(2, 16), (ids, ids), 2, stages="auto", schedule="GPipe")
     sizes = {one.setting.micro_batch for one in found.explain("stages").considered}
     assert splits.call_count <= 2 < len(sizes), "for a pipeline, and without one"

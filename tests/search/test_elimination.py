@@ -8,7 +8,7 @@ import pytest
 from search.cost_graphs import all_values, random_problem
 from shardwise.errors import ShardwiseError
 from shardwise.search import conditioning, ilp
-from shardwise.search.elimination import Interner, Problem, TooWide, restricted, solve
+from shardwise.search.elimination import Interner, Problem, TooWide, fix_variables, solve
 
 
 @pytest.mark.parametrize("start", range(0, 500, 100))
@@ -59,7 +59,7 @@ def test_a_variable_that_is_held_keeps_its_value():
         problem = random_problem(seed)
         variable = seed % len(problem.sizes)
         value = seed % problem.sizes[variable]
-        found = solve(restricted(problem, {variable: value}))
+        found = solve(fix_variables(problem, {variable: value}))
         least = all_values(problem).take(value, axis=variable).min()
         assert found.value == least
         assert np.isinf(least) or found.assignment[variable] == value
@@ -117,7 +117,7 @@ def test_an_elimination_that_is_too_wide_is_refused_and_names_its_width():
 def test_variables_that_are_held_take_no_width():
     problem = clique(9, 6)
     fixed = {variable: variable % 6 for variable in range(7)}
-    found = solve(restricted(problem, fixed), max_joint=6 * 6)
+    found = solve(fix_variables(problem, fixed), max_joint=6 * 6)
     ends = [[*fixed.values(), *pair] for pair in np.ndindex(6, 6)]
     assert found.assignment == min(ends, key=problem.value)
     assert found.value == pytest.approx(min(map(problem.value, ends)))
@@ -140,7 +140,7 @@ def test_tables_with_equal_rows_become_one_column_each():
     rows, columns = rng.integers(3, size=40), rng.integers(2, size=30)
     wide = interner.add(small[rows][:, columns])
     factors = [((0, 1), wide), ((0,), interner.add(rng.random(40))), ((1,), interner.add(rng.random(30)))]
-    program = ilp._Program(Problem([40, 30], factors, interner))
+    program = ilp._IntegerProgram(Problem([40, 30], factors, interner))
     assert [len(own) for own in program.values] == [3, 2]
     assert [joint.table.shape for joint in program.joints] == [(3, 2)]
     assert ilp.solve_ilp(program.problem).value == solve(program.problem).value
@@ -177,7 +177,7 @@ def test_conditioning_has_a_bound_and_an_assignment_on_both_sides_of_the_least_v
 
 def test_an_integer_program_that_is_too_large_is_refused_before_it_is_built(monkeypatch):
     monkeypatch.setattr(ilp, "MAX_BYTES", 1000)
-    monkeypatch.setattr(ilp._Program, "_matrix", None)
+    monkeypatch.setattr(ilp._IntegerProgram, "_matrix", None)
     with pytest.raises(ilp.TooLarge, match="the integer program takes"):
         ilp.solve_ilp(clique(6, 5))
 

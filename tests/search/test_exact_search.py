@@ -20,11 +20,11 @@ from shardwise.costs.cluster import Cluster
 from shardwise.layouts.choice import Split
 from shardwise.layouts.strategy import parse_choices
 from shardwise.search import conditioning, ilp, solving
-from shardwise.search.auto import PRICED_SEARCHES, assignment_of, best_completion, searched
-from shardwise.search.cost_graph import BYTES, CostGraph, Weights
+from shardwise.search.auto import PRICED_SEARCHES, assignment_of, best_completion, run_search
+from shardwise.search.cost_graph import BYTES, CostGraph, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 from shardwise.search.dynamic_programming import search as search_step
-from shardwise.search.elimination import Problem, Solution, restricted, solve
+from shardwise.search.elimination import Problem, Solution, fix_variables, solve
 from shardwise.search.ilp import solve_ilp
 from shardwise.search.solving import WideWarning
 
@@ -66,7 +66,7 @@ def test_the_other_searches_are_as_good_as_they_say_on_small_graphs(search):
         cost = small_cost(seed, 1_000)
         if cost is None:
             continue
-        exact, found = (searched(cost, name, None).outcome for name in ("dynamic_programming", search))
+        exact, found = (run_search(cost, name, None).outcome for name in ("dynamic_programming", search))
         assert found.seconds >= exact.bound * (1 - 1e-9), seed
         if search == "ilp":
             assert found.bound == pytest.approx(exact.bound, rel=1e-9), seed
@@ -81,7 +81,7 @@ def test_the_other_searches_are_as_good_as_they_say_on_small_graphs(search):
 def test_elimination_and_the_integer_program_agree_on_models(name):
     cost = tiny_cost(name, sw.Mesh(x=4, y=2))
     number = list(TINY).index(name)
-    weights = (Weights(), Weights(1.0, 1.0, 0.0, 1e-12), Weights(1.0, 0.5, 0.5, 1e-9))[number % 3]
+    weights = (CostWeights(), CostWeights(1.0, 1.0, 0.0, 1e-12), CostWeights(1.0, 0.5, 0.5, 1e-9))[number % 3]
     problem = cost.weighted(weights)
     assert solve_ilp(problem).value == pytest.approx(solve(problem).value, rel=1e-9)
 
@@ -89,14 +89,14 @@ def test_elimination_and_the_integer_program_agree_on_models(name):
 @pytest.mark.long
 def test_elimination_and_the_integer_program_agree_on_llama_at_its_real_width():
     cost = wide_llama(2, sw.Mesh(node=4, gpu=8))
-    problem = cost.weighted(Weights(1.0, 0.3, 0.7))
+    problem = cost.weighted(CostWeights(1.0, 0.3, 0.7))
     assert solve_ilp(problem).value == pytest.approx(solve(problem).value, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_no_random_assignment_and_no_hill_climbing_is_better(name):
     cost = tiny_cost(name, sw.Mesh(x=4, y=2))
-    best = searched(cost, "dynamic_programming", None).outcome
+    best = run_search(cost, "dynamic_programming", None).outcome
     at = np.array([cost.components(assignment) for assignment in random_assignments(cost, 300, 0)])
     assert seconds_of(at).min() >= best.bound
     for assignment in random_assignments(cost, 2, 1):
@@ -108,7 +108,7 @@ def test_no_random_assignment_and_no_hill_climbing_is_better(name):
 def test_the_claimed_price_is_that_of_the_emitted_program(name, mesh):
     cost = tiny_cost(name, mesh)
     for search in ("dynamic_programming", "recursive_programming"):
-        found = searched(cost, search, None)
+        found = run_search(cost, search, None)
         assert check_emitted(found, found.outcome.assignment, f"{name} {mesh} {search}") or search != PRICED_SEARCHES[0]
 
 
@@ -117,10 +117,10 @@ def test_a_search_that_is_beaten_by_another_mesh_stops_with_a_bound_that_says_so
     stopped = 0
     for number, name in enumerate(TINY):
         cost = tiny_cost(name, sw.Mesh(x=4, y=2), seed=number % 3)
-        full = searched(cost, "dynamic_programming", None).outcome
+        full = run_search(cost, "dynamic_programming", None).outcome
         for share in (0.5, 0.99, 1.0, 1.1):
             cutoff = share * full.bound
-            found = searched(cost, "dynamic_programming", None, cutoff).outcome
+            found = run_search(cost, "dynamic_programming", None, cutoff).outcome
             assert found.bound <= full.seconds * (1 + 1e-9), "a bound holds for every assignment"
             assert found.seconds >= full.seconds * (1 - 1e-9)
             if share < 1:
@@ -182,11 +182,11 @@ class Dense(nn.Module):
 
 def test_a_graph_that_is_too_wide_is_solved_as_an_integer_program_and_says_so(monkeypatch):
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
-    exact = searched(cost, "dynamic_programming", None).outcome
+    exact = run_search(cost, "dynamic_programming", None).outcome
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))  # which remembers nothing
     monkeypatch.setattr(solving, "MAX_JOINT", 100)
     with pytest.warns(WideWarning, match=r"more than 100: solved as an integer program"):
-        found = searched(cost, "dynamic_programming", None).outcome
+        found = run_search(cost, "dynamic_programming", None).outcome
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
     assert found.bound == pytest.approx(exact.bound, rel=1e-9)
 
@@ -198,7 +198,7 @@ def test_what_else_solves_a_graph_that_is_too_wide_does_so_as_an_integer_program
     def found() -> list[float]:
         """Seconds of the best completion of one strategy, and of the greedy search."""
         completed = cost.components(best_completion(cost, first))
-        return [step_seconds(completed), searched(cost, "recursive_programming", None).outcome.seconds]
+        return [step_seconds(completed), run_search(cost, "recursive_programming", None).outcome.seconds]
 
     exact = found()
     monkeypatch.setattr(solving, "MAX_JOINT", 30)
@@ -241,19 +241,19 @@ def test_plans_of_wide_models_by_conditioning_are_not_above_their_gap(name, sear
 def test_a_plan_of_another_search_is_completed_where_the_graph_is_too_wide(monkeypatch):
     """Only shared layouts are left to choose: no width that matters."""
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
-    choice = searched(cost, "dynamic_programming", None).choice()
+    choice = run_search(cost, "dynamic_programming", None).choice()
     monkeypatch.setattr(solving, "MAX_JOINT", 30)
     assert assignment_of(cost, choice) is not None
 
 
 def test_a_solver_that_stopped_early_is_not_mistaken_for_a_bound(monkeypatch):
     cost = tiny_cost("llama", sw.Mesh(x=4, y=2))
-    exact = searched(cost, "dynamic_programming", None).outcome
+    exact = run_search(cost, "dynamic_programming", None).outcome
 
     def stopped(problem: Problem) -> Solution:
         """Some assignment, and a bound that is a tenth below the optimum."""
         best = solve(problem)
-        other = solve(restricted(problem, {0: (best.assignment[0] + 1) % problem.sizes[0]}))
+        other = solve(fix_variables(problem, {0: (best.assignment[0] + 1) % problem.sizes[0]}))
         return Solution(other.assignment, other.value, bound=0.9 * best.value)
 
     found = search_step(cost, None, stopped)
@@ -291,9 +291,9 @@ def test_a_plan_for_less_memory_fits_and_an_impossible_one_is_refused_with_the_l
 def test_the_least_memory_that_an_error_names_is_enough():
     cost = tiny_cost("bert", sw.Mesh(x=4, y=2))
     with pytest.raises(DoesNotFit) as caught:
-        searched(cost, "dynamic_programming", 1000)
+        run_search(cost, "dynamic_programming", 1000)
     least = caught.value.num_bytes
     for search in ("dynamic_programming", "recursive_programming"):
-        assert searched(cost, search, least).outcome.components[BYTES] <= least
+        assert run_search(cost, search, least).outcome.components[BYTES] <= least
         with pytest.raises(DoesNotFit):
-            searched(cost, search, least - 1)
+            run_search(cost, search, least - 1)

@@ -20,12 +20,12 @@ from shardwise.graph.capture import capture
 from shardwise.graph.segments import How
 from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import factor_graph
-from shardwise.search import fitting
-from shardwise.search.again import Again, Gathered
+from shardwise.search import fit_memory
 from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
-from shardwise.search.levers import Levers
+from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import least_that_fits
+from shardwise.search.recompute_spec import Gathered, RecomputeSpec
 from shardwise.search.rules import rules_of
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def tables_of_storage(passes: int, *ways: Gathered, trains: bool = True) -> list
     weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
     found = []
     for way in ways:
-        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, Again(gathered=way))
+        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, RecomputeSpec(gathered=way))
         storage = cost.number["storage", weight]
         found.append([cost.kinds[kind] for scope, kind in cost.factors if scope[0] == storage and len(scope) == 2])
     return found
@@ -183,16 +183,18 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert again, "messages are sent again"
     assert own.peak_bytes <= limit < free.peak_bytes
     assert own.simulated_seconds >= free.simulated_seconds * (1 - 1e-9)
-    without = tuple(rung for rung in fitting.LADDER if "gathers" not in (rung[0] or ""))
-    assert len(without) < len(fitting.LADDER)
-    monkeypatch.setattr(fitting, "LADDER", without)
-    monkeypatch.setattr(fitting, "EASIER", {"full": ("cheap",)})
+    without = tuple(rung for rung in fit_memory.MEMORY_POLICIES if "gathers" not in (rung[0] or ""))
+    assert len(without) < len(fit_memory.MEMORY_POLICIES)
+    monkeypatch.setattr(fit_memory, "LADDER", without)
+    monkeypatch.setattr(fit_memory, "EASIER", {"full": ("cheap",)})
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 
 
-def rung(how: How, fits_at: float, cheapest_fits: bool = False) -> fitting._Rung:
+def rung(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
     """A setting of the ladder whose plan that fits has this price, twice that of its cheapest."""
-    found = fitting._Rung(cast("Planner", SimpleNamespace(settings=SimpleNamespace(levers=Levers()))), how, ())
+    found = fit_memory._PolicyResult(
+        cast("Planner", SimpleNamespace(settings=SimpleNamespace(levers=MemoryPolicy()))), how, ()
+    )
     best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))
     cheapest = SimpleNamespace(
         num_bytes=0.5 if cheapest_fits else 2.0, candidate=SimpleNamespace(additive_price=fits_at / 2)

@@ -16,15 +16,15 @@ from shardwise.graph.folding import Folding
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.programs.instructions import Copy
-from shardwise.search import folded
-from shardwise.search.built import built
+from shardwise.search import block_extrapolation
 from shardwise.search.candidates import candidates
+from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.fitting import _Rung, plan_within
-from shardwise.search.levers import Levers
+from shardwise.search.fit_memory import _PolicyResult, fit_memory
+from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
-from shardwise.search.settings import Settings
+from shardwise.search.stored_program import build_program
 
 
 def graph_of(skips: bool = False) -> Graph:
@@ -40,25 +40,25 @@ def graph() -> Graph:
 
 @pytest.fixture(autouse=True)
 def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded, "LEAST_OPERATORS", 0)
-    monkeypatch.setattr(folded, "WORTH", 10.0)
+    monkeypatch.setattr(block_extrapolation, "LEAST_OPERATORS", 0)
+    monkeypatch.setattr(block_extrapolation, "WORTH", 10.0)
 
 
-def levers(graph: Graph, how: str) -> Levers:
-    whole = Levers.of(graph, (), "full")
+def levers(graph: Graph, how: str) -> MemoryPolicy:
+    whole = MemoryPolicy.of(graph, (), "full")
     return {
-        "none": Levers(),
-        "cheap": Levers.of(graph, (), "cheap"),
+        "none": MemoryPolicy(),
+        "cheap": MemoryPolicy.of(graph, (), "cheap"),
         "full": whole,
-        "gathered again": Levers.of(graph, (), None, "again"),
-        "on the host": Levers.of(graph, (), None, "held", "all"),
-        "half of the blocks": Levers(whole.segments[:4]),
+        "gathered again": MemoryPolicy.of(graph, (), None, "again"),
+        "on the host": MemoryPolicy.of(graph, (), None, "held", "all"),
+        "half of the blocks": MemoryPolicy(whole.segments[:4]),
     }[how]
 
 
 @pytest.mark.parametrize("how", ["none", "cheap", "full", "gathered again", "on the host", "half of the blocks"])
 def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) -> None:
-    settings = Settings(levers=levers(graph, how), bucket_bytes=0)
+    settings = SearchConfig(levers=levers(graph, how), bucket_bytes=0)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=4, tp=2),), settings)
     searches, _ = planner.searches()
     found = candidates(searches, "dynamic_programming", planner.limit)
@@ -76,7 +76,7 @@ def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) 
         assert short.step.compute == pytest.approx(whole.step.compute, rel=1e-6)
         # Lifetimes are a pass over the program that keeps all: it is the one that ranks get.
         rules, mesh = planner.factored.rules, candidate.search.mesh
-        program = built(graph, rules, whole.choice, mesh, settings, planner.kinds)
+        program = build_program(graph, rules, whole.choice, mesh, settings, planner.kinds)
         assert program.busiest == busiest_program(program.spmd, planner.kinds)
     assert num_folded, "some were folded"
 
@@ -84,9 +84,9 @@ def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) 
 def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: Graph) -> None:
     """Under a limit that takes levers, eased block by block."""
     cluster, mesh = sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),)
-    settings = Settings(memory_bytes=0.9e9)
+    settings = SearchConfig(memory_bytes=0.9e9)
     planner = Planner.of(graph, (), cluster, mesh, settings)
-    short, whole = plan_within(planner, ()), plan_within(replace(planner, folded=None), ())
+    short, whole = fit_memory(planner, ()), fit_memory(replace(planner, folded=None), ())
     assert short.levers.segments, "it makes something again"
     assert short.prediction.simulated_seconds == pytest.approx(whole.prediction.simulated_seconds, rel=2e-3)
     own = simulate(short.spmd, short.search.cost.domains.prices)
@@ -101,24 +101,24 @@ def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: G
 
 
 def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clearly_above_it(graph: Graph) -> None:
-    settings = Settings(memory_bytes=1.2e9, passes=2)
+    settings = SearchConfig(memory_bytes=1.2e9, passes=2)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),), settings)
-    free = plan_within(planner, ())
+    free = fit_memory(planner, ())
     step = free.prediction.planned_seconds
     near, far = (replace(planner, settings=replace(settings, known=own)) for own in (step, 0.1 * step))
-    assert plan_within(near, ()).choice == free.choice
+    assert fit_memory(near, ()).choice == free.choice
     with pytest.raises(sw.PlanError, match=r"come to about .* s, and one of .* s is known"):
-        plan_within(far, ())
+        fit_memory(far, ())
     together = replace(planner, settings=replace(settings, known=1.5 * step, together=2))
     with pytest.raises(sw.PlanError, match=rf"and one of {1.5 * step:.3g} s is known"):
-        plan_within(together, ())
+        fit_memory(together, ())
 
 
 def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> None:
-    cluster, settings = sw.Cluster.load("h100-1x8"), Settings(levers=levers(graph, "on the host"))
+    cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(levers=levers(graph, "on the host"))
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
     (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
-    rung = _Rung(planner, None, [cost])
+    rung = _PolicyResult(planner, None, [cost])
     ((search,), _) = rung.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None

@@ -7,10 +7,10 @@ from itertools import permutations
 
 import pytest
 
-from shardwise.costs.pipeline import Action, Order, StageSeconds, simulate_pipeline
+from shardwise.costs.pipeline_simulation import Action, Order, StageSeconds, simulate_pipeline
 from shardwise.plans.schedule import SCHEDULES, SOLVED, check_order, format_order, schedule_of
 from shardwise.runtime.torch_schedules import order_of
-from shardwise.search.orders import Work, least_seconds, solve_order
+from shardwise.search.orders import OrderProblem, least_seconds, solve_order
 
 V = SCHEDULES[SOLVED]
 
@@ -28,23 +28,23 @@ def built_in(num_places: int, num_micro_batches: int) -> dict[str, Order]:
     }
 
 
-def work(stages: list[StageSeconds], num_places: int, num_micro_batches: int, room: float) -> Work:
+def work(stages: list[StageSeconds], num_places: int, num_micro_batches: int, room: float) -> OrderProblem:
     """Two stages on a place, a V, which keep a byte per micro-batch."""
     place_of = tuple(V.place_of(stage, num_places) for stage in range(2 * num_places))
-    return Work(tuple(stages), place_of, num_micro_batches, (1.0,) * len(stages), (room,) * num_places)
+    return OrderProblem(tuple(stages), place_of, num_micro_batches, (1.0,) * len(stages), (room,) * num_places)
 
 
 def most_kept(order: Order, stages: list[StageSeconds]) -> float:
     """The most micro-batches and stages that a place keeps."""
     places = len(order)
-    return max(Work(tuple(stages), (), 1, (1.0,) * len(stages), (0.0,) * places).peaks(order))
+    return max(OrderProblem(tuple(stages), (), 1, (1.0,) * len(stages), (0.0,) * places).peaks(order))
 
 
 def folded(orders: dict[str, Order]) -> list[Order]:
     return [order for name, order in orders.items() if SCHEDULES[name].folded]
 
 
-def check_runs(found: Order, given: Work, seconds: float) -> float:
+def check_runs(found: Order, given: OrderProblem, seconds: float) -> float:
     """That the order does everything once, within the room, in these seconds; its bubble."""
     solved = schedule_of(SOLVED, format_order(found))
     assert solved.actions == found
@@ -94,7 +94,7 @@ def test_on_uneven_stages_a_quarter_of_the_bubble_goes(case: str, places: int, m
 def test_no_order_takes_less_than_the_bound() -> None:
     """All orders of a small pipeline, in which the best one is known by trying them."""
     stages = [StageSeconds(1.0, 2.0, 0.5, 0.3, 0.1), StageSeconds(2.0, 1.0, 1.5, 0.0, 0.4)]
-    given = Work(tuple(stages), (0, 1), 2, (1.0, 1.0), (2.0, 2.0))
+    given = OrderProblem(tuple(stages), (0, 1), 2, (1.0, 1.0), (2.0, 2.0))
     kinds = ("forward", "input", "weight")
 
     def ways(stage: int) -> list[tuple[Action, ...]]:

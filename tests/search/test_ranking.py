@@ -20,10 +20,10 @@ from shardwise.costs.ledger import Peak
 from shardwise.plans.printing import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
-from shardwise.search.auto import Search
+from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import NEAR, Candidate, candidates
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.ranking import CLEARLY, Simulated, ranked
+from shardwise.search.ranking import CLEARLY, SimulatedCandidate, rank_candidates
 
 
 class Residual(nn.Module):
@@ -141,7 +141,7 @@ def test_under_a_cap_no_more_is_given_away_than_stated(share: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- candidates
 
 
-def searched_plan(model: nn.Module | None = None) -> Search:
+def searched_plan(model: nn.Module | None = None) -> MeshSearch:
     with torch.device("meta"):
         inputs = (torch.empty(64, 256),)
     plan = sw.plan(model or Chain(), inputs, 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
@@ -165,7 +165,7 @@ def test_candidates_are_near_the_cheapest_and_differ() -> None:
     assert len(candidates([search], "recursive_programming", np.inf)) == 1, "the greedy search answers for itself"
 
 
-def price(search: Search, assignment: list[int]) -> float:
+def price(search: MeshSearch, assignment: list[int]) -> float:
     return step_seconds(search.cost.components(assignment))
 
 
@@ -178,12 +178,14 @@ def test_candidates_keep_to_the_limit_of_memory() -> None:
 # -------------------------------------------------------------------------------------------------------------- ranking
 
 
-def verdict(search: Search, assignment: list[int], seconds: float, peak_bytes: int) -> Simulated:
+def verdict(search: MeshSearch, assignment: list[int], seconds: float, peak_bytes: int) -> SimulatedCandidate:
     """A candidate whose simulation is made up."""
     peak = Peak(peak_bytes, "forward", "/x", {"parameters": peak_bytes})
     step: Any = SimpleNamespace(seconds=seconds)
     nothing: Any = None
-    return Simulated(Candidate(search, assignment, search.cost.components(assignment)), nothing, nothing, peak, step)
+    return SimulatedCandidate(
+        Candidate(search, assignment, search.cost.components(assignment)), nothing, nothing, peak, step
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_the_fastest_simulated_plan_that_fits_is_taken(
     search = searched_plan()
     first = search.outcome.assignment
     other = [first[0] - 1 if first[0] else 1, *first[1:]]
-    found = ranked([verdict(search, first, *own), verdict(search, other, *its)], 100.0)
+    found = rank_candidates([verdict(search, first, *own), verdict(search, other, *its)], 100.0)
     assert found.search.outcome.assignment == (other if taken == "other" else first)
     assert found.excess == 0
     assert found.prediction.simulated_seconds == (its if taken == "other" else own)[0]
@@ -221,7 +223,7 @@ def test_a_peak_beyond_the_limit_is_told() -> None:
     search = searched_plan()
     first = search.outcome.assignment
     other = [first[0] - 1 if first[0] else 1, *first[1:]]
-    assert ranked([verdict(search, first, 1.0, 150), verdict(search, other, 1.0, 130)], 100.0).excess == 30
+    assert rank_candidates([verdict(search, first, 1.0, 150), verdict(search, other, 1.0, 130)], 100.0).excess == 30
 
 
 def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

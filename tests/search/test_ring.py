@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.graph.capture import capture
 from shardwise.rules import attention, ring
-from shardwise.rules.bands import Band, band_of
+from shardwise.rules.attention_bands import Band, band_of
 from shardwise.rules.ring import RING, zigzag
 from shardwise.rules.tables import rule_of
 

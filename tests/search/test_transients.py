@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from search.cost_graphs import small_cost
 from shardwise.search import planner
-from shardwise.search.auto import Search
+from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.dynamic_programming import search
 from shardwise.search.transients import searches_within
@@ -43,7 +43,7 @@ def test_of_all_assignments_that_fit_with_their_moments_the_fastest_is_near_and_
         held = np.where(np.isfinite(parts).all(axis=1), parts[:, BYTES] + moments, np.inf)
         free = search(cost)
         for limit in (held.min() * 0.5, held.min(), (held.min() + np.median(held[np.isfinite(held)])) / 2):
-            found = searches_within(Search(cost, free), "dynamic_programming", float(limit))
+            found = searches_within(MeshSearch(cost, free), "dynamic_programming", float(limit))
             assert found, seed
             best = found[0].outcome
             total = best.components[BYTES] + moment(cost, best.assignment)

@@ -23,7 +23,7 @@ from shardwise.graph.capture import capture_function
 from shardwise.layouts.choice import Split
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.rules.tables import rule_of
-from shardwise.search.wishes import choices_for
+from shardwise.search.user_strategies import choices_for
 from spec.cases import CASES, ELSEWHERE, OTHERWISE, TESTED, is_not_here, of_kind
 from spec.words import (
     Called,

@@ -22,8 +22,8 @@ from shardwise.layouts.text import format_layout
 from shardwise.proof.virtual import VirtualCluster
 from shardwise.rules.rule import OpRule
 from shardwise.rules.tables import rule_of
-from shardwise.runtime.shards import shard
-from shardwise.search.wishes import choices_for
+from shardwise.runtime.local_shards import shard
+from shardwise.search.user_strategies import choices_for
 
 
 def classical(dev: Sequence[int], tensor_map: Sequence[int | Sequence[int]], shape: Sequence[int]) -> Layout:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise.launch.course import Elastic
+from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.runtime.generation import current
-from shardwise.runtime.pages import PAGE, Page
+from shardwise.runtime.heartbeat_file import PAGE, HeartbeatFile
 from train.runs import batch, make
 
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "5"))
@@ -58,7 +58,7 @@ def happens(trainer: sw.Trainer, what: str) -> None:
     elif what == "hang":
         time.sleep(600)
     elif what == "stopped for long":  # nobody must wait, nor a time be chosen that busy machines exceed
-        Page(os.environ[PAGE]).beat(time.monotonic() - 2 * Elastic().silent_seconds)
+        HeartbeatFile(os.environ[PAGE]).beat(time.monotonic() - 2 * ElasticConfig().silent_seconds)
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "machine":  # the launcher, which is the parent of the process that ranks are forked from
         os.kill(int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)

@@ -26,12 +26,12 @@ import shardwise as sw
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Windows
 from shardwise.layouts.text import parse_layout
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 from shardwise.train import saving
-from shardwise.train.files import Reader, Staged, Streamed
+from shardwise.train.files import CheckpointReader, StagedFile, StreamedFile
 from shardwise.train.manifest import read_manifest
-from shardwise.train.parts import Part
-from shardwise.train.sharing import Piece, file_of
+from shardwise.train.parts import TensorPart
+from shardwise.train.sharing import WritePiece, file_of
 from shardwise.train.values import decode, encode
 from train.runs import saved
 
@@ -52,7 +52,7 @@ def test_boxes_are_what_a_device_holds(text: str) -> None:
     for device in range(6):
         local = shard(whole, layout, mesh.coordinates(device))
         found = boxes(layout, mesh.coordinates(device))
-        part = Part(local, layout.shape, found)
+        part = TensorPart(local, layout.shape, found)
         assert sum(box.numel for box in found) == local.numel()
         for box in found:
             cut = whole
@@ -71,10 +71,10 @@ def test_a_part_is_read_and_verified_without_the_rest(tmp_path: Path) -> None:
         (slice(None), slice(0, 1), 2**22),
         (slice(255, 257), slice(None), 2**19),
     ):
-        reader = Reader(tmp_path / "one", manifest)
+        reader = CheckpointReader(tmp_path / "one", manifest)
         want = model.weight.detach()[rows, columns]
         box = Box((rows.start or 0, columns.start or 0), tuple(want.shape), (0, 0))
-        part = Part(torch.zeros(want.shape), (4096, 256), (box,))
+        part = TensorPart(torch.zeros(want.shape), (4096, 256), (box,))
         reader.verify("model.weight", part.boxes)
         reader.read("model.weight", part)
         assert torch.equal(part.tensor, want)
@@ -103,21 +103,21 @@ def test_what_is_written_through_a_window_is_what_a_copy_would_be() -> None:
         return torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
 
     parts = {
-        "columns": Part.whole(counted(9, 12)[:, 3:8]),
-        "turned": Part.whole(counted(6, 5, 4).permute(2, 0, 1)),
-        "strided": Part.whole(counted(40, dtype=torch.float64)[::2]),
-        "number": Part.whole(torch.tensor(7.0)),
-        "nothing": Part.whole(counted(0, 3)),
-        "flags": Part.whole(counted(5, 5) % 3 == 0),
-        "a box": Part(counted(4, 6), (8, 6), (Box((2, 0), (4, 6), (0, 0)),)),
+        "columns": TensorPart.whole(counted(9, 12)[:, 3:8]),
+        "turned": TensorPart.whole(counted(6, 5, 4).permute(2, 0, 1)),
+        "strided": TensorPart.whole(counted(40, dtype=torch.float64)[::2]),
+        "number": TensorPart.whole(torch.tensor(7.0)),
+        "nothing": TensorPart.whole(counted(0, 3)),
+        "flags": TensorPart.whole(counted(5, 5) % 3 == 0),
+        "a box": TensorPart(counted(4, 6), (8, 6), (Box((2, 0), (4, 6), (0, 0)),)),
     }
-    pieces = [Piece(name, part.tensor.dtype, part.shape, (0,) * part.tensor.ndim, tuple(part.tensor.shape))
+    pieces = [WritePiece(name, part.tensor.dtype, part.shape, (0,) * part.tensor.ndim, tuple(part.tensor.shape))
               for name, part in parts.items() if name != "a box"]  # fmt: skip
-    file = file_of("one", [*pieces, Piece("a box", torch.float32, (8, 6), (3, 1), (2, 4))])
-    whole = Staged.empty(file, pinned=False)
+    file = file_of("one", [*pieces, WritePiece("a box", torch.float32, (8, 6), (3, 1), (2, 4))])
+    whole = StagedFile.empty(file, pinned=False)
     whole.fill(parts)
     for size in (8, 64, 72, file.num_bytes):
-        streamed = Streamed(file, parts, torch.empty(size, dtype=torch.uint8))
+        streamed = StreamedFile(file, parts, torch.empty(size, dtype=torch.uint8))
         found = (bytes(streamed.part(at, min(at + size, file.num_bytes))) for at in range(0, file.num_bytes, size))
         assert b"".join(found) == whole.buffer.numpy().tobytes()
 
@@ -129,7 +129,7 @@ def test_saves_that_wait_and_weights_that_go_out_need_no_copy(tmp_path: Path, mo
         sizes.append((made := real(*args, **kwargs)).nbytes)
         return made
 
-    monkeypatch.setattr(Staged, "empty", None)
+    monkeypatch.setattr(StagedFile, "empty", None)
     monkeypatch.setattr(torch, "empty", noted)
     sw.save_pretrained(model, tmp_path / "weights")
     assert 2**22 < max(sizes) <= 2**23

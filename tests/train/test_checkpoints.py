@@ -231,8 +231,8 @@ def test_saves_beside_training_and_failures_on_ranks(run_ranks: RunRanks, tmp_pa
 
 def test_copies_of_a_large_tensor_are_written_in_equal_parts() -> None:
     offers = [[("w", "float32", (4096, 256), (((0, 0), (4096, 256)),))] for _ in range(4)]
-    files = sharing.shared_out(offers)
+    files = sharing.plan_files(offers)
     assert [own[0].num_bytes for own in files] == [2**20] * 4  # a copy on each: a quarter from each
     assert [own[0].pieces[0][1].offsets for own in files] == [(0, 0), (1024, 0), (2048, 0), (3072, 0)]
     with pytest.raises(sw.ShardwiseError, match="hold 1,024 of the 2,048 elements of w"):
-        sharing.shared_out([[("w", "float32", (2, 1024), (((0, 0), (1, 1024)),))]])
+        sharing.plan_files([[("w", "float32", (2, 1024), (((0, 0), (1, 1024)),))]])

@@ -25,9 +25,9 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.train import retention, saving
-from shardwise.train.files import Staged
+from shardwise.train.files import StagedFile
 from shardwise.train.manifest import FILE, Manifest, parse_manifest
-from shardwise.train.retention import checkpoints_in, set_aside
+from shardwise.train.retention import checkpoints_in, rename_later_checkpoints
 from shardwise.train.sharing import PlannedFile
 from shardwise.train.values import decode
 from train.runs import saved
@@ -66,7 +66,7 @@ def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
 def test_what_is_set_aside_again_replaces_nothing(tmp_path: Path) -> None:
     for _ in range(3):
         saved(tmp_path, 2)
-        set_aside(tmp_path, 1)
+        rename_later_checkpoints(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-2.1.damaged",
         "step-2.2.damaged",
@@ -281,9 +281,9 @@ def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
     monkeypatch.setattr(fcntl, "flock", none)
     path = tmp_path / "step-1"
     token = saving.make_room(path)
-    staged = Staged.empty(PlannedFile("one.safetensors", b"", (), 0), pinned=False)
+    staged = StagedFile.empty(PlannedFile("one.safetensors", b"", (), 0), pinned=False)
     manifest = Manifest(1, 2, "", {}, 1, {}, {}, {}, {})
-    jobs = [saving.Job(path, token, rank, 2, [staged] * (rank == 0), manifest, None, 60.0) for rank in range(2)]
+    jobs = [saving.SaveJob(path, token, rank, 2, [staged] * (rank == 0), manifest, None, 60.0) for rank in range(2)]
     real = os.rename
 
     def taken() -> None:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import PlanWarning, ShardwiseError
-from shardwise.train.checkpoints import share_out, state_of
+from shardwise.train.checkpoints import assign_writers, state_of
 from shardwise.train.parts import random_part
-from shardwise.train.peers import Peers, mirrored
+from shardwise.train.peers import Peers, assign_keepers
 from train.elastic_run import data
 from train.runs import batch, make
 
@@ -107,10 +107,10 @@ def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
         optimizer = torch.optim.AdamW(par.parameters())
         par.step(*batch(0))
         optimizer.step()
-        every = share_out(state_of(par, [optimizer], dist.get_rank()))
-        files = mirrored(every.files, every.offers, [0, 1, 2])
+        every = assign_writers(state_of(par, [optimizer], dist.get_rank()))
+        files = assign_keepers(every.files, every.offers, [0, 1, 2])
         found.append([(one.writer, one.keeper, one.is_sent, one.file.num_bytes) for one in files])
-        together = mirrored(every.files, every.offers, [0, 0, 2])
+        together = assign_keepers(every.files, every.offers, [0, 0, 2])
         assert all({0: 0, 1: 0, 2: 2}[one.writer] != {0: 0, 1: 0, 2: 2}[one.keeper] for one in together)
         assert sum(one.file.num_bytes for one in together) == sum(one.file.num_bytes for one in files)
     return found

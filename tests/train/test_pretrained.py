@@ -19,7 +19,7 @@ from torch import nn
 
 import shardwise as sw
 from models.zoo import ZOO
-from shardwise.runtime.initial.weights import Weights
+from shardwise.runtime.initial.weights import WeightFiles
 
 RunRanks = Callable[..., list[Any]]
 MODELS = ("gpt2",)
@@ -62,8 +62,8 @@ def out_and_in(folder: str, name: str) -> dict[str, Any]:
         return given[key].clone() if key in given else NotImplemented
 
     read: list[str] = []
-    real = Weights.read
-    with mock.patch.object(Weights, "read", lambda self, key, *rest: read.append(key) or real(self, key, *rest)):
+    real = WeightFiles.read
+    with mock.patch.object(WeightFiles, "read", lambda self, key, *rest: read.append(key) or real(self, key, *rest)):
         again = sw.parallelize(empty, par.plan, weights=where, init=buffers if given else None)
     assert set(read) >= {key for key, _ in model.named_parameters()}
     same = all(torch.equal(tensor, held[key]) for key, tensor in again.state_dict().items() if key in held)

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import PlanWarning, StragglerWarning
-from shardwise.launch.course import Elastic
 from shardwise.launch.launcher import launch
+from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.plans.plan import Plan
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import Generation, current
-from shardwise.runtime.pages import Page
-from shardwise.runtime.trail import trail
+from shardwise.runtime.heartbeat_file import HeartbeatFile
 from shardwise.train.rounds import Rounds, slowness
 from shardwise.train.snapshots import snapshots_in
 from train import elastic_run
@@ -67,7 +67,7 @@ def test_a_killed_and_a_stopped_rank_cost_no_step(
     whole.mkdir()
     run_ranks(uninterrupted, 1, str(whole), 12, "zero", time_limit_seconds=180.0)
     command = [SCRIPT, str(lost), "12", "zero", "0:6:1:SIGKILL", "1:9:0:stopped for long"]
-    assert launch(command, 3, elastic=Elastic(min_ranks=2)) == 0
+    assert launch(command, 3, elastic=ElasticConfig(min_ranks=2)) == 0
     said = capfd.readouterr()
     assert "rank 1 was killed by SIGKILL after step 5; generation 1 goes on with 2 ranks, without slot 1" in said.err
     assert "rank 0 gave no sign of life for" in said.err
@@ -89,7 +89,7 @@ def keeping(memory: str) -> None:
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
     loader = sw.DataLoader(elastic_run.data(), par, 12, seed=5)
     batches = iter(loader)
-    page = Page.create(folder.parent / f"page-{rank}")
+    page = HeartbeatFile.create(folder.parent / f"page-{rank}")
     trail.write_to(folder.parent / f"page-{rank}")
     recovery = sw.Recovery(par, optimizer, data=loader)
     assert recovery.resume() == 0
@@ -271,7 +271,7 @@ def test_copies_that_differ_send_training_back_to_what_was_checked(
     whole.mkdir()
     run_ranks(uninterrupted, 1, str(whole), 9, "checked", time_limit_seconds=180.0)
     command = [SCRIPT, str(lost), "9", "checked", "0:6:2:differ"]
-    assert launch(command, 3, elastic=Elastic()) == 0
+    assert launch(command, 3, elastic=ElasticConfig()) == 0
     said = capfd.readouterr()
     assert "rank 2 failed with exit code 1 (ReplicaError" in said.err
     assert "training goes on after step 4, which was kept in memory" in said.out
@@ -288,7 +288,7 @@ def test_a_stage_that_hangs_is_named_by_what_the_others_wait_for(
     whole.mkdir()
     run_ranks(uninterrupted, 2, str(whole), 8, "stages", time_limit_seconds=180.0)
     command = [SCRIPT, str(lost), "8", "stages", "0:4:1:hang"]
-    assert launch(command, 2, elastic=Elastic(idle_seconds=20.0)) == 0  # more than it takes to make a program
+    assert launch(command, 2, elastic=ElasticConfig(idle_seconds=20.0)) == 0  # more than it takes to make a program
     said = capfd.readouterr()
     assert "rank 1 came to no collective for" in said.err
     assert "where:  rank 1 was in happens (elastic_run.py" in said.err

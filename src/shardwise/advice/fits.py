@@ -23,23 +23,23 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.plans.bind import program_of
-from shardwise.plans.example import Example, planned_graph
-from shardwise.plans.intervals import said, said_bytes, said_step
+from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, format_step_interval
+from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.plans.plan import Plan
-from shardwise.plans.prices import prices_of
+from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.report.joined import Joined
-from shardwise.report.options import NUM_SHOWN, Option, Question, changes, limit_of, mends, tried
-from shardwise.report.planned import Planned, Staged
+from shardwise.report.auto_stages_plan import AutoStagesPlan
+from shardwise.report.options import NUM_SHOWN, Option, Question, limit_of, plan_options, suggest_changes, suggest_fixes
+from shardwise.report.planned import Planned, StagedPlan
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
-from shardwise.texts import is_number
+from shardwise.untrusted_text import is_number
 
 SECONDS = 30.0
 _FEW = 4  # stages whose parts of the peak are printed; as_data has those of all
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSummary:
     """What a step of a plan takes and holds. ``seconds``: with their interval; ``peak``: of the fullest device;
     ``stages``: of a pipeline, of a device of every stage, with all micro-batches in flight; ``flops``: of the model's
     own arithmetic; ``peak_flops``: what all devices could do a second in the dtype of its products."""
@@ -59,7 +59,7 @@ class Fits:
     device, in any currency."""
 
     asked: Option
-    step: Step | None
+    step: StepSummary | None
     tokens: int | None
     options: tuple[Option, ...]
     untried: tuple[str, ...]
@@ -112,8 +112,10 @@ class Fits:
             between = f" ({self._units / took.high:,.0f}-{self._units / took.low:,.0f})" if took.low < took.high else ""
             lines = [
                 f"fits {where}, {_split(asked.plan)}",
-                f"  step {said(took)}, {self.rate:,.0f} {unit}/s{between}, {self.utilisation:.1%} of the devices' peak",
-                f"  peak {said_bytes(peak.num_bytes, asked.cluster)}{limit} a device, in {peak.where}: {_parts(peak)}",
+                f"  step {format_interval_seconds(took)}, {self.rate:,.0f} {unit}/s{between}, "
+                f"{self.utilisation:.1%} of the devices' peak",
+                f"  peak {format_bytes_interval(peak.num_bytes, asked.cluster)}{limit} a device, in {peak.where}: "
+                f"{_parts(peak)}",
                 *_stages(asked.plan, self.step.stages),
             ]
             if self.price is not None:
@@ -126,7 +128,9 @@ class Fits:
     def _option(self, option: Option) -> str:
         if option.plan is None:
             return f"{option.what}: does not fit"
-        figures = f"step {said_step(option.plan)}, peak {said_bytes(option.peak_bytes, option.cluster)}"
+        figures = (
+            f"step {format_step_interval(option.plan)}, peak {format_bytes_interval(option.peak_bytes, option.cluster)}"
+        )
         if not self.ok:
             return f"{option.what}: {figures}"
         share = option.price / self.asked.price - 1
@@ -259,13 +263,13 @@ def fits(
         )
     step = None
     if asked.plan is None:
-        options, untried = tried(
-            mends(question), seconds, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN
+        options, untried = plan_options(
+            suggest_fixes(question), seconds, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN
         )
         best = sorted((option for option in options if option.is_priced), key=lambda option: option.price)
     else:
         step = _step(question, asked.plan)
-        options, untried = tried(changes(question, asked.plan), seconds, lambda options: False)
+        options, untried = plan_options(suggest_changes(question, asked.plan), seconds, lambda options: False)
         better = [option for option in options if option.is_priced and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(question, asked)
@@ -275,15 +279,15 @@ def fits(
     return Fits(asked, step, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price, limit)
 
 
-def _step(question: Question, plan: Plan) -> Step:
+def _step(question: Question, plan: Plan) -> StepSummary:
     """What a step of the plan takes and holds."""
     cluster = question.cluster
-    chosen = plan.found if isinstance(plan, Joined) else plan
-    if isinstance(chosen, Staged):
+    chosen = plan.found if isinstance(plan, AutoStagesPlan) else plan
+    if isinstance(chosen, StagedPlan):
         passes = chosen.passes()
         peaks = tuple(stage_peak(plan, number, stage_pass.step) for number, stage_pass in enumerate(passes))
         seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
-        return Step(seconds, peak, peaks, *_arithmetic(chosen.found.graph, plan, cluster))
+        return StepSummary(seconds, peak, peaks, *_arithmetic(chosen.found.graph, plan, cluster))
     assert chosen.predicted is not None, "plans without stages are priced"
     if isinstance(chosen, Planned):
         graph, peak = chosen.finished_search.cost.domains.graph, chosen.peak
@@ -292,7 +296,7 @@ def _step(question: Question, plan: Plan) -> Step:
         call = Example(question.module, arguments, question.settings.get("loss"), precision=chosen.precision)
         spmd = program_of(chosen, planned_graph(call, chosen), training=question.module.training)
         graph, peak = spmd.graph, memory_of(spmd, prices_of(chosen)).peak
-    return Step(chosen.predicted.step_interval(cluster), peak, (), *_arithmetic(graph, plan, cluster))
+    return StepSummary(chosen.predicted.step_interval(cluster), peak, (), *_arithmetic(graph, plan, cluster))
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.progress import shown
-from shardwise.texts import MAX_NUMBER
+from shardwise.progress import show_progress
+from shardwise.untrusted_text import MAX_NUMBER
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,7 +60,7 @@ def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
 
 def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
     """The model of ``add_model``. Raises ShardwiseError for what is none, BuildError for an error inside of it."""
-    with shown("building the model"):
+    with show_progress("building the model"):
         sizes = {name: getattr(chosen, name) for name in ("batch", "sequence") if getattr(chosen, name) is not None}
         for name, size in sizes.items():
             if not 0 < size <= MAX_NUMBER:
@@ -74,7 +74,7 @@ def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
         for name in sizes:
             what = f"--{name} is for a configuration, and {chosen.model} returns its own inputs"
             raise ShardwiseError(problem(what, fix="leave it out; --global-batch and --micro-batch divide a step"))
-        built = called(chosen.model)
+        built = call_build_function(chosen.model)
         if not isinstance(built, tuple) or len(built) not in (2, 3):
             kind = f"{len(built)} values" if isinstance(built, tuple) else f"a {type(built).__name__}"
             fix = "return module, example_inputs or module, example_inputs, loss"
@@ -88,17 +88,17 @@ def names_plan(path: Path) -> bool:
         return b'"shardwise-plan"' in file.read(200)
 
 
-def called(text: str) -> Any:
+def call_build_function(text: str) -> Any:
     """What the function ``model.py:build`` returns."""
-    build = named(text)
+    build = load_named_object(text)
     if not callable(build):
         place, _, name = text.rpartition(":")
         raise ShardwiseError(problem(f"{place} has no function {name}", fix="define it, or name another one"))
-    with _as_the_users():
+    with _UserCodeErrors():
         return build()
 
 
-def named(text: str) -> Any:
+def load_named_object(text: str) -> Any:
     """What ``model.py:name`` is, or None."""
     place, _, name = text.rpartition(":")
     if not place or not name:
@@ -108,10 +108,10 @@ def named(text: str) -> Any:
             fix = f"hf download {text} config.json --local-dir FOLDER, then name the folder; or FILE:FUNCTION"
             raise ShardwiseError(problem(what, fix=fix))
         raise ShardwiseError(problem(f"{text!r} names no function", fix=fix))
-    return getattr(_imported(place), name, None)
+    return getattr(_import_module(place), name, None)
 
 
-class _as_the_users:
+class _UserCodeErrors:
     """Errors of the user's code leave it as his own; those that say what he can mend are left alone."""
 
     def __enter__(self) -> None: ...
@@ -127,14 +127,14 @@ class _as_the_users:
             raise BuildError(error, step) from None
 
 
-def _imported(place: str) -> Any:
+def _import_module(place: str) -> Any:
     """A module by file or by name; its folder (the current one) may hold what it imports."""
     path = Path(place)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
     if not is_file:
         try:
-            with _as_the_users():
+            with _UserCodeErrors():
                 return importlib.import_module(place)
         except BuildError as failed:
             error = failed.error
@@ -151,7 +151,7 @@ def _imported(place: str) -> Any:
     assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    with _as_the_users():
+    with _UserCodeErrors():
         spec.loader.exec_module(module)
     return module
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.command import Command, add_output, writing
-from shardwise.commands.data import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
-from shardwise.commands.models import add_model, model_of, named, names_plan
-from shardwise.commands.settings import add_settings, cluster_of, settings_of
+from shardwise.commands.json_output import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
+from shardwise.commands.models import add_model, load_named_object, model_of, names_plan
+from shardwise.commands.plan_options import add_settings, cluster_of, settings_of
 from shardwise.errors import ShardwiseError, problem
-from shardwise.progress import shown
+from shardwise.progress import show_progress
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
@@ -42,7 +42,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     model = model_of(chosen)
     planned: Plan | None
     if chosen.compare:
-        with shown("planning with every search"):
+        with show_progress("planning with every search"):
             comparison = compare(model.module, model.inputs, cluster, loss=model.loss, **settings)
         best = comparison.best
         planned = None if best is None else best.plan
@@ -59,7 +59,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     else:
         if not {"search", "mode", "strategies"} & settings.keys():
             settings["search"] = "dynamic_programming"
-        with shown(f"planning for {chosen.cluster}"):
+        with show_progress(f"planning for {chosen.cluster}"):
             planned = plan(model.module, model.inputs, cluster, loss=model.loss, **settings)
         show(planned, chosen, lambda: json.loads(planned.to_json()))
     if planned is None:
@@ -88,7 +88,7 @@ def _fits(chosen: argparse.Namespace) -> int:
 
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
-    with shown(f"planning for {chosen.cluster}, and what would change it"):
+    with show_progress(f"planning for {chosen.cluster}, and what would change it"):
         answer = fits(
             model.module,
             model.inputs,
@@ -134,7 +134,7 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 
 def _top(chosen: argparse.Namespace) -> int:
     plan = _searched(chosen)
-    with shown("ranking plans"):
+    with show_progress("ranking plans"):
         ranking = plan.top(chosen.k)
     show(ranking, chosen, lambda: ranking_data(ranking))
     return 0
@@ -178,7 +178,7 @@ def _report(chosen: argparse.Namespace) -> int:
             write_page(chosen.output, alone, other=other)
     else:
         plan = _searched(chosen)
-        with shown("writing the page"), writing(chosen.output):
+        with show_progress("writing the page"), writing(chosen.output):
             plan.report(chosen.output, other=other)
     size = Path(chosen.output).stat().st_size
     show(f"written to {chosen.output}", chosen, lambda: {"written": chosen.output, "bytes": size})
@@ -191,7 +191,7 @@ def _searched(chosen: argparse.Namespace) -> Plan:
     if chosen.cluster is None:
         raise ShardwiseError(problem("a model is planned for a cluster", fix="--cluster h100-1x8, or name a plan file"))
     model = model_of(chosen)
-    with shown(f"planning for {chosen.cluster}"):
+    with show_progress(f"planning for {chosen.cluster}"):
         settings = {"search": "dynamic_programming", **settings_of(chosen)}
         return plan(model.module, model.inputs, cluster_of(chosen.cluster), loss=model.loss, **settings)
 
@@ -271,7 +271,7 @@ def _verify(chosen: argparse.Namespace) -> int:
 
     plan = Plan.load(chosen.plan)
     model = model_of(chosen, values=True)
-    with shown(f"running {plan.num_ranks} ranks and one device"):
+    with show_progress(f"running {plan.num_ranks} ranks and one device"):
         report = verify(model.module, model.inputs, plan, loss=model.loss, steps=chosen.steps)
     data = {
         "ok": report.ok,
@@ -314,7 +314,7 @@ def _check(chosen: argparse.Namespace) -> int:
                 problem(f"cannot read {plan}: {error}", fix='a JSON file of {"path": "style"}')
             ) from error
     elif plan != "auto":
-        text, plan = plan, named(plan)
+        text, plan = plan, load_named_object(plan)
         if plan is None:
             place, _, name = text.rpartition(":")
             raise ShardwiseError(problem(f"{place} has no {name}", fix="define it, or name another plan"))

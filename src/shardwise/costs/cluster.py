@@ -22,7 +22,7 @@ from shardwise.errors import ShardwiseError, problem
 _RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32", "f32": "f64"}
 
 
-def runs_as(dtype: str, flops: Container[str]) -> str:
+def rate_dtype(dtype: str, flops: Container[str]) -> str:
     """Of the dtypes with a rate, the one that stands for a dtype; empty where none does."""
     tried: list[str] = []
     while dtype and dtype not in flops and dtype not in tried:
@@ -120,7 +120,7 @@ class Device:
         return num_bytes / self.fresh_bandwidth if self.fresh_bandwidth and num_bytes > _FRESH else 0.0
 
     def _computed_in(self, dtype: str) -> str:
-        known = runs_as(dtype, self.flops)
+        known = rate_dtype(dtype, self.flops)
         if not known:
             what = f"{self.name} has no figure for {dtype}, nor for a dtype that could stand for it"
             raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
@@ -306,7 +306,7 @@ class Cluster:
         return text
 
 
-def slowest(devices: Sequence[Device]) -> Device:
+def slowest_device(devices: Sequence[Device]) -> Device:
     """The worst of every figure of several devices: FLOP/s that all dtypes of any of them have, the least memory (and
     of what a plan can have), the longest latency. Rates that large operators reach are the least of any device, at the
     efficiency it gives them."""

@@ -17,14 +17,14 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.costs.assumed import assumed
-from shardwise.costs.cluster import Cluster, Device, Level, slowest
+from shardwise.costs.assumed_figures import assumed_figures
+from shardwise.costs.cluster import Cluster, Device, Level, slowest_device
+from shardwise.costs.cluster_notes import MEASURE, print_note_once
 from shardwise.costs.kernels import MOVES, PRODUCTS
-from shardwise.costs.said import MEASURE, say_once
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
 from shardwise.errors import ShardwiseError, page, problem
 from shardwise.hosts import read_hostfile, read_rank_table
-from shardwise.texts import MAX_DEVICES, check_texts, is_line, read_text, shown
+from shardwise.untrusted_text import MAX_DEVICES, check_texts, is_line, read_text, shorten_repr
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange")
@@ -75,8 +75,8 @@ def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
         try:
             content = _content(read_text(text, _MOST_BYTES), text)
             cluster = _cluster(content, text)
-            if lacking := assumed(content):
-                say_once(f"{text} says nothing of {'; '.join(lacking)}; {MEASURE}")
+            if lacking := assumed_figures(content):
+                print_note_once(f"{text} says nothing of {'; '.join(lacking)}; {MEASURE}")
         except (OSError, UnicodeDecodeError) as error:
             raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="give its path")) from error
     else:
@@ -101,7 +101,7 @@ def _bundled(name: str) -> Cluster:
     sized = None if name in families() else _SIZED.fullmatch(name)
     chosen = sized["family"] if sized else name
     if chosen not in families():
-        what = f"there is no cluster {shown(name)}"
+        what = f"there is no cluster {shorten_repr(name)}"
         facts = [("bundled", ", ".join(families()))]
         raise ShardwiseError(problem(what, facts=facts, fix="name one (h100-16x8: 16 nodes of 8), or a .toml file"))
     largest = family(chosen)
@@ -135,7 +135,7 @@ def on_hosts(cluster: Cluster, path: str | Path) -> Cluster:
 
 
 @dataclass
-class _Reader:
+class _FigureReader:
     """Takes figures out of the tables of a file and collects whatever is wrong with them."""
 
     path: str
@@ -153,9 +153,9 @@ class _Reader:
             return float("nan")
         least, most = RANGES[unit]
         if number and not least <= number <= most:
-            self.complain(where, f"{shown(value)} is not between {least:g} and {most:g} {unit}".rstrip())
+            self.complain(where, f"{shorten_repr(value)} is not between {least:g} and {most:g} {unit}".rstrip())
         if number == 0 and not may_be_zero:
-            self.complain(where, f"{shown(value)} is not positive")
+            self.complain(where, f"{shorten_repr(value)} is not positive")
         return number
 
     def figures(
@@ -206,7 +206,7 @@ class _Reader:
     def text(self, table: Mapping[str, Any], key: str, where: str) -> str:
         entry = table.get(key)
         if not isinstance(entry, str) or not entry or not is_line(entry, _LONGEST_NAME):
-            what = f"{shown(entry)} is not a name: one line of at most {_LONGEST_NAME} characters"
+            what = f"{shorten_repr(entry)} is not a name: one line of at most {_LONGEST_NAME} characters"
             self.complain(f"{where}.{key}".lstrip("."), "is missing" if entry is None else what)
             return ""
         return entry
@@ -214,13 +214,17 @@ class _Reader:
     def source(self, entry: object, where: str) -> str:
         """Where a figure comes from: a text, or a number or date."""
         if isinstance(entry, (dict, list)):
-            self.complain(where, f"{shown(entry)} is not a text")
-        return str(entry) if isinstance(entry, str) else shown(entry)
+            self.complain(where, f"{shorten_repr(entry)} is not a text")
+        return str(entry) if isinstance(entry, str) else shorten_repr(entry)
 
     def count(self, table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
         entry = table.get(key, default)
         if isinstance(entry, bool) or not isinstance(entry, int) or not 1 <= entry <= MAX_DEVICES:
-            what = "is missing" if entry is None else f"{shown(entry)} is not a whole number from 1 to {MAX_DEVICES}"
+            what = (
+                "is missing"
+                if entry is None
+                else f"{shorten_repr(entry)} is not a whole number from 1 to {MAX_DEVICES}"
+            )
             self.complain(f"{where}.{key}", what)
             return 1
         return entry
@@ -228,7 +232,7 @@ class _Reader:
     def flag(self, table: Mapping[str, Any], key: str, where: str) -> bool:
         entry = table.get(key, False)
         if not isinstance(entry, bool):
-            self.complain(f"{where}.{key}", f"{shown(entry)} is neither true nor false")
+            self.complain(f"{where}.{key}", f"{shorten_repr(entry)} is neither true nor false")
         return bool(entry)
 
     def unknown(self, table: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -250,7 +254,7 @@ class _Reader:
 
 def _key(name: str) -> str:
     """A name of a file as messages show it."""
-    return name if is_line(name, 60) else shown(name)
+    return name if is_line(name, 60) else shorten_repr(name)
 
 
 def _content(text: str, path: str) -> dict[str, Any]:
@@ -280,7 +284,7 @@ def parse(text: str, path: str = "cluster.toml") -> Cluster:
 
 
 def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
-    reader = _Reader(path)
+    reader = _FigureReader(path)
     reader.unknown(content, {"name", "price_per_hour", "device", "devices", "levels", "sources", "measured"}, "")
     name = reader.text(content, "name", "")
     price = reader.figure(content.get("price_per_hour", 0.0), "", "price_per_hour", may_be_zero=True)
@@ -304,10 +308,10 @@ def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
     for device, count in counted:
         kinds[device.name] = kinds.get(device.name, 0) + count
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
-    return Cluster(name, slowest([device for device, _ in counted]), levels, mixed, price, sources)
+    return Cluster(name, slowest_device([device for device, _ in counted]), levels, mixed, price, sources)
 
 
-def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, int]]:
+def _devices(reader: _FigureReader, content: Mapping[str, Any]) -> list[tuple[Device, int]]:
     """The devices of ``[device]`` or ``[[devices]]`` with their counts; a count is 0 where all are of one kind."""
     if ("device" in content) == ("devices" in content):
         both = "both [device] and [[devices]] are there" if "device" in content else "[device] is missing"
@@ -324,7 +328,7 @@ def _devices(reader: _Reader, content: Mapping[str, Any]) -> list[tuple[Device, 
     ]
 
 
-def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
+def _device(reader: _FigureReader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
     known = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", *_DEVICE_KEYS} | (
         also or set()
     )
@@ -362,17 +366,17 @@ def _device(reader: _Reader, table: Mapping[str, Any], where: str, also: set[str
     return _with_memory(reader, device, where)
 
 
-def _like(reader: _Reader, table: Mapping[str, Any], key: str, where: str) -> Device | None:
+def _like(reader: _FigureReader, table: Mapping[str, Any], key: str, where: str) -> Device | None:
     """The bundled device that a key names, or None."""
     if key not in table:
         return None
     if isinstance(table[key], str) and table[key] in families():
         return family(table[key]).device
-    reader.complain(f"{where}.{key}", f"{shown(table[key])} is not one of {', '.join(families())}")
+    reader.complain(f"{where}.{key}", f"{shorten_repr(table[key])} is not one of {', '.join(families())}")
     return None
 
 
-def _with_memory(reader: _Reader, device: Device, where: str) -> Device:
+def _with_memory(reader: _FigureReader, device: Device, where: str) -> Device:
     """The device, of which some memory must be left for plans."""
     if device.memory_bytes and device.usable_bytes <= 0:
         reserve, whole = format_quantity(device.reserve_bytes, "B"), format_quantity(device.memory_bytes, "B")
@@ -380,7 +384,7 @@ def _with_memory(reader: _Reader, device: Device, where: str) -> Device:
     return device
 
 
-def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
+def _level(reader: _FigureReader, table: Mapping[str, Any], where: str) -> Level:
     reader.unknown(
         table,
         {
@@ -416,11 +420,11 @@ def _level(reader: _Reader, table: Mapping[str, Any], where: str) -> Level:
     )
 
 
-def _lines(reader: _Reader, table: Mapping[str, Any], where: str) -> tuple[tuple[str, int, float, float], ...]:
+def _lines(reader: _FigureReader, table: Mapping[str, Any], where: str) -> tuple[tuple[str, int, float, float], ...]:
     """``"all_reduce over 4" = ["30 us", "150 GB/s"]``: latency, and bytes of the message per second."""
     parsed: list[tuple[str, int, float, float]] = []
     for key, value in reader.table(table, "lines", where).items():
-        match, place = _LINE.fullmatch(key), f"{where}.lines.{shown(key)}"
+        match, place = _LINE.fullmatch(key), f"{where}.lines.{shorten_repr(key)}"
         if match is None or match["kind"] not in KINDS or not isinstance(value, list) or len(value) != 2:
             reader.complain(place, 'is not like "all_reduce over 4" = ["30 us", "150 GB/s"]')
             continue

@@ -125,7 +125,7 @@ class Links:
         """(seconds, seconds per byte) of each algorithm."""
         algorithms = self._known.get((kind, axes))
         if algorithms is None:
-            algorithms = self._known[kind, axes] = affines(kind, self.cluster.levels, self.span(axes))
+            algorithms = self._known[kind, axes] = affine_terms(kind, self.cluster.levels, self.span(axes))
         return algorithms
 
     def span(self, axes: Iterable[str]) -> Span:
@@ -228,7 +228,7 @@ def share_sent(kind: str, num_members: int) -> float:
     return _PASSES.get(kind, 1) * (num_members - 1) / num_members
 
 
-def affines(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, ...]:
+def affine_terms(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, ...]:
     """(seconds, seconds per byte) of each algorithm that a group may use for a kind of collective."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")

@@ -22,12 +22,12 @@ from math import prod
 import torch
 
 from shardwise.costs.cluster import Device
-from shardwise.costs.flops import flops_of, seen_by
-from shardwise.costs.kernels import READ_ROWS, Called, Work, kernel_seconds, work_of
+from shardwise.costs.flops import flops_of, unmasked_share
+from shardwise.costs.kernels import READ_ROWS, KernelCall, KernelWork, kernel_seconds, work_of
 from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
 from shardwise.graph.schema import operator_name
 from shardwise.programs.forms import Form
-from shardwise.programs.vjp import Call, Kernel, Kinds, needed_kernels
+from shardwise.programs.vjp import Call, Kernel, VjpCache, needed_kernels
 
 aten = torch.ops.aten
 
@@ -42,8 +42,8 @@ class Profile:
     """The kernels of an operator on whole values, and the sizes that they were traced for: FLOPs of the call, bytes of
     its operands and results."""
 
-    forward: tuple[Work, ...]
-    backward: tuple[Work, ...]
+    forward: tuple[KernelWork, ...]
+    backward: tuple[KernelWork, ...]
     flops: float
     num_bytes: float
 
@@ -60,7 +60,7 @@ def forward_seconds(
     if adds_bias(op, operands):
         return 0.0
     if is_one_kernel(device, op):
-        work = Work(ONE_KERNEL[op.target], num_bytes=_num_bytes(operands, results, shapes))
+        work = KernelWork(ONE_KERNEL[op.target], num_bytes=_num_bytes(operands, results, shapes))
         return max(kernel_seconds(device, work), device.launch)
     profile = profile_of(op, operands, results)
     return _seconds(device, op, profile, profile.forward, operands, results, shapes)
@@ -78,7 +78,7 @@ def backward_seconds(
         return 0.0
     if is_one_kernel(device, op):
         num_bytes = _num_bytes(operands, results, shapes) + _num_bytes((), results, ((), shapes[1]))
-        work = Work(f"{ONE_KERNEL[op.target]}_backward", num_bytes=num_bytes)
+        work = KernelWork(f"{ONE_KERNEL[op.target]}_backward", num_bytes=num_bytes)
         return max(kernel_seconds(device, work), device.launch)
     profile = profile_of(op, operands, results)
     return _seconds(device, op, profile, profile.backward, operands, results, shapes)
@@ -86,7 +86,7 @@ def backward_seconds(
 
 def adds_bias(op: Op, operands: Sequence[Value]) -> bool:
     """Whether the operator adds a vector along the last dim, as linear layers add their biases: inside of the product
-    (``programs.linears``), where it takes no time."""
+    (``programs.fuse_bias``), where it takes no time."""
     if op.target is not aten.add.Tensor or op.kwargs or len(operands) != 2:
         return False
     vector, other = sorted(operands, key=lambda value: len(value.shape))
@@ -104,7 +104,7 @@ def _seconds(
     device: Device,
     op: Op,
     profile: Profile,
-    kernels: tuple[Work, ...],
+    kernels: tuple[KernelWork, ...],
     operands: Sequence[Value],
     results: Sequence[Value],
     shapes: tuple[Sequence[Shape], Sequence[Shape]],
@@ -114,7 +114,7 @@ def _seconds(
     flops = flops_of(op, tuple(shapes[0]), tuple(shapes[1])) / profile.flops if profile.flops else 1.0
     if op.target == aten.scaled_dot_product_attention.default and profile.flops:
         whole = [value.shape for value in operands]
-        flops *= seen_by(op, *shapes[0][:2]) / seen_by(op, *whole[:2])
+        flops *= unmasked_share(op, *shapes[0][:2]) / unmasked_share(op, *whole[:2])
     zeroed = prod(shapes[0][0]) / max(operands[0].numel, 1) if rows else size
     return sum(max(kernel_seconds(device, work.scaled(size, flops, zeroed)), device.launch) for work in kernels)
 
@@ -143,17 +143,17 @@ def profile_of(op: Op, operands: Sequence[Value], results: Sequence[Value]) -> P
 
 
 @lru_cache(maxsize=1)
-def _kinds() -> Kinds:
-    return Kinds()
+def _kinds() -> VjpCache:
+    return VjpCache()
 
 
 @lru_cache(maxsize=16384)
 def traced_profile(
     call: Call, operands: tuple[Form, ...], results: tuple[Form, ...], needed: tuple[bool, ...]
 ) -> Profile:
-    whole = work_of(Called(*call), operands, results)
+    whole = work_of(KernelCall(*call), operands, results)
     num_bytes = float(sum(form.num_bytes for form in (*operands, *results)[_skipped(call) :]))
-    flops = float(flops_of(Called(*call), tuple(f.shape for f in operands), tuple(f.shape for f in results)))
+    flops = float(flops_of(KernelCall(*call), tuple(f.shape for f in operands), tuple(f.shape for f in results)))
     try:
         forward = _kinds().forward(call, operands)
         cotangents = tuple(
@@ -178,7 +178,7 @@ def _skipped(call: Call) -> int:
     return 1 if operator_name(call[0]) in READ_ROWS else 0
 
 
-def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[Work, ...]:
+def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
     """What kernels do, in order. ``forms``: of what they read; those of what they make are added."""
     works = []
     for kernel in kernels:
@@ -187,12 +187,12 @@ def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[Work, ...
             operands = [forms[name] for name in kernel.operands]
             written = [forms[name] for name in kernel.writes]
             works.append(
-                work_of(Called(kernel.target, kernel.args, kernel.kwargs), operands, [*kernel.forms, *written])
+                work_of(KernelCall(kernel.target, kernel.args, kernel.kwargs), operands, [*kernel.forms, *written])
             )
     return tuple(works)
 
 
-def assumed_backward(whole: Work, operands: Sequence[Form]) -> tuple[Work, ...]:
+def assumed_backward(whole: KernelWork, operands: Sequence[Form]) -> tuple[KernelWork, ...]:
     """Backward of what cannot be traced, where this is forward."""
     if not whole.flops:
         return (whole,)

@@ -18,8 +18,8 @@ from typing import Any
 
 from shardwise.costs.cluster import Cluster, Device, Level
 from shardwise.costs.cluster_file import family
-from shardwise.costs.collectives import Span, affines, num_steps, share_sent
-from shardwise.costs.kernels import PRODUCTS, ROWS_BACKWARD, Work, kernel_seconds
+from shardwise.costs.collectives import Span, affine_terms, num_steps, share_sent
+from shardwise.costs.kernels import PRODUCTS, ROWS_BACKWARD, KernelWork, kernel_seconds
 from shardwise.costs.units import Figures, format_quantity
 
 _MOST_POINTS = 40  # that a line is fitted to
@@ -59,7 +59,7 @@ class CollectiveTime:
 class KernelTime:
     """Seconds of a kernel of a kind that has a figure of its own (``Device.kernels``)."""
 
-    work: Work
+    work: KernelWork
     seconds: float
 
 
@@ -101,7 +101,7 @@ class Measurements:
                     CollectiveTime(**{**entry, "units": tuple(entry["units"])}) for entry in content["collectives"]
                 ),
                 "kernels": tuple(
-                    KernelTime(Work(**entry["work"]), entry["seconds"]) for entry in content.get("kernels", ())
+                    KernelTime(KernelWork(**entry["work"]), entry["seconds"]) for entry in content.get("kernels", ())
                 ),
             }
         )
@@ -342,7 +342,7 @@ def residuals(cluster: Cluster, measured: Measurements) -> tuple[Residual, ...]:
         size = kernel.work.flops or kernel.work.num_bytes
         result.append(Residual(kernel.work.kind, size, kernel.seconds, kernel_seconds(device, kernel.work)))
     for time in measured.collectives:
-        algorithms = affines(time.kind, cluster.levels, Span(time.units))
+        algorithms = affine_terms(time.kind, cluster.levels, Span(time.units))
         seconds = min(fixed + slope * time.num_bytes for fixed, slope in algorithms)
         spread = " x ".join(str(units) for units in time.units[:-1])
         result.append(Residual(f"{time.kind} over {spread}", time.num_bytes, time.seconds, seconds))

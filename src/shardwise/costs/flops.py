@@ -2,8 +2,8 @@
 
 Counted are the multiplications and additions of one forward call, from the shapes of its operands and results, so that
 the same formula serves the whole operator and the part of one device. A causal mask is not credited, except in
-``done_by``, which counts what a kernel does, those of backward included. Element-wise operators, reductions and copies
-are not counted: they are bound by memory.
+``kernel_flops``, which counts what a kernel does, those of backward included. Element-wise operators, reductions and
+copies are not counted: they are bound by memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from math import prod
 
 import torch
 
+from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
 from shardwise.graph.einsum import terms_of
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.schema import AnyCall, arguments, operator_name
-from shardwise.graph.within import ATTENTION_WITHIN, num_pairs
 from shardwise.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -36,13 +36,13 @@ def flops_of(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 0 if count is None else count(op, operands, results)
 
 
-def seen_by(call: AnyCall, query: tuple[int, ...], key: tuple[int, ...]) -> float:
+def unmasked_share(call: AnyCall, query: tuple[int, ...], key: tuple[int, ...]) -> float:
     """The share of its scores that attention computes: under a causal mask half of them, but all where the queries are
     the last part of a sequence whose keys are whole (that device is waited for)."""
     return 0.5 if arguments(call).get("is_causal") and query[-2] == key[-2] else 1.0
 
 
-def done_by(call: AnyCall, operands: Shapes, results: Shapes) -> float:
+def kernel_flops(call: AnyCall, operands: Shapes, results: Shapes) -> float:
     """The operations of a kernel of forward or backward, of which causal attention leaves out what it does not see."""
     name = operator_name(call.target)
     if "_attention" in name:
@@ -50,7 +50,7 @@ def done_by(call: AnyCall, operands: Shapes, results: Shapes) -> float:
         query, key = operands[1:3] if backward else operands[:2]
         value = operands[3 if backward else 2]
         products = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-        return products * seen_by(call, query, key) * (ATTENTION_BACKWARD if backward else 1.0)
+        return products * unmasked_share(call, query, key) * (ATTENTION_BACKWARD if backward else 1.0)
     if call.target == aten.convolution_backward.default:
         named = arguments(call)
         result, places, weight = operands[:3]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from shardwise.costs.pricing import conversion_seconds, priced_call
 from shardwise.costs.routing import Router
-from shardwise.costs.saved import Saved, saved_by
+from shardwise.costs.saved_for_backward import Saved, saved_for_backward
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.programs.lower import PlacedOp, lower
 from shardwise.programs.spmd import Builder, gradient_free
-from shardwise.programs.steps import Step
+from shardwise.programs.spmd_steps import OpStep
 from shardwise.rules.rule import OpRule
 
 
@@ -49,11 +49,11 @@ class Fragments:
         for item in items:
             builder.add(item)
         # Operands that an operator inside keeps; those that the whole operator keeps are counted where they come from.
-        whole = saved_by(op, [self.graph.by_name[name] for name in op.operands])
+        whole = saved_for_backward(op, [self.graph.by_name[name] for name in op.operands])
         outside = {op.operands[i] for i in whole.operands}
         compute = exposed = kept = 0.0
         for step in builder.steps:
-            if isinstance(step, Step):
+            if isinstance(step, OpStep):
                 compute += prices.operator(*priced_call(step, small))
                 kept += self._kept_bytes(step, small) + self._kept_operands(op, step, small, outside)
             else:
@@ -83,12 +83,12 @@ class Fragments:
             taken[name] = only if self.graph.by_name[name].requires_grad else gradient_free(only)
         return taken
 
-    def _kept_operands(self, op: Op, step: Step, graph: Graph, counted: set[str]) -> float:
+    def _kept_operands(self, op: Op, step: OpStep, graph: Graph, counted: set[str]) -> float:
         """Bytes of the operands of ``op`` that one operator inside its lowering keeps. Those in ``counted`` are counted
         already; what this counts is added to them."""
         inner = step.placed.op
         values = [graph.by_name[name] for name in inner.operands]
-        saved = saved_by(inner, values)
+        saved = saved_for_backward(inner, values)
         total = 0.0
         for i in saved.operands:
             name = inner.operands[i]
@@ -97,14 +97,14 @@ class Fragments:
                 total += step.operand_layouts[i].max_local_numel * values[i].dtype.itemsize
         return total
 
-    def _kept_bytes(self, step: Step, graph: Graph) -> float:
+    def _kept_bytes(self, step: OpStep, graph: Graph) -> float:
         """Bytes that one operator inside a lowering keeps for backward, values of the lowering included."""
         op = step.placed.op
         values = [graph.by_name[name] for name in op.operands]
         outputs = [graph.by_name[name] for name in op.results]
         saved = self._saved.get(op.name)
         if saved is None:
-            saved = self._saved[op.name] = saved_by(op, values)
+            saved = self._saved[op.name] = saved_for_backward(op, values)
         total = 0.0
         for i in saved.operands:
             if op.operands[i] not in self.graph.by_name:

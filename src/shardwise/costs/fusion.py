@@ -18,7 +18,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from shardwise.costs.kernels import PRODUCTS, Called, Work, work_of
+from shardwise.costs.kernels import PRODUCTS, KernelCall, KernelWork, work_of
 from shardwise.graph.ir import Ref
 from shardwise.programs.forms import Form
 
@@ -26,7 +26,7 @@ _BY_THEMSELVES = {"scatter", *PRODUCTS}
 _LEAST_BYTES = 2**16  # of a value that two kernels are joined for because both read it
 
 
-def fused_works(module: fx.GraphModule) -> tuple[Work, ...]:
+def fused_works(module: fx.GraphModule) -> tuple[KernelWork, ...]:
     """The kernels of a graph whose nodes have their fake tensors as ``meta["val"]``."""
     return _Fusion(module.graph).run()
 
@@ -36,12 +36,12 @@ class _Fusion:
     graph: fx.Graph
     depth: dict[fx.Node, int] = field(default_factory=dict)
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of a view: what it looks at
-    alone: dict[fx.Node, Work] = field(default_factory=dict)
+    alone: dict[fx.Node, KernelWork] = field(default_factory=dict)
     members: list[fx.Node] = field(default_factory=list)
     columns: set[fx.Node] = field(default_factory=set)
     rows: set[fx.Node] = field(default_factory=set)
 
-    def run(self) -> tuple[Work, ...]:
+    def run(self) -> tuple[KernelWork, ...]:
         joined = nx.Graph()
         readers: dict[tuple[fx.Node, int, bool], fx.Node] = {}
         for node in self.graph.nodes:
@@ -80,13 +80,13 @@ class _Fusion:
     def _origin(self, node: fx.Node) -> fx.Node:
         return self.root.get(node, node)
 
-    def _work_of(self, group: set[fx.Node]) -> Work:
+    def _work_of(self, group: set[fx.Node]) -> KernelWork:
         """One pass over what a group reads from outside and what others read of it."""
         read = {self._origin(operand) for node in group for operand in node.all_input_nodes} - group
         written = [node for node in group if any(user not in group for user in self._users(node))]
         num_bytes = sum(map(_num_bytes, (*read, *written)))
         kind = "column_reduction" if group & self.columns else "fused_reduction" if group & self.rows else ""
-        return Work(kind, num_bytes=float(num_bytes))
+        return KernelWork(kind, num_bytes=float(num_bytes))
 
     def _users(self, node: fx.Node) -> Iterable[fx.Node]:
         """What reads a value, views of it looked through."""
@@ -107,11 +107,11 @@ def _num_bytes(node: fx.Node) -> int:
     return sum(form.num_bytes for form in _forms(node) if prod(form.shape))
 
 
-def _work(node: fx.Node) -> Work:
+def _work(node: fx.Node) -> KernelWork:
     def ref(operand: fx.Node) -> Any:
         return Ref(operand.name)
 
     args = fx.map_arg(node.args, ref)
     kwargs = tuple((key, fx.map_arg(value, ref)) for key, value in node.kwargs.items())
     operands = [form for operand in node.all_input_nodes for form in _forms(operand)]
-    return work_of(Called(node.target, tuple(args), kwargs), operands, _forms(node))
+    return work_of(KernelCall(node.target, tuple(args), kwargs), operands, _forms(node))

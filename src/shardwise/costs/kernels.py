@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.costs.cluster import Device
-from shardwise.costs.flops import done_by
+from shardwise.costs.flops import kernel_flops
 from shardwise.graph.ir import Arg, Ref
 from shardwise.graph.schema import arguments, operator_name
 from shardwise.programs.forms import Form
@@ -110,7 +110,7 @@ _KIND_OF = {
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """What a kernel does. ``flops``: of a product; ``num_bytes``: read and written; ``scalars``: elements that go one
     by one; ``rows``: query rows of all heads of attention; ``dtype``: of the first operand, in which a product is
     computed (a name of ``Device.flops``); ``written``: bytes that are set to zero first; ``channels``: of the input of
@@ -126,7 +126,7 @@ class Work:
     channels: int = _LEAST_CHANNELS
     made: float = 0.0
 
-    def scaled(self, size: float, flops: float, written: float) -> Work:
+    def scaled(self, size: float, flops: float, written: float) -> KernelWork:
         """The same kernel on other sizes: by which factors bytes, FLOPs and what is zeroed change."""
         return replace(
             self,
@@ -140,11 +140,11 @@ class Work:
 
 
 @runtime_checkable
-class Priced(Protocol):
+class PricedKernel(Protocol):
     """A target of an instruction that knows its kernels: a compiled section."""
 
     @property
-    def works(self) -> tuple[Work, ...]: ...
+    def works(self) -> tuple[KernelWork, ...]: ...
 
 
 @lru_cache(maxsize=4096)
@@ -158,7 +158,7 @@ def is_view(target: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class KernelCall:
     """A call as ``costs.flops`` reads it."""
 
     target: Any
@@ -166,7 +166,7 @@ class Called:
     kwargs: tuple[tuple[str, Arg], ...]
 
 
-def work_of(call: Called, operands: Sequence[Form], results: Sequence[Form]) -> Work:
+def work_of(call: KernelCall, operands: Sequence[Form], results: Sequence[Form]) -> KernelWork:
     """The work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch only what
     it moves is known."""
     return replace(
@@ -174,44 +174,50 @@ def work_of(call: Called, operands: Sequence[Form], results: Sequence[Form]) -> 
     )
 
 
-def _work_of(call: Called, operands: Sequence[Form], results: Sequence[Form]) -> Work:
+def _work_of(call: KernelCall, operands: Sequence[Form], results: Sequence[Form]) -> KernelWork:
     shapes = tuple(form.shape for form in operands), tuple(form.shape for form in results)
     num_bytes = float(sum(form.num_bytes for form in (*operands, *results)))
     if not isinstance(call.target, OpOverload):
-        return Work(num_bytes=num_bytes)
+        return KernelWork(num_bytes=num_bytes)
     name = operator_name(call.target)
     dtype = next((DTYPE_NAMES[form.dtype] for form in operands if form.dtype in DTYPE_NAMES), "f32")
-    if flops := done_by(call, *shapes):
+    if flops := kernel_flops(call, *shapes):
         return _product(name, call, shapes[0], flops, num_bytes, dtype)
     if name.startswith("nll_loss"):  # picks a number of each row, and fills what it makes in backward
         labels = sum(float(form.num_bytes) for form in operands if not form.dtype.is_floating_point)
-        return Work(num_bytes=2 * labels, written=float(results[0].num_bytes) if name.endswith("backward") else 0.0)
+        return KernelWork(
+            num_bytes=2 * labels, written=float(results[0].num_bytes) if name.endswith("backward") else 0.0
+        )
     if name in _ADD_ROWS:
         table = float(results[0].num_bytes) if results else 0.0
-        return Work("scatter", num_bytes=2 * max((float(f.num_bytes) for f in operands), default=0.0), written=table)
+        return KernelWork(
+            "scatter", num_bytes=2 * max((float(f.num_bytes) for f in operands), default=0.0), written=table
+        )
     if name in READ_ROWS and operands and results:
         num_bytes += float(results[0].num_bytes) - float(operands[0].num_bytes)
-        return Work(num_bytes=num_bytes)
+        return KernelWork(num_bytes=num_bytes)
     if name in _REDUCTIONS and operands and results and results[0].shape != operands[0].shape:
         kept = bool(results[0].shape) and results[0].shape[-1:] == operands[0].shape[-1:]
-        return Work("column_reduction" if kept else "reduction", num_bytes=num_bytes)
+        return KernelWork("column_reduction" if kept else "reduction", num_bytes=num_bytes)
     kind = _KIND_OF.get(name, "")
-    return Work(kind, num_bytes=num_bytes, scalars=0.0 if kind else _scalars(name, operands, results), dtype=dtype)
+    return KernelWork(
+        kind, num_bytes=num_bytes, scalars=0.0 if kind else _scalars(name, operands, results), dtype=dtype
+    )
 
 
 def _product(
-    name: str, call: Called, operands: tuple[tuple[int, ...], ...], flops: float, num_bytes: float, dtype: str
-) -> Work:
+    name: str, call: KernelCall, operands: tuple[tuple[int, ...], ...], flops: float, num_bytes: float, dtype: str
+) -> KernelWork:
     backward = "_backward" if name.endswith("backward") else ""
     if "attention" in name:
         named = arguments(call)
         masked = "masked_" if isinstance(named.get("attn_mask", named.get("attn_bias")), Ref) else ""
         query = operands[1 if backward else 0]
-        return Work(f"{masked}attention{backward}", flops, num_bytes, rows=float(prod(query[:-1])), dtype=dtype)
+        return KernelWork(f"{masked}attention{backward}", flops, num_bytes, rows=float(prod(query[:-1])), dtype=dtype)
     if "conv" not in name:
-        return Work("", flops, num_bytes, dtype=dtype)
+        return KernelWork("", flops, num_bytes, dtype=dtype)
     weight = operands[2 if backward else 1]
-    return Work(f"convolution{backward}", flops, num_bytes, dtype=dtype, channels=min(weight[1], _LEAST_CHANNELS))
+    return KernelWork(f"convolution{backward}", flops, num_bytes, dtype=dtype, channels=min(weight[1], _LEAST_CHANNELS))
 
 
 def _scalars(name: str, operands: Sequence[Form], results: Sequence[Form]) -> float:
@@ -238,7 +244,7 @@ def is_dense(form: Form) -> bool:
     return True
 
 
-def kernel_seconds(device: Device, work: Work) -> float:
+def kernel_seconds(device: Device, work: KernelWork) -> float:
     """Seconds that a kernel keeps a device busy."""
     share = device.kernels.get(work.kind, 0.0)
     bandwidth = device.bytes_per_second()

@@ -40,7 +40,7 @@ class Peak:
 STAYING: tuple[Category, ...] = ("parameters", "gradients", "optimizer states", "inputs")
 
 
-def stays_at(peak: Peak) -> int:
+def static_bytes(peak: Peak) -> int:
     """Bytes of a peak that are no micro-batch's saved values and not there for a moment."""
     return sum(peak.parts.get(name, 0) for name in STAYING)
 
@@ -55,7 +55,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class LedgerTensor:
     """A tensor, and the storage that it is (a view on)."""
 
     form: Form

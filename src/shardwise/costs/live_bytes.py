@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwise.modes import DispatchMode
+from shardwise.dispatch_mode import DispatchMode
 
 
 class LiveBytes(DispatchMode):

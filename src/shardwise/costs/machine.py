@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.costs import probe
-from shardwise.costs.cluster import Cluster, Device, Level, slowest
+from shardwise.costs.cluster import Cluster, Device, Level, slowest_device
 from shardwise.costs.cluster_file import family
-from shardwise.costs.said import MEASURE, say_once
+from shardwise.costs.cluster_notes import MEASURE, print_note_once
 from shardwise.costs.units import format_quantity
 from shardwise.errors import ShardwiseError, problem
 
@@ -58,7 +58,7 @@ def local(num_devices: int) -> Cluster:
         raise ShardwiseError(problem(what, fix="such as 8, or a cluster by name: h100-1x8"))
     gpus = probe.gpus()
     cluster, assumed = _of_gpus(gpus, num_devices) if gpus else _of_cpus(num_devices)
-    say_once(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {MEASURE}")
+    print_note_once(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {MEASURE}")
     return cluster.renamed("local")
 
 
@@ -126,7 +126,7 @@ def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list
         "levels.node.bandwidth": link,
     }
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
-    return Cluster("local", slowest(devices), tuple(levels), mixed, sources=tuple(sources.items())), assumed
+    return Cluster("local", slowest_device(devices), tuple(levels), mixed, sources=tuple(sources.items())), assumed
 
 
 def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, assumed: list[str]) -> Device:

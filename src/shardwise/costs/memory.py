@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.costs.ledger import STAYING, Category, Ledger, Peak, Storage, Tensor, stays_at
-from shardwise.costs.message_memory import Flight, Messages, parts_of, stages_of
-from shardwise.costs.optimizers import states_of, temporary_bytes, waits_on_host
+from shardwise.costs.ledger import STAYING, Category, Ledger, LedgerTensor, Peak, Storage, static_bytes
+from shardwise.costs.message_memory import Flight, MessageLedger, parts_of, stages_of
+from shardwise.costs.optimizers import is_on_host, states_of, temporary_bytes
 from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
-from shardwise.programs.constants import with_constants_apart
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.grad_accum_program import GradAccumProgram, repeated
+from shardwise.programs.hoist_constants import with_constants_apart
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction
-from shardwise.programs.once import Repeated, repeated
 from shardwise.programs.program import busiest_rank, localize
-from shardwise.programs.rank_program import Program
-from shardwise.programs.spmd import Spmd
-from shardwise.programs.state_groups import state_groups, waits
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.state_groups import is_offloaded, state_groups
+from shardwise.programs.vjp import VjpCache
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
     backward at the end of forward; ``host_bytes``: what waits in the memory of the host, not in the device's, of that
     and of the optimizer's states; ``over``: the most at every operator in turn, where that was asked for; ``held``:
@@ -42,60 +42,60 @@ class Memory:
     @property
     def rests(self) -> dict[str, int]:
         """What a stage holds between two micro-batches, with one saved, by category: no more than while it works."""
-        fullest = max(self.peak_of.values(), key=stays_at)
+        fullest = max(self.peak_of.values(), key=static_bytes)
         stays: dict[str, int] = {name: fullest.parts.get(name, 0) for name in STAYING}
         return {**stays, "saved": min(self.kept_bytes, self.peak.num_bytes - sum(stays.values()))}
 
 
-def busiest_program(spmd: Spmd, kinds: Kinds) -> Program:
+def busiest_program(spmd: SpmdProgram, kinds: VjpCache) -> RankProgram:
     """The step of the rank that holds most: what memory and time are those of."""
     return differentiate(localize(spmd, busiest_rank(spmd)), kinds)
 
 
-def memory_of(spmd: Spmd, prices: Prices, *, kinds: Kinds | None = None) -> Memory:
+def memory_of(spmd: SpmdProgram, prices: Prices, *, kinds: VjpCache | None = None) -> MemoryEstimate:
     """The memory of a training step of the rank that holds most. ``kinds``: those traced already, which many programs
     of a model share."""
-    return memory_of_program(busiest_program(spmd, kinds or Kinds()), prices)
+    return memory_of_program(busiest_program(spmd, kinds or VjpCache()), prices)
 
 
 def memory_of_program(
-    program: Program, prices: Prices, parts: Parts | None = None, *, over_time: bool = False
-) -> Memory:
+    program: RankProgram, prices: Prices, parts: ProgramParts | None = None, *, over_time: bool = False
+) -> MemoryEstimate:
     """The memory of one rank's training step. ``parts``: those of it, where they are there already; ``over_time``:
     whether to keep what is held at every operator, and not only the most."""
-    parts = parts or Parts.of(program, prices)
+    parts = parts or ProgramParts.of(program, prices)
     ledger = Ledger(over=[] if over_time else None)
     return _Walk(parts.each, prices, parts.constants, parts.once, ledger=ledger).run()
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class ProgramParts:
     """How often a program's parts run. ``constants``: once, ahead of all steps; ``once``: once in a step of several
     passes (None: it is one pass, or does nothing once); ``each``: in every pass."""
 
-    constants: Program
-    once: Repeated | None
-    each: Program
+    constants: RankProgram
+    once: GradAccumProgram | None
+    each: RankProgram
 
     @staticmethod
-    def of(program: Program, prices: Prices) -> Parts:
+    def of(program: RankProgram, prices: Prices) -> ProgramParts:
         once = repeated(program) if prices.passes > 1 and program.spmd.lifetimes.once else None
         divided = with_constants_apart(program if once is None else once.each)
-        return Parts(divided.constants, once, divided.step)
+        return ProgramParts(divided.constants, once, divided.step)
 
 
 @dataclass
 class _Walk:
-    """``constants``: what makes values that stay from step to step (``programs.constants``); ``parts``: what a step of
-    several passes does once, around ``program``, which is a pass."""
+    """``constants``: what makes values that stay from step to step (``programs.hoist_constants``); ``parts``: what a
+    step of several passes does once, around ``program``, which is a pass."""
 
-    program: Program
+    program: RankProgram
     prices: Prices
-    constants: Program
-    parts: Repeated | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    constants: RankProgram
+    parts: GradAccumProgram | None = None
+    tensors: dict[str, LedgerTensor] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    flights: dict[str, tuple[Flight, list[Tensor]]] = field(default_factory=dict)
+    flights: dict[str, tuple[Flight, list[LedgerTensor]]] = field(default_factory=dict)
     host_bytes: int = 0
     sums: dict[str, Storage] = field(default_factory=dict)  # source -> its gradients of earlier passes
 
@@ -104,7 +104,7 @@ class _Walk:
         self.graph = self.spmd.graph
         is_gloo = not self.prices.device.host_bandwidth  # ranks on CPUs
         coordinates = self.spmd.mesh.coordinates(self.program.rank)
-        self.messages = Messages(self.ledger, self.spmd.mesh, coordinates, is_gloo)
+        self.messages = MessageLedger(self.ledger, self.spmd.mesh, coordinates, is_gloo)
         self.parameters = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
         self.fixed = {*self.constants.delivered}
         self.casts = {computed_name(name) for name in self.parameters} | ({*self.program.given} - self.fixed)
@@ -127,7 +127,7 @@ class _Walk:
                 dying.setdefault(index, []).append(name)
         return dying
 
-    def run(self) -> Memory:
+    def run(self) -> MemoryEstimate:
         self._persistent()
         self._once(self.constants.forward, self.fixed)
         if self.parts is not None:
@@ -139,11 +139,11 @@ class _Walk:
         for name in self.program.cotangents:
             if name is not None:
                 form = self.program.forms[name]
-                self._name(name, Tensor(form, self.ledger.new(form.num_bytes)))
+                self._name(name, LedgerTensor(form, self.ledger.new(form.num_bytes)))
         for index, instruction in enumerate(self.program.backward, len(self.program.forward)):
             self._run(index, instruction)
         self._update()
-        return Memory(
+        return MemoryEstimate(
             max(self.ledger.peaks.values(), key=lambda peak: peak.num_bytes),
             self.ledger.peaks,
             kept,
@@ -154,14 +154,14 @@ class _Walk:
 
     def _persistent(self) -> None:
         """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
-        states, on_host = states_of(self.prices.optimizer), waits_on_host(self.prices.optimizer)
+        states, on_host = states_of(self.prices.optimizer), is_on_host(self.prices.optimizer)
         for source in self.graph.sources:
             form = self.program.forms[source.value]
             is_parameter = source.kind == "parameter"
             storage = self.ledger.hold(self.ledger.new(form.num_bytes, "parameters" if is_parameter else "inputs"))
-            self.tensors[source.value] = Tensor(form, storage)
+            self.tensors[source.value] = LedgerTensor(form, storage)
             if is_parameter and source.value in self.graph.updated:
-                away = on_host and waits(form.num_bytes) and self.prices.device.host_bandwidth > 0
+                away = on_host and is_offloaded(form.num_bytes) and self.prices.device.host_bandwidth > 0
                 self.host_bytes += states * form.num_bytes * away
                 self.ledger.hold(self.ledger.new(states * form.num_bytes * (not away), "optimizer states"))
                 if self.prices.passes > 1:  # what earlier passes added up; their sum is what is updated with
@@ -197,14 +197,14 @@ class _Walk:
         for name in self.dying.get(index, ()):
             self._forget(name)
 
-    def _name(self, name: str, tensor: Tensor) -> None:
+    def _name(self, name: str, tensor: LedgerTensor) -> None:
         """A name for a tensor; the storage is what the name is, unless it was something already."""
         storage = self.ledger.hold(tensor.storage)
         category: Category = "saved" if name in self.saved else "gradients" if name in self.gradients else "temporaries"
         category = "parameters" if name in self.casts else "inputs" if name in self.fixed else category
         if storage.category in ("temporaries", "communication") and category != "temporaries":
             self.ledger.recategorize(storage, category)
-        self.tensors[name] = Tensor(self.program.forms.get(name, tensor.form), storage)
+        self.tensors[name] = LedgerTensor(self.program.forms.get(name, tensor.form), storage)
 
     def _forget(self, name: str) -> None:
         tensor = self.tensors.pop(name, None)
@@ -215,7 +215,7 @@ class _Walk:
         self.ledger.note(instruction.workspace)
         for name, form, shared in zip(instruction.results, instruction.forms, instruction.shares, strict=True):
             storage = self.ledger.new(form.num_bytes) if shared is None else self.tensors[shared].storage
-            self._name(name, Tensor(form, storage))
+            self._name(name, LedgerTensor(form, storage))
 
     def _convert(self, instruction: Convert) -> None:
         tensors = [self.tensors[name] for name in instruction.operands]
@@ -230,7 +230,7 @@ class _Walk:
         results = self.messages.through(self.messages.hold(tensors), stages, backward=instruction.backward)
         self._name_results(instruction.results, results)
 
-    def _name_results(self, names: tuple[str, ...], tensors: list[Tensor]) -> None:
+    def _name_results(self, names: tuple[str, ...], tensors: list[LedgerTensor]) -> None:
         for name, tensor in zip(names, tensors, strict=True):
             self._name(name, tensor)
             tensor.storage.owners -= 1  # the name holds it from here
@@ -255,7 +255,7 @@ class _Walk:
         """What is on the host takes nothing of the device, unless that is the host."""
         away = copy.to == "host" and self.prices.device.host_bandwidth > 0
         self.host_bytes += copy.form.num_bytes * away
-        self._name(copy.result, Tensor(copy.form, self.ledger.new(0 if away else copy.form.num_bytes)))
+        self._name(copy.result, LedgerTensor(copy.form, self.ledger.new(0 if away else copy.form.num_bytes)))
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
@@ -272,17 +272,19 @@ class _Walk:
         if self.parts is not None:
             behind = self.parts.behind
             for source, name in self.parts.sums.items():
-                self.tensors[name] = Tensor(behind.forms[name], self.sums[source])
+                self.tensors[name] = LedgerTensor(behind.forms[name], self.sums[source])
             self._once(behind.backward, behind.gradients.values())
         updated = [name for name in self.parameters if name in self.graph.updated]
         if updated:
             self.ledger.op = self.parameters[max(updated, key=lambda name: stored[name])].names[0]
         optimizer, foreach = self.prices.optimizer, self.prices.device.foreach
-        if not waits_on_host(optimizer):
+        if not is_on_host(optimizer):
             self.ledger.note(temporary_bytes(optimizer, [stored[name] for name in updated], foreach=foreach))
             return
         groups = [[stored[name] for name in group] for group in state_groups([(n, stored[n]) for n in updated])]
-        here = [states_of(optimizer) * sum(filter(waits, group)) for group in groups]  # states that came, two groups
+        here = [
+            states_of(optimizer) * sum(filter(is_offloaded, group)) for group in groups
+        ]  # states that came, two groups
         for group, arrived, coming in zip(groups, here, [*here[1:], 0], strict=True):
             states = self.ledger.hold(self.ledger.new(arrived + coming, "optimizer states"))
             self.ledger.note(temporary_bytes(optimizer, group, foreach=foreach))

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.costs.ledger import Ledger, Storage, Tensor
+from shardwise.costs.ledger import Ledger, LedgerTensor, Storage
 from shardwise.layouts.conversions import COLLECTIVES, Move
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.forms import Form
 from shardwise.programs.moves import sharing_buffers
-from shardwise.programs.steps import Conversion
+from shardwise.programs.spmd_steps import Conversion
 
 
 @dataclass
-class Parcel:
+class InFlightBuffer:
     """Some tensors of a message on their way, by position: their buffer, and what is sent."""
 
     tensors: list[int]
@@ -26,11 +26,11 @@ class Parcel:
     sent: Storage | None
 
 
-Flight = list[Parcel]  # a message on its way
+Flight = list[InFlightBuffer]  # a message on its way
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessageLedger:
     """Conversions on the rank at ``coordinates``, written into a ledger. ``on_gloo``: a reduce-scatter is an exchange
     whose rows every rank adds up; of two ranks each adds its own to the other's, where that arrived."""
 
@@ -42,7 +42,9 @@ class Messages:
     def shape(self, layout: Layout) -> tuple[int, ...]:
         return layout.local_shape(self.coordinates)
 
-    def converted(self, tensor: Tensor, conversion: Conversion, *, backward: bool, in_place: bool) -> Tensor:
+    def converted(
+        self, tensor: LedgerTensor, conversion: Conversion, *, backward: bool, in_place: bool
+    ) -> LedgerTensor:
         """A tensor (or cotangent) after the moves of a conversion. Nobody holds the result yet."""
         current: Storage | None = None
         moves = conversion.moves[::-1] if backward else conversion.moves
@@ -61,7 +63,7 @@ class Messages:
             current.owners -= 1  # handed over: whoever asked holds it from here
         return tensor
 
-    def _one_move(self, tensor: Tensor, move: Move, backward: bool, in_place: bool) -> Tensor:
+    def _one_move(self, tensor: LedgerTensor, move: Move, backward: bool, in_place: bool) -> LedgerTensor:
         primitive = _primitive(move, backward)
         after = move.source if backward else move.target
         shape = self.shape(after)
@@ -70,10 +72,10 @@ class Messages:
             return tensor
         if primitive == "slice":
             if _is_narrow(after, move.axes):
-                return Tensor(Form(shape, tensor.form.stride, form.dtype, form.requires_grad), tensor.storage)
-            return Tensor(form, self.ledger.new(form.num_bytes))
+                return LedgerTensor(Form(shape, tensor.form.stride, form.dtype, form.requires_grad), tensor.storage)
+            return LedgerTensor(form, self.ledger.new(form.num_bytes))
         if primitive not in COLLECTIVES:  # zeros around or in place of it; windows
-            return Tensor(form, self.ledger.new(form.num_bytes))
+            return LedgerTensor(form, self.ledger.new(form.num_bytes))
         if primitive == "all_reduce" and in_place and tensor.form.is_contiguous:
             return tensor
         flight = self.launch([tensor], [move], backward)
@@ -81,17 +83,17 @@ class Messages:
         return received
 
     def launch(
-        self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool, *, in_place: bool = False
+        self, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool, *, in_place: bool = False
     ) -> Flight:
         """One message for some tensors; all buffers are held. ``in_place``: it may use the memory of a single one."""
         together = sharing_buffers(moves, self.coordinates, backward=backward, on_gloo=self.on_gloo)
         return [
-            Parcel(own, *self._launch([tensors[i] for i in own], [moves[i] for i in own], backward, in_place))
+            InFlightBuffer(own, *self._launch([tensors[i] for i in own], [moves[i] for i in own], backward, in_place))
             for own in together
         ]
 
     def _launch(
-        self, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool, in_place: bool
+        self, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool, in_place: bool
     ) -> tuple[Storage, Storage | None]:
         """Tensors that share buffers: (what is filled, what is sent)."""
         move = moves[0]
@@ -122,20 +124,24 @@ class Messages:
         self.ledger.note(sent_bytes + received)  # the parts one by one live until the message leaves
         return self.ledger.hold(self.ledger.new(received, "communication")), sent
 
-    def land(self, flight: Flight, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> list[Tensor]:
+    def land(
+        self, flight: Flight, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool
+    ) -> list[LedgerTensor]:
         """The tensors that a message brought, which nobody holds yet."""
         for parcel in flight:
             if parcel.sent is not None:
                 self.ledger.drop(parcel.sent)
-        landed: dict[int, Tensor] = {}
+        landed: dict[int, LedgerTensor] = {}
         for parcel in reversed(flight):
             parts, its_moves = [tensors[i] for i in parcel.tensors], [moves[i] for i in parcel.tensors]
             landed.update(zip(parcel.tensors, self._land(parcel.buffer, parts, its_moves, backward), strict=True))
         return [landed[i] for i in range(len(landed))]
 
-    def _land(self, buffer: Storage, tensors: Sequence[Tensor], moves: Sequence[Move], backward: bool) -> list[Tensor]:
+    def _land(
+        self, buffer: Storage, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool
+    ) -> list[LedgerTensor]:
         """The tensors that a buffer brought."""
-        landed: list[Tensor] = []
+        landed: list[LedgerTensor] = []
         fresh: list[Storage] = []
         size = self.mesh.size_of(moves[0].axes)
         if self.on_gloo and size > 2 and _primitive(moves[0], backward) == "reduce_scatter":
@@ -152,10 +158,10 @@ class Messages:
                 and _is_leading(before, after, move.axes, self.coordinates)
             )
             if alias:
-                landed.append(Tensor(form, buffer))
+                landed.append(LedgerTensor(form, buffer))
             else:
                 fresh.append(self.ledger.hold(self.ledger.new(form.num_bytes)))
-                landed.append(Tensor(form, fresh[-1]))
+                landed.append(LedgerTensor(form, fresh[-1]))
         if fresh:
             self.ledger.drop(buffer)
         else:
@@ -164,12 +170,14 @@ class Messages:
             storage.owners -= 1
         return landed
 
-    def hold(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def hold(self, tensors: Sequence[LedgerTensor]) -> list[LedgerTensor]:
         for tensor in tensors:
             self.ledger.hold(tensor.storage)
         return list(tensors)
 
-    def through(self, tensors: list[Tensor], stages: Iterable[list[Move]], *, backward: bool) -> list[Tensor]:
+    def through(
+        self, tensors: list[LedgerTensor], stages: Iterable[list[Move]], *, backward: bool
+    ) -> list[LedgerTensor]:
         """Tensors that are held, after some stages of a bucket; the results are held instead."""
         for moves in stages:
             if _primitive(moves[0], backward) in COLLECTIVES:

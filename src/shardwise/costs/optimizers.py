@@ -22,7 +22,7 @@ ON_HOST = " on host"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OptimizerMemory:
     """Copies of a parameter, in its dtype: ``states`` that stay; temporaries of foreach (of all parameters);
     ``single``: of the last parameter and of the one that is updated, at the moments when there are most of them.
     ``passes``: how often elements are read or written where an update goes operator by operator."""
@@ -37,28 +37,28 @@ class Held:
 # writes of mul, lerp, addcmul, sqrt, div, add and addcdiv; where none stand here, three times those of one kernel.
 # Defaults of all arguments, but for SGD's momentum. torch has no Lion: as it is usually written, with one temporary, in
 # any variant.
-HELD: Mapping[str, Held] = {
-    "adamw": Held(2, 1, ((1, 2),), 20),
-    "adam": Held(2, 1, ((1, 2),), 18),
-    "nadam": Held(2, 1, ((1, 2),)),
-    "radam": Held(2, 1, ((0, 2),)),
-    "adamax": Held(2, 1, ((0, 1),)),
-    "adadelta": Held(2, 2, ((2, 1), (1, 2))),
-    "adagrad": Held(1, 2, ((1, 1),)),
-    "rmsprop": Held(1, 1, ((1, 1),)),
-    "momentum": Held(1, passes=8),
-    "lion": Held(1, 1, ((0, 1),)),
-    "sgd": Held(0, passes=3),
-    "none": Held(0),
+HELD: Mapping[str, OptimizerMemory] = {
+    "adamw": OptimizerMemory(2, 1, ((1, 2),), 20),
+    "adam": OptimizerMemory(2, 1, ((1, 2),), 18),
+    "nadam": OptimizerMemory(2, 1, ((1, 2),)),
+    "radam": OptimizerMemory(2, 1, ((0, 2),)),
+    "adamax": OptimizerMemory(2, 1, ((0, 1),)),
+    "adadelta": OptimizerMemory(2, 2, ((2, 1), (1, 2))),
+    "adagrad": OptimizerMemory(1, 2, ((1, 1),)),
+    "rmsprop": OptimizerMemory(1, 1, ((1, 1),)),
+    "momentum": OptimizerMemory(1, passes=8),
+    "lion": OptimizerMemory(1, 1, ((0, 1),)),
+    "sgd": OptimizerMemory(0, passes=3),
+    "none": OptimizerMemory(0),
 }
 
 
-def waits_on_host(optimizer: str) -> bool:
+def is_on_host(optimizer: str) -> bool:
     """Whether the states are on the host from step to step."""
     return isinstance(optimizer, str) and optimizer.endswith(ON_HOST)
 
 
-def named(optimizer: str) -> tuple[str, str]:
+def parse_optimizer(optimizer: str) -> tuple[str, str]:
     """The name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
     torch's default on the device. Raises ShardwiseError."""
     if not isinstance(optimizer, str):
@@ -77,20 +77,20 @@ def named(optimizer: str) -> tuple[str, str]:
             f"one of {', '.join(VARIANTS)}, as in '{name} fused', or only the name; then ' on host', where states wait"
         )
         raise ShardwiseError(problem(what, fix=fix))
-    if waits_on_host(optimizer) and not HELD[name].states:
+    if is_on_host(optimizer) and not HELD[name].states:
         raise ShardwiseError(problem(f"{name} has no states to keep on the host", fix=f"optimizer={name!r}"))
     return name, variant
 
 
 def states_of(optimizer: str) -> int:
     """How many states an optimizer keeps per element of a parameter."""
-    return HELD[named(optimizer)[0]].states
+    return HELD[parse_optimizer(optimizer)[0]].states
 
 
 def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) -> int:
     """The most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters, in
     their order; ``foreach``: whether that is the device's default."""
-    name, variant = named(optimizer)
+    name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     if variant == "foreach":
         return need.foreach * sum(num_bytes)
@@ -122,7 +122,7 @@ _PASSES_OF_KERNEL = 2.5
 
 def update_of(optimizer: str, *, foreach: bool) -> Update:
     """What an update does per element. ``foreach``: whether that is the device's default."""
-    name, variant = named(optimizer)
+    name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     once = 3 + 2 * need.states  # parameter, gradient and states are read, parameter and states written
     together = foreach and variant != "single"  # foreach, and fused as well, loop over the parameters on CPUs

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.compute import Shape, backward_seconds, forward_seconds
-from shardwise.costs.kernels import Work, kernel_seconds
-from shardwise.costs.optimizers import named, states_of, update_of, waits_on_host
+from shardwise.costs.kernels import KernelWork, kernel_seconds
+from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of, update_of
 from shardwise.graph.ir import Graph, Op, Value
-from shardwise.programs.state_groups import waits
+from shardwise.programs.state_groups import is_offloaded
 
 # Of the operands and of the results of a call on one device.
 LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
@@ -39,7 +39,7 @@ class Prices:
     bucket_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        named(self.optimizer)
+        parse_optimizer(self.optimizer)
 
     @property
     def device(self) -> Device:
@@ -62,7 +62,7 @@ class Prices:
     @property
     def states_on_device(self) -> int:
         """Of the optimizer's states, those that a device holds from step to step."""
-        on_host = waits_on_host(self.optimizer) and self.device.host_bandwidth
+        on_host = is_on_host(self.optimizer) and self.device.host_bandwidth
         return 0 if on_host else states_of(self.optimizer)
 
     # -- seconds -------------------------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ class Prices:
     def update_kernels(self, value: Value, numel: float) -> float:
         """Of that, the update alone. What it takes to start kernels counts where each parameter has its own."""
         update, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
-        work = Work("update", num_bytes=size * update.passes, scalars=numel * update.scalars)
+        work = KernelWork("update", num_bytes=size * update.passes, scalars=numel * update.scalars)
         seconds = self.kernel(work) + (update.kernels - 1) * self.device.kernel_latency
         return (seconds + update.fresh * self.device.fresh_seconds(size)) / self.passes
 
     def states_moved(self, num_bytes: float) -> float:
         """A pass's share of the seconds in which the states of a parameter of ``num_bytes`` come to the device, while
         those of others leave it; 0 where they are there."""
-        if not waits_on_host(self.optimizer) or not waits(int(num_bytes)):
+        if not is_on_host(self.optimizer) or not is_offloaded(int(num_bytes)):
             return 0.0
         return self.device.host_seconds(states_of(self.optimizer) * num_bytes) / self.passes
 
@@ -134,7 +134,7 @@ class Prices:
             moved += arrives + stored
         return self.moved(numel * moved)
 
-    def kernel(self, work: Work) -> float:
+    def kernel(self, work: KernelWork) -> float:
         """Seconds of one kernel."""
         return kernel_seconds(self.device, work)
 

@@ -15,8 +15,8 @@ from shardwise.costs.prices import LocalShapes, Prices
 from shardwise.graph.ir import Graph, Op, Value
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
-from shardwise.programs.spmd import Spmd, conversions_of
-from shardwise.programs.steps import Conversion, Step
+from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd_steps import Conversion, OpStep
 
 
 def largest_shape(layout: Layout) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def largest_shape(layout: Layout) -> tuple[int, ...]:
     return tuple(prod(-(-atom.size // layout.mesh.size_of(atom.axes)) for atom in dim) for dim in layout.dims)
 
 
-def priced_call(step: Step, graph: Graph) -> tuple[Op, list[Value], list[Value], LocalShapes]:
+def priced_call(step: OpStep, graph: Graph) -> tuple[Op, list[Value], list[Value], LocalShapes]:
     """An operator of a program as ``Prices`` takes it, on the device that holds most."""
     op = step.placed.op
     operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
@@ -59,17 +59,17 @@ class ProgramPrice:
 
 
 def price_program(
-    spmd: Spmd, prices: Prices, free: Container[str] = (), windows: Mapping[str, float] | None = None
+    spmd: SpmdProgram, prices: Prices, free: Container[str] = (), windows: Mapping[str, float] | None = None
 ) -> ProgramPrice:
     """The price of an emitted program. ``free``: operators that depend on no parameter, which every plan makes where
-    they are needed; ``windows``: parameter -> what its messages can hide behind (``costs.windows``; not given: as long
-    as they take). Outputs other than the loss are not priced: a training step does not deliver them."""
+    they are needed; ``windows``: parameter -> what its messages can hide behind (``costs.overlap_windows``; not given:
+    as long as they take). Outputs other than the loss are not priced: a training step does not deliver them."""
     graph = spmd.graph
     parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
     written = {value for _, value in graph.mutations}
     exposed = compute = traffic = update = 0.0
     for step in spmd.steps:
-        if isinstance(step, Step):
+        if isinstance(step, OpStep):
             if step.placed.op.name not in free:
                 compute += prices.operator(*priced_call(step, graph))
             if step.placed.op.name in spmd.lifetimes.operators:

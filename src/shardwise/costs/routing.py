@@ -9,7 +9,7 @@ from shardwise.graph.ir import Value
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import Layout, common_atoms
 from shardwise.layouts.redistribute import redistribute, through_windows
-from shardwise.layouts.routes import Axes, Routes, Tensor
+from shardwise.layouts.routes import Axes, Routes, RouteTensor
 
 Atoms = tuple[tuple[int, ...], ...]
 
@@ -30,11 +30,11 @@ class Router:
         parameters: frozenset[str] = frozenset(),
     ) -> None:
         self.axes, self.prices, self.atoms, self.parameters = axes, prices, atoms or {}, parameters
-        self._routes: dict[tuple[Tensor, bool], Routes] = {}
+        self._routes: dict[tuple[RouteTensor, bool], Routes] = {}
 
     def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False) -> Routes:
         """The layouts of a kind of value and the routes between them."""
-        tensor = Tensor(
+        tensor = RouteTensor(
             atoms,
             value.dtype.itemsize,
             value.requires_grad,

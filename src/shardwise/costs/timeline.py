@@ -14,22 +14,22 @@ from dataclasses import dataclass, field, replace
 from torch._ops import OpOverload
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
-from shardwise.costs.kernels import Called, Priced, Work, work_of
+from shardwise.costs.kernels import KernelCall, KernelWork, PricedKernel, work_of
 from shardwise.costs.ledger import Peak
-from shardwise.costs.memory import Parts, busiest_program, memory_of_program
-from shardwise.costs.optimizers import states_of, waits_on_host
+from shardwise.costs.memory import ProgramParts, busiest_program, memory_of_program
+from shardwise.costs.optimizers import is_on_host, states_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds, priced_call
 from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.grad_accum_program import GradAccumProgram
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, is_view, sent_by
-from shardwise.programs.once import Repeated
 from shardwise.programs.opaque import Differentiate, Record
-from shardwise.programs.rank_program import Program
-from shardwise.programs.spmd import Spmd
-from shardwise.programs.state_groups import state_groups, waits
-from shardwise.programs.steps import Step
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.spmd_steps import OpStep
+from shardwise.programs.state_groups import is_offloaded, state_groups
+from shardwise.programs.vjp import VjpCache
 
 ONCE = "once a step"  # the part of events that a step of several passes has once
 # Products are slower by this share while a copy runs (measured on an H100: 5 %).
@@ -74,20 +74,20 @@ class SimulatedStep:
         return self.peak.num_bytes
 
 
-def added_up(source: Source) -> str:
+def accumulation_name(source: Source) -> str:
     """What the addition of a pass's gradient is called."""
     return f"gradient of {source.names[0]}, added up"
 
 
-def simulate(spmd: Spmd, prices: Prices, kinds: Kinds | None = None) -> SimulatedStep:
+def simulate(spmd: SpmdProgram, prices: Prices, kinds: VjpCache | None = None) -> SimulatedStep:
     """A step of the busiest rank. ``kinds``: those traced already."""
-    return simulate_program(busiest_program(spmd, kinds or Kinds()), prices)
+    return simulate_program(busiest_program(spmd, kinds or VjpCache()), prices)
 
 
-def simulate_program(program: Program, prices: Prices) -> SimulatedStep:
+def simulate_program(program: RankProgram, prices: Prices) -> SimulatedStep:
     """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well. Of several
     passes it is one of them, with its share of what the step does once."""
-    parts = Parts.of(program, prices)
+    parts = ProgramParts.of(program, prices)
     timeline = Timeline(program, prices, parts)
     timeline.run()
     memory = memory_of_program(program, prices, parts)
@@ -117,9 +117,9 @@ class Timeline:
     ``fused``: operators that are one kernel each way, of which ``done`` are those that have run. ``parts``: of the
     program, where they are there already."""
 
-    program: Program
+    program: RankProgram
     prices: Prices
-    parts: Parts | None = None
+    parts: ProgramParts | None = None
     now: float = 0.0
     host: float = 0.0
     forward: float = 0.0
@@ -129,7 +129,7 @@ class Timeline:
     on_weights: float = 0.0  # of compute
     free: dict[tuple[str, ...], float] = field(default_factory=dict)
     links: dict[str, float] = field(default_factory=dict)
-    recorded: dict[str, tuple[Work, ...]] = field(default_factory=dict)
+    recorded: dict[str, tuple[KernelWork, ...]] = field(default_factory=dict)
     done: set[tuple[str, bool, bool]] = field(default_factory=set)
     arrivals: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
@@ -138,14 +138,14 @@ class Timeline:
 
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
-        steps = (step for step in self.spmd.steps if isinstance(step, Step))
+        steps = (step for step in self.spmd.steps if isinstance(step, OpStep))
         self.fused = {step.placed.op.name: step for step in steps if is_one_kernel(self.prices.device, step.placed.op)}
         self.parameters = {s.value: s for s in self.spmd.graph.sources if s.kind == "parameter"}
 
     def halves(self) -> tuple[float, float, float, float]:
         """Walk the step: the seconds of forward, of the operators' work on weights, of all backward, and of the update
         with what else a step does once (of several passes a pass's share of it)."""
-        parts = self.parts or Parts.of(self.program, self.prices)
+        parts = self.parts or ProgramParts.of(self.program, self.prices)
         if parts.once is not None:
             self._share(parts.once)
         self.program = parts.each  # constants take no time in a step
@@ -168,10 +168,10 @@ class Timeline:
                 if seconds:
                     before = self.compute
                     self._start()
-                    self._work(added_up(self.parameters[source]), seconds)
+                    self._work(accumulation_name(self.parameters[source]), seconds)
                     self.on_weights += self.compute - before
 
-    def _share(self, parts: Repeated) -> None:
+    def _share(self, parts: GradAccumProgram) -> None:
         """Walk what a step does once: a pass's share of the seconds."""
         for part, instructions in ((parts.ahead, parts.ahead.forward), (parts.behind, parts.behind.backward)):
             once = Timeline(part, self.prices, part=ONCE)
@@ -196,7 +196,7 @@ class Timeline:
         graph, layouts = self.spmd.graph, self.spmd.layouts
         updated = [name for name in self.parameters if name in graph.updated]
         sizes = {name: self.program.forms[name].num_bytes for name in updated}
-        on_host = waits_on_host(self.prices.optimizer)
+        on_host = is_on_host(self.prices.optimizer)
         groups = state_groups([*sizes.items()]) if on_host else [updated]
         came, left = [self._states("device", groups[0], sizes)] if groups else [], [self.now]
         for number, group in enumerate(groups):
@@ -211,7 +211,7 @@ class Timeline:
     def _states(self, to: str, group: Sequence[str], sizes: Mapping[str, int]) -> float:
         """When the states of a group that wait on the host are there, or back."""
         seconds = sum(self.prices.states_moved(sizes[name]) for name in group)
-        moved = states_of(self.prices.optimizer) * sum(sizes[name] for name in group if waits(sizes[name]))
+        moved = states_of(self.prices.optimizer) * sum(sizes[name] for name in group if is_offloaded(sizes[name]))
         return self._copied(f"states of {group[0]} to the {to}", to, seconds, moved) if seconds else self.now
 
     def _copied(self, name: str, to: str, seconds: float, num_bytes: int) -> float:
@@ -257,17 +257,17 @@ class Timeline:
         forms = self.program.forms
         results = [*instruction.forms, *(forms[name] for name in instruction.writes)]
         operands = [forms[name] for name in instruction.operands]
-        call = Called(instruction.target, instruction.args, instruction.kwargs)
-        works: tuple[Work, ...]
+        call = KernelCall(instruction.target, instruction.args, instruction.kwargs)
+        works: tuple[KernelWork, ...]
         if isinstance(call.target, OpOverload):
             works = (work_of(call, operands, results),)
         elif isinstance(call.target, Record):
-            whole = work_of(Called(*call.target.call), operands, results)
+            whole = work_of(KernelCall(*call.target.call), operands, results)
             self.recorded[instruction.results[-1]] = assumed_backward(whole, operands)
             works = (whole,)
         elif isinstance(call.target, Differentiate):
             works = self.recorded[instruction.operands[0]]
-        elif isinstance(call.target, Priced):
+        elif isinstance(call.target, PricedKernel):
             works = call.target.works
         else:
             works = (work_of(call, operands, results),)

@@ -37,7 +37,7 @@ class Track:
     ) -> Track:
         """A step with one row per stream: operators, and each group of devices that exchanges messages. ``over``: the
         most that is held at every operator, in turn (``Memory.over``)."""
-        return Track(title, by_stream(events, mesh), lines or {}, held_at(events, over))
+        return Track(title, by_stream(events, mesh), lines or {}, peak_times(events, over))
 
 
 def by_stream(events: Sequence[Event], mesh: Mesh) -> dict[str, list[Event]]:
@@ -49,7 +49,7 @@ def by_stream(events: Sequence[Event], mesh: Mesh) -> dict[str, list[Event]]:
     return rows
 
 
-def held_at(events: Sequence[Event], over: Sequence[Peak]) -> list[Held]:
+def peak_times(events: Sequence[Event], over: Sequence[Peak]) -> list[Held]:
     """When the kernels of the operators begin whose peaks these are; of operators without kernels, when the one before
     them does."""
     starts: dict[tuple[str, str], list[float]] = {}
@@ -93,4 +93,4 @@ def _entries(number: int, track: Track) -> Iterator[dict[str, Any]]:
         yield {"name": "memory, bytes", "ph": "C", "ts": second * 1e6, "pid": number, "args": dict(parts)}
 
 
-__all__ = ["Held", "Track", "by_stream", "held_at", "write_trace"]
+__all__ = ["Held", "Track", "by_stream", "peak_times", "write_trace"]

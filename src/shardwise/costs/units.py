@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import inf, isfinite
 
 from shardwise.errors import ShardwiseError
-from shardwise.texts import shown
+from shardwise.untrusted_text import shorten_repr
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -96,7 +96,7 @@ def parse_quantity(value: object, unit: str) -> float:
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value.strip(" ")) if len(value) <= _LONGEST else None
         if match is None:
-            raise ShardwiseError(f"{shown(value)} is not a number with a unit, such as {example!r}")
+            raise ShardwiseError(f"{shorten_repr(value)} is not a number with a unit, such as {example!r}")
         units = UNITS[unit]
         if match[2] not in units and match[2]:
             raise ShardwiseError(f"unknown unit {match[2]!r} in {value!r}: write for example {example!r}")
@@ -108,11 +108,11 @@ def parse_quantity(value: object, unit: str) -> float:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = float(value) if isinstance(value, float) or value.bit_length() < 1000 else inf
     else:
-        raise ShardwiseError(f"{shown(value)} is not a number with a unit, such as {example!r}")
+        raise ShardwiseError(f"{shorten_repr(value)} is not a number with a unit, such as {example!r}")
     if not isfinite(number):
-        raise ShardwiseError(f"{shown(value)} is not finite")
+        raise ShardwiseError(f"{shorten_repr(value)} is not finite")
     if number < 0:
-        raise ShardwiseError(f"{shown(value)} is negative")
+        raise ShardwiseError(f"{shorten_repr(value)} is negative")
     return number
 
 

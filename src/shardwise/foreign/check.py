@@ -2,7 +2,7 @@
 
 Both sides run in float64: loss, outputs, every gradient, buffers, and parameters after steps of an optimizer must
 agree. Where they do not, both run once more and note every call of the model's own code; the first one whose result is
-in no layout of what one device has is where the plan is wrong (``seen``).
+in no layout of what one device has is where the plan is wrong (``infer_layout``).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch.utils import _pytree as pytree
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.errors import ShardwiseError, problem
-from shardwise.foreign.calls import Calls, local
-from shardwise.foreign.locate import FirstWrong, first_wrong, stopped, wrong_call
-from shardwise.foreign.outcome import Beside, Checked
-from shardwise.foreign.ranks import Rank, on_ranks
-from shardwise.foreign.seen import seen
-from shardwise.foreign.strategy_check import Asked, check_strategies
+from shardwise.foreign.call_recorder import CallRecorder, local
+from shardwise.foreign.first_error import FirstError, describe_rank_error, first_wrong_call, first_wrong_value
+from shardwise.foreign.inferred_layout import infer_layout
+from shardwise.foreign.outcome import Checked, StepComparison
+from shardwise.foreign.rank_threads import RankThread, on_ranks
+from shardwise.foreign.strategy_check import CheckRequest, check_strategies
 from shardwise.foreign.strategy_file import is_strategy_file
-from shardwise.foreign.tools import ForeignPlan, recognise
-from shardwise.foreign.work import Work, sent
+from shardwise.foreign.tools import ForeignPlan, recognise_plan
+from shardwise.foreign.work_counter import WorkCounter, message_totals
 from shardwise.graph.batch import num_samples
-from shardwise.graph.called import call_arguments, call_module, find_loss
-from shardwise.graph.reachable import emptied, reached
+from shardwise.graph.call_arguments import call_arguments, call_module, find_loss
+from shardwise.graph.code_reachability import empty_tensor_caches, reachable_code
 from shardwise.graph.switches import default_dtype
+from shardwise.graph.to_float64 import functions_opened
 from shardwise.graph.trees import flatten_output
-from shardwise.graph.widen import functions_opened
 from shardwise.layouts.mesh import Mesh
-from shardwise.progress import shown
-from shardwise.proof.comparison import Difference, Key, Values, compare, difference, magnitude
+from shardwise.progress import show_progress
+from shardwise.proof.errors_by_tensor import Key, TensorError, Values, compare, magnitude, relative_difference
 from shardwise.proof.runs import widened, widened_module
 from shardwise.proof.verify import TOLERANCE, need_values, with_values
 
@@ -47,7 +47,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CheckedCall:
     """What is run: the module with its values in float64, its inputs and loss."""
 
     module: nn.Module
@@ -57,12 +57,12 @@ class _Call:
 
 
 @dataclass
-class _Run:
+class _TrainingRun:
     """A model in training, on one device or on one rank. ``full``: what a rank knows of a whole tensor."""
 
-    call: _Call
+    call: _CheckedCall
     module: nn.Module
-    calls: Calls
+    calls: CallRecorder
     full: Callable[[Tensor], Tensor]
 
     def __post_init__(self) -> None:
@@ -95,12 +95,12 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _OfRank:
+class _RankRecord:
     """A rank's values of every step, the calls of its model, the number of messages of the first step, and the elements
     of its parameters."""
 
     values: list[Values]
-    calls: Calls
+    calls: CallRecorder
     num_messages: int
     num_held: int
 
@@ -139,31 +139,31 @@ def check(
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named), "check")
     if is_strategy_file(plan):
-        asked = Asked(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
+        asked = CheckRequest(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
         return check_strategies(asked, plan, devices, mesh)
-    foreign = recognise(module, plan, devices, mesh)
+    foreign = recognise_plan(module, plan, devices, mesh)
     initial = with_values(module, seed)
-    plain = _Call(initial, tuple(args), dict(named), loss)
+    plain = _CheckedCall(initial, tuple(args), dict(named), loss)
     args, named = pytree.tree_map_only(Tensor, widened, (args, named))
-    call = _Call(widened_module(initial), tuple(args), dict(named), loss)
+    call = _CheckedCall(widened_module(initial), tuple(args), dict(named), loss)
     parts = _divided(call, foreign)
     with (
-        shown(f"running {devices} ranks and one device"),
+        show_progress(f"running {devices} ranks and one device"),
         warnings.catch_warnings(),
         functions_opened(),
         default_dtype(torch.float64) as models_default,
-        emptied(reached(module, loss), keeps=False),
+        empty_tensor_caches(reachable_code(module, loss), keeps=False),
     ):
         warnings.simplefilter("ignore")  # tools announce what they are told to do
         expected, one = _one_device(call, records=False)
-        work = None if not beside else Work((cluster or _h100(devices)).device, _dtype(module))
+        work = None if not beside else WorkCounter((cluster or _h100(devices)).device, _dtype(module))
         ranks = _ranks(parts, foreign, records=False, work=work)
         failed = next((rank for rank in ranks if rank.error is not None), None)
         if failed is not None:
             _, recorded = _one_device(call, records=True)
             again = _ranks(parts, foreign, records=True, work=None)
-            where = wrong_call(recorded, again, foreign.mesh, tolerance)
-            failure = stopped(failed)
+            where = first_wrong_call(recorded, again, foreign.mesh, tolerance)
+            failure = describe_rank_error(failed)
             with default_dtype(models_default):
                 stops = failure.refutes and _stops(_divided(plain, foreign), foreign)
             if failure.refutes and not stops:
@@ -171,12 +171,12 @@ def check(
             return Checked(foreign, failure=failure, first_wrong=where, notes=_notes(foreign, [one]))
         differences, layouts = _differences(expected, ranks, foreign, tolerance)
         wrong = [difference for difference in differences if not difference.error <= tolerance]
-        found: FirstWrong | None = None
+        found: FirstError | None = None
         if wrong:
             _, recorded = _one_device(call, records=True)
             again = _ranks(parts, foreign, records=True, work=None)
             gradients = _gradients(expected, ranks)
-            found = first_wrong(recorded, again, wrong, gradients, foreign.mesh, foreign.data_axes, tolerance)
+            found = first_wrong_value(recorded, again, wrong, gradients, foreign.mesh, foreign.data_axes, tolerance)
     return Checked(
         foreign,
         differences=tuple(differences),
@@ -201,30 +201,30 @@ def _dtype(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _one_device(call: _Call, records: bool) -> tuple[list[Values], Calls]:
-    calls = Calls(records)
+def _one_device(call: _CheckedCall, records: bool) -> tuple[list[Values], CallRecorder]:
+    calls = CallRecorder(records)
     module = copy.deepcopy(call.module)
     calls.follow(module)
-    run = _Run(call, module, calls, lambda tensor: tensor.detach().clone())
+    run = _TrainingRun(call, module, calls, lambda tensor: tensor.detach().clone())
     return [run.step() for _ in range(1 if records else STEPS)], calls
 
 
 def _ranks(
-    parts: Sequence[_Call], foreign: ForeignPlan, *, records: bool, work: Work | None, widens: bool = True
-) -> list[Rank]:
-    """Every rank, with an ``_OfRank`` as its result, also where it failed once the plan was applied."""
+    parts: Sequence[_CheckedCall], foreign: ForeignPlan, *, records: bool, work: WorkCounter | None, widens: bool = True
+) -> list[RankThread]:
+    """Every rank, with an ``_RankRecord`` as its result, also where it failed once the plan was applied."""
     copies = [copy.deepcopy(part.module) for part in parts]
 
-    def body(rank: Rank) -> _OfRank:
+    def body(rank: RankThread) -> _RankRecord:
         assert rank.mesh is not None, "ranks have a device mesh"
-        calls = Calls(records, widens)
+        calls = CallRecorder(records, widens)
         module = copies[rank.rank]
         calls.follow(module)
         assert foreign.apply is not None, "the tool is run"
         module = foreign.apply(module, rank.mesh) or module
-        rank.result = _OfRank([], calls, 0, 0)
+        rank.result = _RankRecord([], calls, 0, 0)
         own_work = work if rank.rank == 0 else None
-        run = _Run(parts[rank.rank], module, calls, partial(_full, rank, own_work))
+        run = _TrainingRun(parts[rank.rank], module, calls, partial(_full, rank, own_work))
         held = sum(local(parameter).numel() for parameter in module.parameters())
         rank.messages.clear()
         with ExitStack() as stack:
@@ -233,17 +233,17 @@ def _ranks(
             values = [run.step()]
         count = len(rank.messages)
         values += [] if records else [run.step() for _ in range(STEPS - 1)]
-        return _OfRank(values, calls, count, held)
+        return _RankRecord(values, calls, count, held)
 
     return on_ranks(foreign.mesh, body)
 
 
-def _stops(parts: Sequence[_Call], foreign: ForeignPlan) -> bool:
+def _stops(parts: Sequence[_CheckedCall], foreign: ForeignPlan) -> bool:
     """Whether ranks stop in the model's own dtypes, too."""
     return any(rank.error is not None for rank in _ranks(parts, foreign, records=False, work=None, widens=False))
 
 
-def _full(rank: Rank, work: Work | None, tensor: Tensor) -> Tensor:
+def _full(rank: RankThread, work: WorkCounter | None, tensor: Tensor) -> Tensor:
     """The whole of a DTensor, by its own exchange, which is none of the step; another tensor is what this rank has."""
     gather = getattr(tensor, "full_tensor", None)
     before = len(rank.messages)
@@ -256,7 +256,7 @@ def _full(rank: Rank, work: Work | None, tensor: Tensor) -> Tensor:
     return own
 
 
-def _divided(call: _Call, foreign: ForeignPlan) -> list[_Call]:
+def _divided(call: _CheckedCall, foreign: ForeignPlan) -> list[_CheckedCall]:
     """The call of every rank: its samples, where the mesh has axes for data."""
     axes = tuple(axis for name in foreign.data_axes for axis in foreign.mesh.expand(name))
     count = foreign.mesh.size_of(axes)
@@ -268,30 +268,30 @@ def _divided(call: _Call, foreign: ForeignPlan) -> list[_Call]:
             problem(f"{samples} samples are not divided by {count} groups of ranks", fix=f"give a multiple of {count}")
         )
 
-    def part(index: int) -> _Call:
+    def part(index: int) -> _CheckedCall:
         def own(tensor: Tensor) -> Tensor:
             return tensor.chunk(count)[index] if tensor.dim() and tensor.shape[0] == samples else tensor
 
         args, kwargs = pytree.tree_map_only(Tensor, own, (call.args, call.kwargs))
-        return _Call(call.module, args, kwargs, call.loss)
+        return _CheckedCall(call.module, args, kwargs, call.loss)
 
     return [part(foreign.mesh.index_along(axes, rank)) for rank in range(foreign.mesh.num_devices)]
 
 
 def _differences(
-    expected: Sequence[Values], ranks: Sequence[Rank], foreign: ForeignPlan, tolerance: float
-) -> tuple[list[Difference], list[str]]:
+    expected: Sequence[Values], ranks: Sequence[RankThread], foreign: ForeignPlan, tolerance: float
+) -> tuple[list[TensorError], list[str]]:
     """Worst first; and the outputs and gradients that ranks have in parts, with their layouts."""
-    worst: dict[Key, Difference] = {}
+    worst: dict[Key, TensorError] = {}
     layouts: dict[str, str] = {}
     for step, want in enumerate(expected):
         have = [dict(rank.result.values[step]) for rank in ranks]
         for key, whole in want.items():
             held = [values[key] for values in have if key in values]
             scale = magnitude(whole)
-            if len(held) < len(have) or all(difference(whole, one, scale) <= tolerance for one in held):
+            if len(held) < len(have) or all(relative_difference(whole, one, scale) <= tolerance for one in held):
                 continue
-            layout = seen(whole, held, foreign.mesh, tolerance)
+            layout = infer_layout(whole, held, foreign.mesh, tolerance)
             if layout is not None and not layout.is_summand:
                 for values in have:
                     values[key] = whole
@@ -301,7 +301,7 @@ def _differences(
     return sorted(worst.values(), key=lambda d: -d.error), [f"{name}: {text}" for name, text in layouts.items()]
 
 
-def _gradients(expected: Sequence[Values], ranks: Sequence[Rank]) -> dict[str, tuple[Tensor, list[Tensor]]]:
+def _gradients(expected: Sequence[Values], ranks: Sequence[RankThread]) -> dict[str, tuple[Tensor, list[Tensor]]]:
     """Of the first step: what it should be, and what ranks have."""
     return {
         name: (whole, [rank.result.values[0][kind, name] for rank in ranks if (kind, name) in rank.result.values[0]])
@@ -310,7 +310,7 @@ def _gradients(expected: Sequence[Values], ranks: Sequence[Rank]) -> dict[str, t
     }
 
 
-def _notes(foreign: ForeignPlan, calls: Sequence[Calls]) -> tuple[str, ...]:
+def _notes(foreign: ForeignPlan, calls: Sequence[CallRecorder]) -> tuple[str, ...]:
     notes = list(foreign.notes)
     if any(one.drops for one in calls):
         notes.append("dropout is off on both sides: a tool draws other masks than one device")
@@ -322,23 +322,25 @@ def _notes(foreign: ForeignPlan, calls: Sequence[Calls]) -> tuple[str, ...]:
 def _beside(
     module: nn.Module,
     example_inputs: Any,
-    call: _Call,
-    rank: Rank,
-    work: Work,
+    call: _CheckedCall,
+    rank: RankThread,
+    work: WorkCounter,
     foreign: ForeignPlan,
     kwargs: Mapping[str, Any] | None,
     cluster: Cluster | None,
-) -> Beside:
+) -> StepComparison:
     """What a step costs, and what under a plan of our own."""
     from shardwise.api import plan as find_plan
 
     own_cluster = cluster or _h100(foreign.mesh.num_devices)
-    messages = sent(rank.messages[: rank.result.num_messages], Links(own_cluster, foreign.mesh), _dtype(module))
+    messages = message_totals(
+        rank.messages[: rank.result.num_messages], Links(own_cluster, foreign.mesh), _dtype(module)
+    )
     held = rank.result.num_held * _dtype(module).itemsize
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             own = find_plan(module, example_inputs, own_cluster, kwargs=kwargs, loss=call.loss)
     except ShardwiseError as error:
-        return Beside(own_cluster.name, work.seconds, messages, held, None, str(error).partition("\n")[0])
-    return Beside(own_cluster.name, work.seconds, messages, held, own)
+        return StepComparison(own_cluster.name, work.seconds, messages, held, None, str(error).partition("\n")[0])
+    return StepComparison(own_cluster.name, work.seconds, messages, held, own)

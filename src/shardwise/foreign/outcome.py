@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.foreign.locate import FirstWrong, Stopped
+from shardwise.foreign.first_error import FirstError, RankError
 from shardwise.foreign.tools import ForeignPlan
-from shardwise.foreign.work import Sent
+from shardwise.foreign.work_counter import SentMessages
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.proof.comparison import Difference
+from shardwise.proof.errors_by_tensor import TensorError
 
 _MOST = 3
 
 
 @dataclass(frozen=True)
-class Beside:
+class StepComparison:
     """A step of rank 0 under the other tool's plan, whose messages nothing hides, and the plan that ``sw.plan`` finds
     (or why it finds none). ``compute``: forward, backward and the update, every kernel by the same roofline;
     ``held_bytes``: of parameters."""
 
     cluster: str
     compute: float
-    messages: Sent
+    messages: SentMessages
     held_bytes: int
     own: Plan | None
     refused: str = ""
@@ -58,13 +58,13 @@ class Checked:
     """
 
     plan: ForeignPlan
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TensorError, ...] = ()
     tolerance: float = 0.0
-    first_wrong: FirstWrong | None = None
-    failure: Stopped | None = None
+    first_wrong: FirstError | None = None
+    failure: RankError | None = None
     layouts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    beside: Beside | None = None
+    beside: StepComparison | None = None
 
     @property
     def max_error(self) -> float:

@@ -13,12 +13,12 @@ from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import LayoutError, ShardwiseError, problem
-from shardwise.foreign.locate import Stopped
-from shardwise.foreign.outcome import Beside, Checked
+from shardwise.foreign.first_error import RankError
+from shardwise.foreign.outcome import Checked, StepComparison
 from shardwise.foreign.strategy_file import StrategyFile, read_strategies
 from shardwise.foreign.tools import ForeignPlan
-from shardwise.foreign.work import Sent
-from shardwise.graph.called import call_arguments
+from shardwise.foreign.work_counter import SentMessages
+from shardwise.graph.call_arguments import call_arguments
 from shardwise.graph.capture import capture
 from shardwise.layouts.mesh import Mesh
 from shardwise.proof.verify import verify
@@ -27,7 +27,7 @@ KIND = "MindSpore strategy file"
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckRequest:
     """The arguments of ``sw.check``."""
 
     module: nn.Module
@@ -40,7 +40,7 @@ class Asked:
     seed: int | None
 
 
-def check_strategies(asked: Asked, plan: Mapping[str, Any], devices: int, mesh: Mesh | None) -> Checked:
+def check_strategies(asked: CheckRequest, plan: Mapping[str, Any], devices: int, mesh: Mesh | None) -> Checked:
     """Whether ``asked.module`` computes under the file what one device computes. Layouts and strategies that cannot be
     are *wrong*, each with the reason; operators that the file does not name follow from those that it does."""
     if mesh is not None:
@@ -52,7 +52,7 @@ def check_strategies(asked: Asked, plan: Mapping[str, Any], devices: int, mesh: 
     found = read_strategies(asked.module, plan, captured.graph, devices)
     foreign = ForeignPlan(KIND, found.mesh, None, found.unused, _notes(found))
     if found.faults:
-        return Checked(foreign, failure=Stopped(None, "; ".join(found.faults), "", refutes=True))
+        return Checked(foreign, failure=RankError(None, "; ".join(found.faults), "", refutes=True))
     settings: dict[str, Any] = {
         "mesh": found.mesh,
         "strategies": found.strategies or None,
@@ -63,7 +63,7 @@ def check_strategies(asked: Asked, plan: Mapping[str, Any], devices: int, mesh: 
     try:
         own = find_plan(asked.module, asked.example_inputs, devices, search="sharding_propagation", **settings)
     except LayoutError as error:
-        return Checked(foreign, failure=Stopped(None, _in_one_line(error), "", refutes=True))
+        return Checked(foreign, failure=RankError(None, _in_one_line(error), "", refutes=True))
     report = verify(
         asked.module,
         asked.example_inputs,
@@ -96,7 +96,7 @@ def _in_one_line(error: ShardwiseError) -> str:
     return f"{where}: {first}" if where else first
 
 
-def _beside(asked: Asked, settings: Mapping[str, Any]) -> Beside:
+def _beside(asked: CheckRequest, settings: Mapping[str, Any]) -> StepComparison:
     """A step as the file says, simulated, and the plan that ``sw.plan`` finds."""
     rows = compare(
         asked.module, asked.example_inputs, asked.cluster, searches=("sharding_propagation",), **settings
@@ -104,13 +104,15 @@ def _beside(asked: Asked, settings: Mapping[str, Any]) -> Beside:
     step = rows[0].step
     assert isinstance(step, SimulatedStep), "it has just been planned"
     messages = [event for event in step.events if event.stream]
-    sent = Sent(len(messages), sum(int(event.num_bytes) for event in messages), step.exposed, ())
+    sent = SentMessages(len(messages), sum(int(event.num_bytes) for event in messages), step.exposed, ())
     own, refused = None, ""
     try:
         own = find_plan(asked.module, asked.example_inputs, asked.cluster, kwargs=asked.kwargs, loss=asked.loss)
     except ShardwiseError as error:
         refused = str(error).partition("\n")[0]
-    return Beside(asked.cluster.name, step.seconds - step.exposed, sent, step.peak.parts["parameters"], own, refused)
+    return StepComparison(
+        asked.cluster.name, step.seconds - step.exposed, sent, step.peak.parts["parameters"], own, refused
+    )
 
 
-__all__ = ["Asked", "check_strategies"]
+__all__ = ["CheckRequest", "check_strategies"]

@@ -24,7 +24,7 @@ from shardwise.costs.kernels import is_view
 from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
-from shardwise.texts import shown
+from shardwise.untrusted_text import shorten_repr
 
 _T = TypeVar("_T")
 Counts = tuple[tuple[int, ...], ...]  # per operand and dim, how many ways it is split
@@ -136,7 +136,7 @@ def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slice
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ShardwiseError):
             raise
-        what = f"it is no strategy file of MindSpore: {type(error).__name__} {shown(str(error))}"
+        what = f"it is no strategy file of MindSpore: {type(error).__name__} {shorten_repr(str(error))}"
         fix = 'strategy_ckpt_config={"save_file": "strategy.json"} writes one that can be read'
         raise ShardwiseError(problem(what, fix=fix)) from error
     return strategies, slices
@@ -144,7 +144,7 @@ def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slice
 
 def _no_stage(stage: Any, name: str) -> None:
     if stage:
-        what = f"{name} is in stage {shown(stage)}: pipelines of MindSpore are not checked"
+        what = f"{name} is in stage {shorten_repr(stage)}: pipelines of MindSpore are not checked"
         raise ShardwiseError(
             problem(what, fix="check the file of one stage, with stage 0, and the module of that stage")
         )

@@ -21,7 +21,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.file import FORMAT
 from shardwise.plans.plan import Plan
 from shardwise.search.modes import DATA_AXES
-from shardwise.texts import shown
+from shardwise.untrusted_text import shorten_repr
 
 Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -50,7 +50,7 @@ class ForeignPlan:
         return tuple(name for name, _ in self.mesh.axes if name in DATA_AXES or name.startswith("dp"))
 
 
-def recognise(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None) -> ForeignPlan:
+def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None) -> ForeignPlan:
     """What a plan of another tool is. Raises ShardwiseError for what no tool that is known takes, and for a plan of
     which no rule names anything in the module."""
     if mesh is not None and mesh.num_devices != devices:
@@ -75,7 +75,7 @@ def recognise(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None) -> 
         return ForeignPlan(f"the function {getattr(plan, '__name__', kind)}", mesh or Mesh(tp=devices), plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(path, str) for path in plan):
         raise _no_rule(plan)
-    raise ShardwiseError(problem(f"{shown(plan)} is no plan that is known", fix=KNOWN))
+    raise ShardwiseError(problem(f"{shorten_repr(plan)} is no plan that is known", fix=KNOWN))
 
 
 def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
@@ -88,7 +88,7 @@ def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
         return ShardwiseError(problem(what, fix="write all in one way: 'colwise' is ColwiseParallel()"))
     path, rule = neither[0], plan[neither[0]]
     is_class = isinstance(rule, type)
-    what = f"the class {rule.__name__}" if is_class else shown(rule)
+    what = f"the class {rule.__name__}" if is_class else shorten_repr(rule)
     fix = f"make one of it: {rule.__name__}()" if is_class else KNOWN
     return ShardwiseError(problem(f"the rule of {path!r} is {what}, which is no style of a known tool", fix=fix))
 
@@ -310,7 +310,7 @@ def _of_fsdp(module: nn.Module, settings: Mapping[str, Any], mesh: Mesh) -> Fore
         raise ShardwiseError(problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="see its signature"))
     wanted = settings["fully_shard"]
     if not isinstance(wanted, (str, list, tuple)) or not all(isinstance(path, str) for path in wanted):
-        what = f"fully_shard is {shown(wanted)}"
+        what = f"fully_shard is {shorten_repr(wanted)}"
         raise ShardwiseError(
             problem(what, fix='paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
         )

@@ -43,7 +43,7 @@ class Annotation:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class AnnotatedRegion:
     """An annotation before its scope is known.
 
     ``name``: the function's name, or "" for a module. ``path``: the module's path. ``strategy``: None if the
@@ -58,16 +58,16 @@ class Region:
 
 
 @dataclass
-class Recorder:
+class AnnotationRecorder:
     """The regions that were opened while a model is captured, in order of their numbers."""
 
-    regions: list[Region] = field(default_factory=list)
+    regions: list[AnnotatedRegion] = field(default_factory=list)
 
-    def add(self, region: Region) -> int:
+    def add(self, region: AnnotatedRegion) -> int:
         self.regions.append(region)
         return len(self.regions) - 1
 
-    def cover(self, module: nn.Module, region: Region) -> None:
+    def cover(self, module: nn.Module, region: AnnotatedRegion) -> None:
         """Lets every call of ``module`` (a copy made for capture) open the region."""
         number = self.add(region)
         forward = module.forward
@@ -81,13 +81,13 @@ class Recorder:
         module.forward = covered
 
 
-_RECORDER: ContextVar[Recorder | None] = ContextVar("shardwise_recorder", default=None)
+_RECORDER: ContextVar[AnnotationRecorder | None] = ContextVar("shardwise_recorder", default=None)
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
+def record_annotations() -> Iterator[AnnotationRecorder]:
     """While a model is captured: annotated calls open regions of the recorder."""
-    recorder = Recorder()
+    recorder = AnnotationRecorder()
     token = _RECORDER.set(recorder)
     try:
         yield recorder
@@ -110,7 +110,7 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
     name = getattr(target, "__name__", type(target).__name__)
     strategy, out = _checked_pair(in_strategy, out_strategy, name, source)
     if isinstance(target, nn.Module):
-        setattr(target, _ATTRIBUTE, Region("", "", strategy, out, source))
+        setattr(target, _ATTRIBUTE, AnnotatedRegion("", "", strategy, out, source))
         return target
 
     @wraps(target)
@@ -118,7 +118,7 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
         recorder = _RECORDER.get()
         if recorder is None:
             return target(*args, **kwargs)
-        region = Region(name, "", strategy, out, source)
+        region = AnnotatedRegion(name, "", strategy, out, source)
         number = recorder.add(region)
         with torch.fx.traceback.annotate({REGION: number}):
             result = target(*args, **kwargs)
@@ -143,7 +143,7 @@ def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
     return cast(torch.Tensor, mark(x, text))
 
 
-def _with_out_strategy(result: Any, region: Region) -> Any:
+def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
     """The results of an annotated call, marked with the layouts that they are to have."""
     out = region.out_strategy
     if out is None:
@@ -168,9 +168,9 @@ def _with_out_strategy(result: Any, region: Region) -> Any:
     return marked[0] if isinstance(result, torch.Tensor) else type(result)(marked)
 
 
-def module_region(module: nn.Module) -> Region | None:
+def module_region(module: nn.Module) -> AnnotatedRegion | None:
     """The region that ``shard`` attached to a module."""
-    return cast("Region | None", vars(module).get(_ATTRIBUTE))
+    return cast("AnnotatedRegion | None", vars(module).get(_ATTRIBUTE))
 
 
 def checked_strategy(strategy: Any, name: str, source: str = "") -> Strategy:

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.dispatch_mode import DispatchMode
 from shardwise.errors import CaptureError, problem
-from shardwise.modes import DispatchMode
 
 DEVICES = ("cpu", "cuda")
 _Call = tuple[str, tuple[torch.dtype, ...]]  # a kernel and the dtypes of its operands
@@ -121,7 +121,7 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _KernelTrace:
     """The kernels of a call, in order. ``computing``: those that are neither casts nor views; ``casts``: position of a
     tensor of the call -> the dtype it was cast to first; ``dtypes``: those of its tensors."""
 
@@ -131,7 +131,9 @@ class _Seen:
     dtypes: list[torch.dtype]
 
 
-def _kernels(autocast: Autocast | None, target: OpOverload, call: Callable[..., Any], cast: Casts) -> _Seen | None:
+def _kernels(
+    autocast: Autocast | None, target: OpOverload, call: Callable[..., Any], cast: Casts
+) -> _KernelTrace | None:
     """What a call on fake tensors comes to after some casts; None where it fails (operands of several dtypes, which an
     operator may take under autocast only)."""
     tensors: list[torch.Tensor] = []
@@ -145,15 +147,15 @@ def _kernels(autocast: Autocast | None, target: OpOverload, call: Callable[..., 
         if cast.dtype is not None:
             kwargs = {**kwargs, "dtype": cast.dtype}
         try:
-            with _Kernels() as seen, no_autocast() if autocast is None else autocast.active(cache=False):
+            with _AutocastRecorder() as seen, no_autocast() if autocast is None else autocast.active(cache=False):
                 target(*args, **kwargs)
         except RuntimeError:
             return None
     casts = {i: seen.casts[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in seen.casts}
-    return _Seen(seen.calls, seen.computing, casts, [tensor.dtype for tensor in tensors])
+    return _KernelTrace(seen.calls, seen.computing, casts, [tensor.dtype for tensor in tensors])
 
 
-class _Kernels(DispatchMode):
+class _AutocastRecorder(DispatchMode):
     """Writes down what reaches the kernels."""
 
     def __init__(self) -> None:

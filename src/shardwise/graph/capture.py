@@ -33,50 +33,50 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
-from shardwise.graph.annotate import Annotation, Region, checked_strategy, module_region
+from shardwise.graph.annotate import AnnotatedRegion, Annotation, checked_strategy, module_region
+from shardwise.graph.attention_masks import fold_masks
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.bodies import NotRepeated
-from shardwise.graph.called import call_module, divide_targets, find_loss
+from shardwise.graph.call_arguments import call_module, divide_targets, find_loss
+from shardwise.graph.code_reachability import empty_tensor_caches, reachable_code
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
+from shardwise.graph.expert_sort_elimination import eliminate_expert_sorts
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
+from shardwise.graph.graph_invariants import verify_graph
+from shardwise.graph.impure_reads import ImpureRead, ask_gradients, other_answers, reject_reads
 from shardwise.graph.ir import Graph, Ref, Source, Value
 from shardwise.graph.istft import COMPOSITES
 from shardwise.graph.kinds import check_kinds
 from shardwise.graph.lookups import align_lookups
-from shardwise.graph.masks import fold_masks
+from shardwise.graph.module_state import trace_difference
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
-from shardwise.graph.precision import MODELS_OWN, Precision, check_real, with_reductions
-from shardwise.graph.quiet import quiet
-from shardwise.graph.reachable import emptied, reached
-from shardwise.graph.reads import Read, ask_gradients, other_answers, reject_reads
+from shardwise.graph.quiet_export import quiet_export
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import Repeats
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.shared_memory import check_memory
 from shardwise.graph.simplify import SIMPLIFICATIONS
-from shardwise.graph.state import difference
+from shardwise.graph.step_precision import MODELS_OWN, Precision, check_real, with_reductions
 from shardwise.graph.tracing import (
-    Called,
-    Traced,
+    ExportedCall,
+    ModuleCall,
     TwoCalls,
     line_of_change,
     trace,
     trace_pair,
 )
 from shardwise.graph.trees import check_leaves, flatten_with_path, leaf_name, unflatten
-from shardwise.graph.unsort import unsort
-from shardwise.graph.verify import verify_graph
 
 _PREFIX = "module"  # where TracedCall keeps the module
 ROOT_SCOPE = "/"
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class OutputMemory:
     """Whose memory an output has on one device: the value of a source, or a name that is common to outputs which share
     memory. ``geometry``: size, strides and offset of the output in a source's memory that is contiguous."""
 
@@ -99,7 +99,7 @@ class Capture:
     out_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
     annotations: tuple[Annotation, ...]
-    memories: tuple[Memory | None, ...]
+    memories: tuple[OutputMemory | None, ...]
     segments: tuple[Segment, ...] = ()
 
 
@@ -136,7 +136,7 @@ def capture(
     check_real(module, precision)
     own_args, own_kwargs, *_ = divide_targets(module, args, kwargs, loss)
     inputs = tuple(
-        Given.of(
+        InputTensor.of(
             path,
             leaf if input_gradients else leaf.detach(),
             precision if _is_among(path, len(own_args), own_kwargs) else MODELS_OWN,
@@ -146,13 +146,13 @@ def capture(
     )
     examples = tuple(entry.example for entry in inputs)
 
-    code = reached(module, loss, [leaf for _, leaf in leaves if isinstance(leaf, FunctionType)])
+    code = reachable_code(module, loss, [leaf for _, leaf in leaves if isinstance(leaf, FunctionType)])
 
     def call(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         arguments = iter(tensors)
         filled = [next(arguments) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         all_args, all_kwargs = unflatten(filled, in_spec)
-        with emptied(code):
+        with empty_tensor_caches(code):
             output = call_module(copy, all_args, all_kwargs, loss)
         return output, find_loss(output, required=loss is not None)
 
@@ -161,9 +161,9 @@ def capture(
     }
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
-    called = Called(module, examples, call, precision, code)
+    called = ModuleCall(module, examples, call, precision, code)
     traced = trace(called, regions)
-    with no_autocast(), quiet():
+    with no_autocast(), quiet_export():
         if traced.outcome.changed or traced.reads:
             _check_state(called, inputs, traced)
         try:
@@ -182,7 +182,7 @@ def capture(
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class InputTensor:
     """A tensor of the call: its name, an example in the dtype that is computed with, and the dtype in which it is
     given, where that is another."""
 
@@ -191,11 +191,11 @@ class Given:
     stored: torch.dtype | None = None
 
     @staticmethod
-    def of(path: tuple[Any, ...], leaf: torch.Tensor, precision: Precision) -> Given:
+    def of(path: tuple[Any, ...], leaf: torch.Tensor, precision: Precision) -> InputTensor:
         example, stored = leaf.detach(), None
         if (dtype := precision.computed(leaf.dtype)) != leaf.dtype:
             example, stored = torch.empty_like(example, dtype=dtype, device="meta"), leaf.dtype
-        return Given(leaf_name(path), example.requires_grad_() if leaf.requires_grad else example, stored)
+        return InputTensor(leaf_name(path), example.requires_grad_() if leaf.requires_grad else example, stored)
 
 
 def _is_among(path: tuple[Any, ...], num_args: int, kwargs: Collection[str]) -> bool:
@@ -212,9 +212,9 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
     def run(_: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         return call(*tensors), None
 
-    inputs = tuple(Given(f"args[{i}]", example) for i, example in enumerate(examples))
+    inputs = tuple(InputTensor(f"args[{i}]", example) for i, example in enumerate(examples))
     module = nn.Module()
-    graph, constants, *_ = _to_graph(trace(Called(module, examples, run), {}), module, inputs)
+    graph, constants, *_ = _to_graph(trace(ModuleCall(module, examples, run), {}), module, inputs)
     if constants:
         raise CaptureError(
             problem(
@@ -224,9 +224,9 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
     return graph
 
 
-def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dict[str, Region]:
+def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dict[str, AnnotatedRegion]:
     paths = [path for path, _ in module.named_modules()]
-    regions: dict[str, Region] = {}
+    regions: dict[str, AnnotatedRegion] = {}
     missing = []
     for pattern, strategy in strategies.items():
         matched = [path for path in paths if fnmatchcase(path, pattern)]
@@ -235,7 +235,8 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
             missing.append(f"{pattern!r}" + (f" (near: {', '.join(near)})" if near else ""))
         source = f"strategies[{pattern!r}]"
         regions |= {
-            path: Region("", path, checked_strategy(strategy, pattern, source), None, source) for path in matched
+            path: AnnotatedRegion("", path, checked_strategy(strategy, pattern, source), None, source)
+            for path in matched
         }
     if missing:
         raise ShardwiseError(
@@ -250,8 +251,8 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 
 
 def _to_graph(
-    traced: Traced, module: nn.Module, inputs: tuple[Given, ...], precision: Precision = MODELS_OWN
-) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[Memory | None, ...], tuple[Segment, ...]]:
+    traced: ExportedCall, module: nn.Module, inputs: tuple[InputTensor, ...], precision: Precision = MODELS_OWN
+) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[OutputMemory | None, ...], tuple[Segment, ...]]:
     """The finished graph, its constants, the scope of every region ("" if it covers no operator), the memories of its
     outputs, and its segments."""
     raw, constants, functionalizer, memories = _functional_graph(traced, module, inputs, precision)
@@ -264,7 +265,7 @@ def _to_graph(
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph, folded = fold_masks(graph, constants)
     constants |= folded
-    graph = align_lookups(unsort(normalize(graph)), constants)
+    graph = align_lookups(eliminate_expert_sorts(normalize(graph)), constants)
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
@@ -306,8 +307,8 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
 
 
 def _functional_graph(
-    traced: Traced, module: nn.Module, inputs: tuple[Given, ...], precision: Precision
-) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[Memory | None, ...]]:
+    traced: ExportedCall, module: nn.Module, inputs: tuple[InputTensor, ...], precision: Precision
+) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[OutputMemory | None, ...]]:
     """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
     outcome = traced.outcome
     functionalizer, nodes, constants, canonical = _functionalized(
@@ -326,17 +327,17 @@ def _functional_graph(
     return graph, constants, functionalizer, memories
 
 
-def _memory(functionalizer: Functionalizer, node: Node) -> Memory:
+def _memory(functionalizer: Functionalizer, node: Node) -> OutputMemory:
     """Whose memory a returned tensor has. What was cast is another tensor than the source."""
     name, geometry = functionalizer.memory_of(node)
     value = functionalizer.emitter.values.get(name)
-    return Memory(name, geometry) if value is None or value.stored is None else Memory(f"#{name}")
+    return OutputMemory(name, geometry) if value is None or value.stored is None else OutputMemory(f"#{name}")
 
 
 def _functionalized(
     program: ExportedProgram,
     module: nn.Module,
-    inputs: tuple[Given, ...],
+    inputs: tuple[InputTensor, ...],
     precision: Precision,
     transformed: str = "",
     repeats: Repeats | None = None,
@@ -365,7 +366,7 @@ def _functionalized(
     return functionalizer, nodes, constants, canonical
 
 
-def _check_state(called: Called, inputs: tuple[Given, ...], traced: Traced) -> None:
+def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: ExportedCall) -> None:
     """Raises CaptureError if the Python state that a call changes, or what it reads, makes the next call compute
     something else, and warns of state that goes on changing, and of what was read: what is captured is the first
     call."""
@@ -398,20 +399,22 @@ def _check_state(called: Called, inputs: tuple[Given, ...], traced: Traced) -> N
         )
 
 
-def _compared(called: Called, inputs: tuple[Given, ...]) -> tuple[TwoCalls, str]:
+def _compared(called: ModuleCall, inputs: tuple[InputTensor, ...]) -> tuple[TwoCalls, str]:
     """What two calls after each other returned, and what the second computes otherwise, or ""."""
     program, calls = trace_pair(called)
     functionalizer, nodes, constants, _ = _functionalized(program, called.module, inputs, called.precision)
     outputs = tuple(map(functionalizer.ref_of, nodes))
     graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
     same = calls.same_constants
-    return calls, difference(graph, constants, calls.num_tensors) if same else "its next call returns others"
+    return calls, trace_difference(graph, constants, calls.num_tensors) if same else "its next call returns others"
 
 
-def _without_effect(called: Called, inputs: tuple[Given, ...], traced: Traced) -> Collection[Read]:
+def _without_effect(
+    called: ModuleCall, inputs: tuple[InputTensor, ...], traced: ExportedCall
+) -> Collection[ImpureRead]:
     """The reads whose other answer changes nothing: whether gradients are recorded, where a second call that is
     answered the opposite computes the same."""
-    reads, answered, calls = ask_gradients(traced.reads), set[Read](), count()
+    reads, answered, calls = ask_gradients(traced.reads), set[ImpureRead](), count()
     if not reads:
         return ()
 
@@ -500,7 +503,7 @@ def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor
     return data.detach()
 
 
-def _scope_names(regions: tuple[Region, ...], paths: Mapping[int, str]) -> tuple[str, ...]:
+def _scope_names(regions: tuple[AnnotatedRegion, ...], paths: Mapping[int, str]) -> tuple[str, ...]:
     """The scope of every region.
 
     A module's path ("/" for the root), or "<module path>/<function>", numbered when repeated.

@@ -30,7 +30,7 @@ PURE = ("aten", "prims", "shardwise")
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class CutValue:
     """A value that part ``maker`` makes and the operators of ``users``, later parts, use."""
 
     value: str
@@ -49,12 +49,12 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Cut:
+class GraphCut:
     """A graph in parts. ``crossings``: the values that parts send, in order of definition. ``output_parts``: per tensor
     among the graph's outputs the part that delivers it."""
 
     parts: tuple[Graph, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[CutValue, ...]
     output_parts: tuple[tuple[str, int], ...]
 
     @cached_property
@@ -80,7 +80,7 @@ def _in_several(names_of_parts: Iterable[Iterable[str]]) -> dict[str, tuple[int,
     return {name: tuple(where) for name, where in parts.items() if len(where) > 1}
 
 
-def cut_into(graph: Graph, boundaries: Sequence[str]) -> Cut:
+def cut_graph(graph: Graph, boundaries: Sequence[str]) -> GraphCut:
     """The graph cut before each of some operators, named in execution order: one part more than there are boundaries.
 
     Raises PlanError for an operator that does not exist, boundaries out of order, and a part without operators.
@@ -106,7 +106,7 @@ def cut_into(graph: Graph, boundaries: Sequence[str]) -> Cut:
     return cut_apart(graph, [[op.name for op in graph.ops[start:end]] for start, end in zip(starts, ends, strict=True)])
 
 
-def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> Cut:
+def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
     """The graph cut into parts of named operators: every operator in one of them, none before what it needs. Operators
     keep their order inside a part.
 
@@ -142,10 +142,10 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> Cut:
                     fix="cut at fewer or other operators",
                 )
             )
-    return Cut(graphs, cutter.crossings, tuple(cutter.output_part.items()))
+    return GraphCut(graphs, cutter.crossings, tuple(cutter.output_part.items()))
 
 
-def cut(graph: Graph, ops: Sequence[str]) -> Graph:
+def extract_part(graph: Graph, ops: Sequence[str]) -> Graph:
     """The part of a graph that holds the named operators: it receives what they need, and delivers what all others need
     of them. Raises PlanError where another operator would have to run between them."""
     _check_exist(graph, ops)
@@ -291,12 +291,12 @@ class _Cutter:
             fix = "put what reads it and what rewrites it into one part: nothing but cotangents goes back"
         return problem(what, op=op.name, source=op.source, fix=fix)
 
-    def _crossings(self) -> tuple[Crossing, ...]:
+    def _crossings(self) -> tuple[CutValue, ...]:
         crossings = []
         for name in [source.value for source in self.graph.sources] + [n for op in self.bound for n in op.results]:
             later = self.users.get(name, set()) - {self.maker.get(name)}
             if name in self.maker and later:
-                crossings.append(Crossing(name, self.maker[name], tuple(sorted(later))))
+                crossings.append(CutValue(name, self.maker[name], tuple(sorted(later))))
         return tuple(crossings)
 
     def parts(self) -> tuple[Graph, ...]:
@@ -344,5 +344,5 @@ class _Cutter:
         """Whether a part holds a source, and does not receive it."""
         return source in self.needed[number] and self.maker.get(source, number) == number
 
-    def _sends(self, crossing: Crossing, number: int) -> bool:
+    def _sends(self, crossing: CutValue, number: int) -> bool:
         return number + 1 in crossing.receivers if self.carries else number == crossing.maker

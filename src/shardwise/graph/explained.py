@@ -16,7 +16,7 @@ from shardwise.graph.user_lines import DATA_DEPENDENT, run_model
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 
 
-def explained(error: Exception) -> CaptureError:
+def explain_export_error(error: Exception) -> CaptureError:
     """The error as the user should see it: the innermost line of the model, and the mend."""
     source = _line_of(error)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -59,7 +59,7 @@ def explained(error: Exception) -> CaptureError:
     )
 
 
-def of_flex_attention(error: ShardwiseError) -> CaptureError | None:
+def flex_attention_error(error: ShardwiseError) -> CaptureError | None:
     """What to say in place of an error about something inside of flex attention."""
     if FLEX_ATTENTION not in _constructs_of(error):
         return None
@@ -108,4 +108,4 @@ def _line_of(error: BaseException) -> str:
     return line or module_line
 
 
-__all__ = ["explained", "of_flex_attention"]
+__all__ = ["explain_export_error", "flex_attention_error"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-class _Called(nn.Module):
+class _ExportedModule(nn.Module):
     """A module, so that subclasses of modules are traced as they are called."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -30,7 +30,7 @@ def save_exported(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path)
     sizes = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in inputs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The tensor attributes? .* w(as|ere) assigned during export")  # LSTMs do
-        program = torch.export.export(_Called(module), tuple(inputs), dynamic_shapes=(sizes,), strict=False)
+        program = torch.export.export(_ExportedModule(module), tuple(inputs), dynamic_shapes=(sizes,), strict=False)
     torch.export.save(program, str(path))
 
 

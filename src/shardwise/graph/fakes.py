@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import CaptureError, problem
-from shardwise.graph.precision import Precision
+from shardwise.graph.step_precision import Precision
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -47,10 +47,10 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
                     )
                 # What was computed from parameters is not used: its gradient would not reach them.
                 memo[id(value)] = value.detach().cpu().requires_grad_(not value.is_leaf)
-    return copied(module, memo)
+    return deep_copy(module, memo)
 
 
-def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy. Tensor attributes that were computed from parameters (a pruned weight) are copied without their
     history. Raises CaptureError where the module can not be copied."""
     computed = [v for submodule in module.modules() for v in vars(submodule).values() if isinstance(v, torch.Tensor)]

@@ -18,7 +18,7 @@ from shardwise.graph.segments import block_of
 
 
 @dataclass(frozen=True)
-class Block:
+class GraphBlock:
     """``path``: of the module; ``ops``: in order; ``made``: the values that they make, in order; ``sources``: those
     that no other operator reads, in the order of their first use."""
 
@@ -34,7 +34,7 @@ class Folding:
     equal. ``outside``: the operators of no block."""
 
     graph: Graph
-    blocks: tuple[Block, ...]
+    blocks: tuple[GraphBlock, ...]
     kinds: tuple[int, ...]
     outside: tuple[Op, ...]
 
@@ -123,7 +123,7 @@ class _Rewired:
         return blocks[before].made[blocks[number].made.index(name)]
 
 
-def _block(graph: Graph, path: str, ops: Sequence[Op]) -> Block:
+def _block(graph: Graph, path: str, ops: Sequence[Op]) -> GraphBlock:
     names = {op.name for op in ops}
     sources = dict.fromkeys(
         name
@@ -131,10 +131,10 @@ def _block(graph: Graph, path: str, ops: Sequence[Op]) -> Block:
         for name in op.operands
         if name in graph.source_of and names.issuperset(reader.name for reader in graph.consumers[name])
     )
-    return Block(path, tuple(ops), tuple(name for op in ops for name in op.results), tuple(sources))
+    return GraphBlock(path, tuple(ops), tuple(name for op in ops for name in op.results), tuple(sources))
 
 
-def _signature(graph: Graph, block: Block, before: Block | None) -> Hashable:
+def _signature(graph: Graph, block: GraphBlock, before: GraphBlock | None) -> Hashable:
     place: dict[str, Hashable] = {} if before is None else {name: ("before", i) for i, name in enumerate(before.made)}
     place |= {name: ("own", i) for i, name in enumerate(block.made)}
     place |= {name: ("source", i) for i, name in enumerate(block.sources)}
@@ -151,4 +151,4 @@ def _signature(graph: Graph, block: Block, before: Block | None) -> Hashable:
     return tuple(ops), tuple(values), tuple(sources)
 
 
-__all__ = ["Block", "Folding"]
+__all__ = ["Folding", "GraphBlock"]

@@ -23,12 +23,12 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from shardwise.errors import CaptureError, problem
+from shardwise.graph.aliased_operands import NodeCalls
 from shardwise.graph.autocast import Autocast
 from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of, storage_of
 from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
-from shardwise.graph.handed_on import Calls
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
@@ -47,7 +47,7 @@ _WITH_DIMS = (aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.
 
 
 @dataclass(eq=False)
-class Tensor:
+class ProgramTensor:
     """A tensor of the program: its current value, and where its memory comes from.
 
     A root owns its memory and counts the writes to it. A view knows the tensor it views (the ``operand`` of ``view``)
@@ -57,7 +57,7 @@ class Tensor:
 
     ref: Ref
     storage: int
-    base: Tensor | None = None
+    base: ProgramTensor | None = None
     view: Op | None = None
     operand: Ref | None = None
     index: int = 0
@@ -67,7 +67,7 @@ class Tensor:
     is_placed: bool = True
 
     @property
-    def root(self) -> Tensor:
+    def root(self) -> ProgramTensor:
         return self if self.base is None else self.base.root
 
     @property
@@ -92,13 +92,13 @@ class Functionalizer:
         self.initial: set[str] = set()
         self._prefix = prefix
         self._known: dict[Node, Any] = {}
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, ProgramTensor] = {}
         self._contiguous: set[str] = set()
         self._grad = True
         self._detached: dict[str, Ref] = {}
         self._casting = Casting(emitter, autocast)
         self._bodies = Bodies(repeats or Repeats(), prefix)
-        self._handed_on = Calls()
+        self._handed_on = NodeCalls()
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats
         self._selections = Selections(emitter)
@@ -106,7 +106,7 @@ class Functionalizer:
 
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
         """Gives a placeholder its value."""
-        tensor = Tensor(ref, storage_of(node.meta.get("val")), source=source)
+        tensor = ProgramTensor(ref, storage_of(node.meta.get("val")), source=source)
         self._known[node] = tensor
         if node.meta["val"].is_contiguous():
             self._contiguous.add(source.value)
@@ -218,7 +218,7 @@ class Functionalizer:
         self._grad, self._detached = before
         return result
 
-    def _repeat(self, node: Node) -> tuple[Tensor, ...]:
+    def _repeat(self, node: Node) -> tuple[ProgramTensor, ...]:
         """The operators of a repeated layer, with the operands of this one."""
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
@@ -255,16 +255,16 @@ class Functionalizer:
             if index in handed_on:
                 base, is_placed = self._tensor(handed_on[index].operand), handed_on[index].is_whole
             elif (
-                isinstance(viewed, Tensor)
+                isinstance(viewed, ProgramTensor)
                 and viewed.storage == storage
                 and op.target is not aten.lift_fresh_copy.default
             ):
                 base = viewed
             if base is None:
-                results.append(Tensor(ref, storage))
+                results.append(ProgramTensor(ref, storage))
             else:
                 seen = base, op, self.read(base), index, base.root.version, self._grad
-                results.append(Tensor(ref, storage, *seen, is_placed=is_placed))
+                results.append(ProgramTensor(ref, storage, *seen, is_placed=is_placed))
         if single:
             return results[0]
         if any(isinstance(item, (list, tuple)) for item in val):  # a list of tensors beside others (histogramdd)
@@ -274,7 +274,7 @@ class Functionalizer:
             )
         return tuple(results)
 
-    def _batch_norm(self, node: Node, op: Op) -> Tensor:
+    def _batch_norm(self, node: Node, op: Op) -> ProgramTensor:
         """Training-mode batch norm, with its updates of the running statistics as writes."""
         op = self._cast(op)
         if not self._grad:
@@ -292,11 +292,11 @@ class Functionalizer:
                 kept = self.emitter.emit(aten.mul.Tensor, before, 1.0 - momentum)
                 fresh = self.emitter.emit(aten.mul.Tensor, new, momentum)
                 self._store(running, self.emitter.emit(aten.add.Tensor, kept, fresh))
-        return Tensor(result, self._storage(node.meta["val"]))
+        return ProgramTensor(result, self._storage(node.meta["val"]))
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def read(self, tensor: Tensor) -> Ref:
+    def read(self, tensor: ProgramTensor) -> Ref:
         """The current value, computed again if the memory was written since."""
         if tensor.base is not None and tensor.version != tensor.root.version:
             self._selections.check_unchanged(tensor.ref, self.emitter.origin)
@@ -334,9 +334,9 @@ class Functionalizer:
             self._detached[name] = self._selections.copied(name, self.emitter.emit(aten.detach.default, Ref(name)))
         return self._detached[name]
 
-    def _tensor(self, node: Node) -> Tensor:
+    def _tensor(self, node: Node) -> ProgramTensor:
         ref = self._known[node]
-        assert isinstance(ref, Tensor), f"{node} is not a tensor"
+        assert isinstance(ref, ProgramTensor), f"{node} is not a tensor"
         return ref
 
     def _lookup(self, arg: Any) -> Any:
@@ -363,7 +363,7 @@ class Functionalizer:
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def _store(self, tensor: Tensor, new: Ref) -> None:
+    def _store(self, tensor: ProgramTensor, new: Ref) -> None:
         """Gives a tensor, and what it is a view of, a new value. Raises CaptureError if that can not be expressed."""
         origin = self.emitter.origin
         root = tensor.root
@@ -387,7 +387,7 @@ class Functionalizer:
             if root is not tensor:
                 root.version += 1  # ``tensor`` and other views are read from it again
 
-    def _store_at(self, tensor: Tensor, new: Ref, version: int) -> None:
+    def _store_at(self, tensor: ProgramTensor, new: Ref, version: int) -> None:
         if tensor.base is not None:
             assert tensor.view is not None
             self._selections.check_unchanged(tensor.ref, self.emitter.origin)
@@ -406,7 +406,7 @@ class Functionalizer:
         tensor.ref = new
         tensor.version = version
 
-    def _write(self, node: Node, op: Op, written: tuple[str, ...]) -> Tensor:
+    def _write(self, node: Node, op: Op, written: tuple[str, ...]) -> ProgramTensor:
         """An in-place operator, or one with ``out=``: its functional form, and the result stored."""
         name = operator_name(op.target)
         outside = written == ("out",) and returns_one_tensor(op.target)
@@ -484,7 +484,7 @@ def _updates_statistics(args: dict[str, Any]) -> bool:
     return bool(args["use_input_stats"]) and args["running_mean"] is not None
 
 
-def _on_base(tensor: Tensor, base: Ref) -> Op:
+def _on_base(tensor: ProgramTensor, base: Ref) -> Op:
     """What a tensor is of the present value of the tensor that it views."""
     assert tensor.view is not None
     return _map_op(tensor.view, lambda name: base if Ref(name) == tensor.operand else Ref(name))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CaptureError, problem
-from shardwise.graph.watching import Watching, watching
+from shardwise.graph.change_line import Watching, watch_changes
 
 State = tuple[Any, bytes]
 
@@ -37,7 +37,7 @@ def reject_host_random(before: State, run: Callable[[Watching], object]) -> None
     if drew == before:
         return
     lines: list[str] = []
-    run(lambda: watching(lines, host_random_state))
+    run(lambda: watch_changes(lines, host_random_state))
     again = host_random_state()
     _restore(drew)
     if lines and again != drew:

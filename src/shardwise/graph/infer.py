@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from shardwise.graph.ir import Arg, Ref, Value
 from shardwise.graph.schema import tensor_results
-from shardwise.graph.switches import Known
+from shardwise.graph.switches import CallCache
 
-_OF_PYTORCHS: Known[tuple[Value, ...]] = Known()
-_WITHOUT_GRADIENT: Known[tuple[bool, ...]] = Known()
+_OF_PYTORCHS: CallCache[tuple[Value, ...]] = CallCache()
+_WITHOUT_GRADIENT: CallCache[tuple[bool, ...]] = CallCache()
 
 
 class TypeInference:

@@ -20,16 +20,16 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, tor
     known = {source.value: inputs[source.value] for source in graph.sources}
     for op in graph.ops:
         result = op.target(
-            *(lookup(arg, known) for arg in op.args), **{key: lookup(arg, known) for key, arg in op.kwargs}
+            *(resolve_refs(arg, known) for arg in op.args), **{key: resolve_refs(arg, known) for key, arg in op.kwargs}
         )
         known.update(zip(op.results, tensor_results(result), strict=True))
     return known
 
 
-def lookup(arg: Arg, known: Mapping[str, torch.Tensor]) -> Any:
+def resolve_refs(arg: Arg, known: Mapping[str, torch.Tensor]) -> Any:
     """The argument with tensors in place of Refs and lists in place of tuples."""
     if isinstance(arg, Ref):
         return known[arg.name]
     if isinstance(arg, tuple):
-        return [lookup(item, known) for item in arg]
+        return [resolve_refs(item, known) for item in arg]
     return arg

@@ -32,7 +32,7 @@ class Value:
     """A tensor of the graph. ``requires_grad``: a gradient of the loss flows through it.
 
     ``dtype``: in which it is computed with. ``stored``: of a source that is kept, or given, in another dtype: that one;
-    ``reduced``: of a parameter whose gradient is reduced in another dtype: that one (``graph.precision``).
+    ``reduced``: of a parameter whose gradient is reduced in another dtype: that one (``graph.step_precision``).
     """
 
     name: str

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.graph.positions import known_values
-from shardwise.graph.predicates import Abstract, Known
+from shardwise.graph.positions import evaluate_known_values
+from shardwise.graph.predicates import Abstract, KnownTensor
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def align_lookups(graph: Graph, constants: Mapping[str, Tensor]) -> Graph:
     }
     if not wanted:
         return graph
-    rewriting = _Rewriting(known_values(graph, wanted, constants))
+    rewriting = _Rewriting(evaluate_known_values(graph, wanted, constants))
     return rewrite_graph(graph, {aten.index.Tensor: rewriting.index, aten.index_put.default: rewriting.index_put})
 
 
@@ -76,13 +76,13 @@ class _Rewriting:
         rows: dict[int, int] = {}
         for dim in refs:
             value = self.known.get(before[dim].name)
-            along = _counted(value, shape[dim], set(rows.values()), total) if isinstance(value, Known) else None
+            along = _counted(value, shape[dim], set(rows.values()), total) if isinstance(value, KnownTensor) else None
             rows |= {} if along is None else {dim: along}
         chosen = {dim: ref for dim, ref in refs.items() if dim not in rows}
         return _Lookup(emitter, operand, shape, total, rows, chosen) if rows else None
 
 
-def _counted(index: Known, size: int, taken: set[int], total: tuple[int, ...]) -> int | None:
+def _counted(index: KnownTensor, size: int, taken: set[int], total: tuple[int, ...]) -> int | None:
     """The dim of the result along which an index is 0, 1, ... ``size - 1`` and constant along all others."""
     core = index.core
     if core.numel() != size or not torch.equal(core.flatten() % size, torch.arange(size, dtype=core.dtype)):

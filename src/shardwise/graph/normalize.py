@@ -20,7 +20,7 @@ from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
-from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_call
+from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_random_call
 from shardwise.graph.operators import dropout as dropout_operator
 from shardwise.graph.operators import mark as mark_operator
 from shardwise.graph.schema import arguments, is_random, operator_name
@@ -146,7 +146,7 @@ def _batch_norm(op: Op, emitter: Emitter) -> Results:
 
 def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
     """Dropout of a value by the hash of seed and global index."""
-    seed, call = next_call(emitter)
+    seed, call = next_random_call(emitter)
     shape = emitter.value(x).shape
     result: Ref = emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
     return result

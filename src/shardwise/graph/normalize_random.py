@@ -2,7 +2,7 @@
 
 All of them are made of ``shardwise::uniform``: a comparison gives Bernoulli draws, a product integers, Box and Muller
 (1958) normal numbers, the inverse of a distribution function the others. The eager side of a verification
-(``graph/widen.py``) draws the same ones.
+(``graph/to_float64.py``) draws the same ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Results = tuple[Arg, ...] | None
 _WIDE = torch.float64
 
 
-def next_call(emitter: Emitter) -> tuple[Ref, int]:
+def next_random_call(emitter: Emitter) -> tuple[Ref, int]:
     """The seed, which the runtime provides anew for every step, and the number of this random call."""
     seed = emitter.add_source(Source(SEED, "buffer", (SEED,)), Value(SEED, (), torch.int64))
     emitter.num_random_calls += 1
@@ -34,7 +34,7 @@ def next_call(emitter: Emitter) -> tuple[Ref, int]:
 
 
 def _uniform(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
-    seed, call = next_call(emitter)
+    seed, call = next_random_call(emitter)
     result: Ref = emitter.emit(UNIFORM, seed, call, shape, (0,) * len(shape), shape, shape, dtype)
     return result
 

@@ -69,7 +69,7 @@ def global_indices(
 _PIECE = 1 << 15
 
 
-def hashed(
+def hash_bits(
     seed: torch.Tensor,
     call: int,
     sizes: Sequence[int],
@@ -131,7 +131,7 @@ def dropout_mask(
     start: torch.Tensor | int = 0,
 ) -> torch.Tensor:
     """Which elements of the block are kept: bool, shape ``lengths``. 53 bits of the hash are compared with ``p``."""
-    return _shift_right_(hashed(seed, call, sizes, offsets, lengths, start), 11) >= int(p * (1 << 53))
+    return _shift_right_(hash_bits(seed, call, sizes, offsets, lengths, start), 11) >= int(p * (1 << 53))
 
 
 def _start(first: torch.Tensor | None, stride: int, device: torch.device) -> torch.Tensor | int:
@@ -187,7 +187,7 @@ def uniform(
     its dims, as for ``dropout``; ``first`` and ``stride`` are as there).
     """
     start = _start(first, stride, seed.device)
-    bits = _shift_right_(hashed(seed, call, sizes, offsets, lengths, start), 64 - _BITS[dtype])
+    bits = _shift_right_(hash_bits(seed, call, sizes, offsets, lengths, start), 64 - _BITS[dtype])
     return (bits.to(torch.float64) * 2.0 ** -_BITS[dtype]).to(dtype).reshape(tuple(shape))
 
 

@@ -18,12 +18,12 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
 from shardwise.graph.predicates import (
     MOST_ELEMENTS,
     Abstract,
-    Known,
-    collapsed,
-    filled,
-    pointwise,
+    KnownTensor,
+    apply_pointwise,
+    apply_view,
+    collapse_constant_dims,
+    filled_tensor,
     triangle,
-    viewed,
 )
 from shardwise.graph.schema import arguments, is_random, is_view, operator_name
 
@@ -45,7 +45,7 @@ _ALONG_DIM = frozenset(("cumsum", "diff", "flip"))
 _SHAPED = frozenset(("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 
 
-def known_values(graph: Graph, wanted: set[str], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
+def evaluate_known_values(graph: Graph, wanted: set[str], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
     """Name -> value, of the wanted values and of those that they are made from, as far as they are known.
     ``constants``: the data of sources of kind "constant"."""
     needed = set(wanted)
@@ -61,21 +61,21 @@ def known_values(graph: Graph, wanted: set[str], constants: Mapping[str, Tensor]
 def _known(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
     known: dict[str, Abstract] = {}
     for name, data in constants.items():
-        constant = None if is_fake(data) or data.is_meta else collapsed(data.cpu())
+        constant = None if is_fake(data) or data.is_meta else collapse_constant_dims(data.cpu())
         known |= {} if constant is None else {name: constant}
     for op in ops:
         if len(op.results) == 1 and not graph.by_name[op.results[0]].requires_grad and not is_random(op.target):
-            value = evaluated(op, graph.by_name[op.results[0]], known)
+            value = evaluate_op(op, graph.by_name[op.results[0]], known)
             known |= {} if value is None else {op.results[0]: value}
     return known
 
 
-def evaluated(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract | None:
+def evaluate_op(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract | None:
     """What an operator gives on known values; ``result``: its shape and dtype."""
     name, args = operator_name(op.target), arguments(op)
     if fill := _FILLED.get(name.removeprefix("new_").removesuffix("_like")):
         number = fill(args)
-        return None if isinstance(number, Ref) else filled(number, result.shape, result.dtype)
+        return None if isinstance(number, Ref) else filled_tensor(number, result.shape, result.dtype)
     if not set(op.operands) <= known.keys():
         return None
     operands = [known[operand] for operand in op.operands]
@@ -89,13 +89,13 @@ def evaluated(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract 
 
     if name in _POINTWISE and operands:
         number = args.get("other")
-        return pointwise(name, function, operands, result.shape, number if type(number) is int else None)
+        return apply_pointwise(name, function, operands, result.shape, number if type(number) is int else None)
     if name in ("tril", "triu"):
         return triangle(operands[0], args["diagonal"], name == "triu", result.shape)
     if name in _SHAPED:
-        return viewed(lambda tensor: tensor.view(result.shape), operands[0])
+        return apply_view(lambda tensor: tensor.view(result.shape), operands[0])
     if is_view(op.target) and len(operands) == 1:
-        return viewed(function, operands[0])
+        return apply_view(function, operands[0])
     if name == "index" and (indexed := _indexed(args, known, result)) is not None:
         return indexed
     if name in _ALONG_DIM:
@@ -109,29 +109,29 @@ def _dims(args: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _indexed(args: Mapping[str, Any], known: Mapping[str, Abstract], result: Value) -> Known | None:
+def _indexed(args: Mapping[str, Any], known: Mapping[str, Abstract], result: Value) -> KnownTensor | None:
     """Elements of a tensor at an index for every dim. Along a dim in which it is constant, the index makes no
     difference."""
     table = known[args["self"].name]
     indices = [known[index.name] if isinstance(index, Ref) else None for index in args["indices"]]
-    if not isinstance(table, Known) or len(indices) != len(table.shape):
+    if not isinstance(table, KnownTensor) or len(indices) != len(table.shape):
         return None
     at: list[Tensor] = []
     for size, index in zip(table.core.shape, indices, strict=True):
-        if not isinstance(index, Known) or index.tensor.dtype == torch.bool:
+        if not isinstance(index, KnownTensor) or index.tensor.dtype == torch.bool:
             return None
         at.append(torch.zeros((1,) * len(index.shape), dtype=torch.int64) if size == 1 else index.core)
     if prod(torch.broadcast_shapes(*(index.shape for index in at))) > MOST_ELEMENTS:
         return None
-    return collapsed(table.core[tuple(at)].expand(result.shape))
+    return collapse_constant_dims(table.core[tuple(at)].expand(result.shape))
 
 
 def _computed(
     function: Callable[..., Any], operands: list[Abstract], result: Value, along: tuple[int, ...] | None = None
-) -> Known | None:
+) -> KnownTensor | None:
     """Of integers and booleans, which are the same on every device. ``along``: the only dims in which elements make a
     difference to each other (None: all may)."""
-    tensors = [x.tensor for x in operands if isinstance(x, Known)]
+    tensors = [x.tensor for x in operands if isinstance(x, KnownTensor)]
     if len(tensors) < len(operands) or result.dtype.is_floating_point or result.dtype.is_complex:
         return None
     if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
@@ -147,7 +147,7 @@ def _computed(
     if max([size, *(tensor.numel() for tensor in tensors)]) > MOST_ELEMENTS:
         return None
     output = function(*tensors)
-    return collapsed(output.expand(result.shape)) if isinstance(output, Tensor) else None
+    return collapse_constant_dims(output.expand(result.shape)) if isinstance(output, Tensor) else None
 
 
 def _filled(arg: Arg, tensor_of: Callable[[str], Tensor]) -> Any:

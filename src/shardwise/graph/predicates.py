@@ -1,10 +1,10 @@
 """What is known of a tensor before it is made: exact values over positions, in memory that grows with the length of the
 sequence and not with its square.
 
-There are three kinds of values. ``Known``: a tensor, of which dims along which it is constant take no memory (stride
-0). ``Choice``: one value where the key is in the query's interval (``graph.intervals``), another where it is not.
-``Sum``: integers a[q] + b[k], such as the distance of positions. An operator on such values gives a fourth that is one
-of these and equal in every element, or nothing (None): nothing here is a guess.
+There are three kinds of values. ``KnownTensor``: a tensor, of which dims along which it is constant take no memory
+(stride 0). ``IntervalSelect``: one value where the key is in the query's interval (``graph.intervals``), another where
+it is not. ``PositionSum``: integers a[q] + b[k], such as the distance of positions. An operator on such values gives a
+fourth that is one of these and equal in every element, or nothing (None): nothing here is a guess.
 
 Dims are counted from the end, so that they stay what they are where shapes are broadcast.
 """
@@ -29,7 +29,7 @@ _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class KnownTensor:
     """A tensor on the CPU whose elements are known; dims along which it is constant have stride 0."""
 
     tensor: Tensor
@@ -45,7 +45,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class IntervalSelect:
     """``on`` where the key is in the query's interval, ``off`` where it is not: tensors of one element with the rank of
     the shape. ``query``, ``key``: the dims, from the end; along all others it is constant."""
 
@@ -58,7 +58,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sum:
+class PositionSum:
     """The integers ``of_query[q] + of_key[k]`` of a dtype that holds them all, or their ``absolute`` values."""
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Sum:
     absolute: bool = False
 
 
-Abstract = Known | Choice | Sum
+Abstract = KnownTensor | IntervalSelect | PositionSum
 # An operator on tensors, with everything else that it takes filled in.
 Function = Callable[..., Tensor]
 
@@ -86,7 +86,7 @@ def core(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def collapsed(tensor: Tensor) -> Known | None:
+def collapse_constant_dims(tensor: Tensor) -> KnownTensor | None:
     """The tensor with stride 0 wherever it is constant. None if it is too large to look at."""
     shape, tensor = tensor.shape, core(tensor)
     if tensor.numel() > MOST_ELEMENTS:
@@ -95,31 +95,31 @@ def collapsed(tensor: Tensor) -> Known | None:
         first = tensor.narrow(dim, 0, min(size, 1))
         if size > 1 and bool((tensor == first).all()):
             tensor = first
-    return Known(tensor.contiguous().expand(shape))
+    return KnownTensor(tensor.contiguous().expand(shape))
 
 
-def filled(value: Any, shape: Sequence[int], dtype: torch.dtype) -> Known:
-    return Known(torch.full((1,) * len(shape), value, dtype=dtype).expand(tuple(shape)))
+def filled_tensor(value: Any, shape: Sequence[int], dtype: torch.dtype) -> KnownTensor:
+    return KnownTensor(torch.full((1,) * len(shape), value, dtype=dtype).expand(tuple(shape)))
 
 
-def along(tensor: Tensor) -> tuple[int, ...]:
+def varying_dims(tensor: Tensor) -> tuple[int, ...]:
     """The dims, from the end, along which a core is not constant."""
     return tuple(dim - tensor.dim() for dim, size in enumerate(tensor.shape) if size > 1)
 
 
-def pointwise(
+def apply_pointwise(
     name: str, function: Function, operands: Sequence[Abstract], shape: tuple[int, ...], number: int | None = None
 ) -> Abstract | None:
     """What an operator gives that works element by element. ``name``: of the operator; ``function``: its call on
     tensors in place of the operands; ``number``: the integer to which it compares its only operand."""
-    if all(isinstance(x, Known) for x in operands):
-        cores = [x.core for x in operands if isinstance(x, Known)]
+    if all(isinstance(x, KnownTensor) for x in operands):
+        cores = [x.core for x in operands if isinstance(x, KnownTensor)]
         size = prod(torch.broadcast_shapes(*(x.shape for x in cores)))
         if size <= max([x.numel() for x in cores], default=1):
-            return collapsed(function(*cores).expand(shape))
+            return collapse_constant_dims(function(*cores).expand(shape))
     if name in _FLIPPED:
         left, *others = operands
-        right = others[0] if others else None if number is None else filled(number, (), torch.int64)
+        right = others[0] if others else None if number is None else filled_tensor(number, (), torch.int64)
         comparison = None if right is None else _compared(name, left, right, shape)
         if comparison is not None:
             return comparison
@@ -131,16 +131,16 @@ def pointwise(
 
 
 def _compared(name: str, left: Abstract, right: Abstract, shape: tuple[int, ...]) -> Abstract | None:
-    if isinstance(left, Known) and isinstance(right, Sum):
+    if isinstance(left, KnownTensor) and isinstance(right, PositionSum):
         left, right, name = right, left, _FLIPPED[name]
-    if isinstance(left, Sum) and isinstance(right, Known):
+    if isinstance(left, PositionSum) and isinstance(right, KnownTensor):
         return _compared_sum(name, left, right.core, shape)
-    if not (isinstance(left, Known) and isinstance(right, Known)):
+    if not (isinstance(left, KnownTensor) and isinstance(right, KnownTensor)):
         return None
     first, second = left.core, right.core
-    if len(along(first)) != 1 or len(along(second)) != 1:
+    if len(varying_dims(first)) != 1 or len(varying_dims(second)) != 1:
         return None
-    (query,), (key,) = along(first), along(second)
+    (query,), (key,) = varying_dims(first), varying_dims(second)
     if query > key:
         first, second, query, key, name = second, first, key, query, _FLIPPED[name]
     dtype = torch.result_type(first, second)  # in which they are compared; the wider one holds all its numbers
@@ -149,7 +149,7 @@ def _compared(name: str, left: Abstract, right: Abstract, shape: tuple[int, ...]
     return _chosen(_keys_where(_FLIPPED[name], columns, rows), query, key, shape)
 
 
-def _compared_sum(name: str, x: Sum, bound: Tensor, shape: tuple[int, ...]) -> Abstract | None:
+def _compared_sum(name: str, x: PositionSum, bound: Tensor, shape: tuple[int, ...]) -> Abstract | None:
     """``x`` against one number: the keys whose summand compares so with what is left of the bound."""
     if bound.numel() != 1 or bound.dtype.is_floating_point or bound.dtype == torch.bool:
         return None
@@ -199,26 +199,28 @@ def _keys_where(name: str, keys: Tensor, bounds: Tensor) -> tuple[Intervals, boo
 
 def _chosen(
     intervals_with_value: tuple[Intervals, bool] | None, query: int, key: int, shape: tuple[int, ...]
-) -> Known | Choice | None:
+) -> KnownTensor | IntervalSelect | None:
     if intervals_with_value is None:
         return None
     inside = torch.full((1,) * len(shape), intervals_with_value[1])
-    return choice(shape, query, key, intervals_with_value[0], inside, ~inside)
+    return interval_select(shape, query, key, intervals_with_value[0], inside, ~inside)
 
 
-def choice(shape: tuple[int, ...], query: int, key: int, seen: Intervals, on: Tensor, off: Tensor) -> Known | Choice:
+def interval_select(
+    shape: tuple[int, ...], query: int, key: int, seen: Intervals, on: Tensor, off: Tensor
+) -> KnownTensor | IntervalSelect:
     """A choice, or the one value that it has everywhere."""
     if torch.equal(on, off) or seen.is_full:
-        return Known(on.expand(shape))
+        return KnownTensor(on.expand(shape))
     if bool(seen.sees_none.all()):
-        return Known(off.expand(shape))
-    return Choice(shape, query, key, seen, on, off)
+        return KnownTensor(off.expand(shape))
+    return IntervalSelect(shape, query, key, seen, on, off)
 
 
 # --------------------------------------------------------------------------------------------------------------- sums
 
 
-def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: tuple[int, ...]) -> Sum | None:
+def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: tuple[int, ...]) -> PositionSum | None:
     """Sums, differences, multiples, negatives, absolute values and casts of positions."""
     x, is_one = operands[0], len(operands) == 1
     if name not in ("add", "sub", "rsub", "neg", "to", "abs") and not (is_one and name == "mul"):
@@ -228,8 +230,8 @@ def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: 
     at_zero = function(*zeros)
     if not all(_is_integer(tensor.dtype) for tensor in (at_zero, *zeros)):
         return None
-    if name == "abs" or (isinstance(x, Sum) and x.absolute):
-        if not (is_one and name in ("abs", "to") and isinstance(x, Sum)):
+    if name == "abs" or (isinstance(x, PositionSum) and x.absolute):
+        if not (is_one and name in ("abs", "to") and isinstance(x, PositionSum)):
             return None
         return _checked(replace(x, shape=shape, dtype=at_zero.dtype, absolute=True))
     # What is linear is known from its values at 0 and at 1.
@@ -243,17 +245,17 @@ def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: 
 
 def _added(
     operands: Sequence[Abstract], factors: Sequence[int], rest: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Sum | None:
+) -> PositionSum | None:
     """The sum of the operands times their factors, and of the rest. None unless it goes along two dims."""
     everywhere = torch.tensor([rest])
     parts: dict[int, Tensor] = {}
     for x, factor in zip(operands, factors, strict=True):
-        if isinstance(x, Known):
-            summands = {dim: x.core.flatten() for dim in along(x.core)}
+        if isinstance(x, KnownTensor):
+            summands = {dim: x.core.flatten() for dim in varying_dims(x.core)}
             if len(summands) > 1:
                 return None
             everywhere = everywhere if summands else everywhere + factor * x.core.reshape(1).to(torch.int64)
-        elif isinstance(x, Sum) and not x.absolute:
+        elif isinstance(x, PositionSum) and not x.absolute:
             summands = {x.query: x.of_query, x.key: x.of_key}
         else:
             return None
@@ -262,10 +264,10 @@ def _added(
     if len(parts) != 2:
         return None
     query, key = sorted(parts)
-    return _checked(Sum(shape, query, key, parts[query] + everywhere, parts[key], dtype))
+    return _checked(PositionSum(shape, query, key, parts[query] + everywhere, parts[key], dtype))
 
 
-def _checked(x: Sum) -> Sum | None:
+def _checked(x: PositionSum) -> PositionSum | None:
     """None where its dtype may not hold it, or where it is of too many numbers."""
     most = int(x.of_query.abs().max()) + int(x.of_key.abs().max())
     return x if most < min(torch.iinfo(x.dtype).max, 1 << 40) else None
@@ -276,9 +278,9 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _dtype(x: Abstract) -> torch.dtype:
-    if isinstance(x, Known):
+    if isinstance(x, KnownTensor):
         return x.tensor.dtype
-    return x.on.dtype if isinstance(x, Choice) else x.dtype
+    return x.on.dtype if isinstance(x, IntervalSelect) else x.dtype
 
 
 # ------------------------------------------------------------------------------------------------------------ choices
@@ -288,13 +290,13 @@ def _by_corners(function: Function, operands: Sequence[Abstract], shape: tuple[i
     """An operator on choices takes at most four values: where the key is in the one interval or not, in the other or
     not. It is a choice again where one of the four differs from the others and the intervals meet so."""
     choices = [as_choice(x, shape) for x in operands]
-    places = {(x.query, x.key) for x in choices if isinstance(x, Choice)}
+    places = {(x.query, x.key) for x in choices if isinstance(x, IntervalSelect)}
     if len(places) != 1 or any(x is None for x in choices):
         return None
     ((query, key),) = places
     distinct: list[Intervals] = []
     for x in choices:
-        if isinstance(x, Choice) and not any(x.seen.equals(seen) for seen in distinct):
+        if isinstance(x, IntervalSelect) and not any(x.seen.equals(seen) for seen in distinct):
             distinct.append(x.seen)
     if len(distinct) > 2:
         return None
@@ -303,16 +305,16 @@ def _by_corners(function: Function, operands: Sequence[Abstract], shape: tuple[i
     for inside in product((True, False), repeat=2):
         taken = []
         for x in choices:
-            if isinstance(x, Choice):
+            if isinstance(x, IntervalSelect):
                 taken.append(x.on if inside[0 if x.seen.equals(first) else 1] else x.off)
-            elif isinstance(x, Known):
+            elif isinstance(x, KnownTensor):
                 taken.append(x.core)
         values[inside] = function(*taken).reshape((1,) * len(shape))
     if any(value.is_floating_point() and bool(value.isnan()) for value in values.values()):
         return None
     both, first_only, second_only, neither = values.values()
     if len(distinct) == 1:
-        return choice(shape, query, key, first, both, neither)
+        return interval_select(shape, query, key, first, both, neither)
     intervals: Intervals | None = None
     if _same(both, first_only) and _same(second_only, neither):
         intervals, on, off = first, both, neither
@@ -326,20 +328,20 @@ def _by_corners(function: Function, operands: Sequence[Abstract], shape: tuple[i
         intervals, on, off = second.without(first), second_only, neither
     elif _same(both, first_only, second_only):
         intervals, on, off = first.union(second), both, neither
-    return None if intervals is None else choice(shape, query, key, intervals, on, off)
+    return None if intervals is None else interval_select(shape, query, key, intervals, on, off)
 
 
 def _same(first: Tensor, *others: Tensor) -> bool:
     return all(torch.equal(first, other) for other in others)
 
 
-def as_choice(x: Abstract, shape: tuple[int, ...]) -> Known | Choice | None:
+def as_choice(x: Abstract, shape: tuple[int, ...]) -> KnownTensor | IntervalSelect | None:
     """A value as a choice over the last two dims of a shape, or as one number; None where it is neither."""
-    if isinstance(x, Sum):
+    if isinstance(x, PositionSum):
         return None
-    if isinstance(x, Choice) or x.core.numel() == 1:
+    if isinstance(x, IntervalSelect) or x.core.numel() == 1:
         return x
-    values, dims = x.core, along(x.core)
+    values, dims = x.core, varying_dims(x.core)
     if values.dtype != torch.bool or len(dims) != 1 or dims[0] < -2 or len(shape) < 2:
         return None
     seen = values.flatten()
@@ -354,7 +356,7 @@ def as_choice(x: Abstract, shape: tuple[int, ...]) -> Known | Choice | None:
         every = torch.ones(num_queries, dtype=torch.int64)
         intervals = Intervals.of(every * lo, every * hi, num_keys)
     on = torch.ones((1,) * values.dim(), dtype=torch.bool)
-    return Choice(x.shape, -2, -1, intervals, on, ~on)
+    return IntervalSelect(x.shape, -2, -1, intervals, on, ~on)
 
 
 def triangle(x: Abstract, diagonal: int, upper: bool, shape: tuple[int, ...]) -> Abstract | None:
@@ -365,8 +367,8 @@ def triangle(x: Abstract, diagonal: int, upper: bool, shape: tuple[int, ...]) ->
     zero = torch.zeros_like(rows)
     seen = Intervals.of(rows, zero + shape[-1], shape[-1]) if upper else Intervals.of(zero, rows + 1, shape[-1])
     inside = torch.full((1,) * len(shape), True)
-    kept = choice(shape, -2, -1, seen, inside, ~inside)
-    return pointwise("where", _kept_where, (kept, x), shape)
+    kept = interval_select(shape, -2, -1, seen, inside, ~inside)
+    return apply_pointwise("where", _kept_where, (kept, x), shape)
 
 
 def _kept_where(kept: Tensor, x: Tensor) -> Tensor:
@@ -376,13 +378,15 @@ def _kept_where(kept: Tensor, x: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- views
 
 
-def viewed(function: Function, x: Abstract) -> Abstract | None:
+def apply_view(function: Function, x: Abstract) -> Abstract | None:
     """A view of a value: its dims are moved, repeated or cut."""
-    if isinstance(x, Known):
+    if isinstance(x, KnownTensor):
         try:
-            return Known(function(x.tensor))
+            return KnownTensor(function(x.tensor))
         except RuntimeError:  # not without a copy
-            return collapsed(function(x.tensor.contiguous())) if x.tensor.numel() <= MOST_ELEMENTS else None
+            return (
+                collapse_constant_dims(function(x.tensor.contiguous())) if x.tensor.numel() <= MOST_ELEMENTS else None
+            )
     # A tensor without memory, whose strides tell the dims apart, says what the view does to them.
     rank, keys = len(x.shape), x.shape[x.key]
     strides = tuple({rank + x.query: keys, rank + x.key: 1}.get(dim, 0) for dim in range(rank))
@@ -402,11 +406,11 @@ def viewed(function: Function, x: Abstract) -> Abstract | None:
         if name in axes or stop > x.shape[x.query if of_query else x.key]:
             return None
         axes[name] = dim - looked.dim(), slice(start, stop, step)
-    if len(axes) != 2 or (isinstance(x, Choice) and axes["key"][1].step != 1):
+    if len(axes) != 2 or (isinstance(x, IntervalSelect) and axes["key"][1].step != 1):
         return None
     (query, queries), (key, columns) = axes["query"], axes["key"]
     shape = tuple(looked.shape)
-    if isinstance(x, Sum):
-        return Sum(shape, query, key, x.of_query[queries], x.of_key[columns], x.dtype, x.absolute)
+    if isinstance(x, PositionSum):
+        return PositionSum(shape, query, key, x.of_query[queries], x.of_key[columns], x.dtype, x.absolute)
     ranks = (1,) * len(shape)
-    return choice(shape, query, key, x.seen.part(queries, columns), x.on.reshape(ranks), x.off.reshape(ranks))
+    return interval_select(shape, query, key, x.seen.part(queries, columns), x.on.reshape(ranks), x.off.reshape(ranks))

@@ -32,8 +32,8 @@ from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
 from shardwise.graph.looking import items_of
+from shardwise.graph.module_state import OF_TORCH, StateReader, snapshot_state
 from shardwise.graph.origins import NOT_USER_CODE
-from shardwise.graph.state import OF_TORCH, Reader, snapshot
 from shardwise.graph.trees import constant_key, is_constant
 
 LEAST = 4  # modules of a kind: the first, two witnesses and one that is not traced
@@ -119,7 +119,7 @@ class Repeats:
 
 
 @contextmanager
-def repeated_calls(
+def trace_repeats_once(
     module: nn.Module, repeats: Repeats, annotated: Collection[str], line_of: Callable[[FrameType | None], str]
 ) -> Iterator[None]:
     """While ``module`` (a copy made for capture) is traced, its repeated layers are traced once. ``annotated``: paths
@@ -137,7 +137,7 @@ def repeated_calls(
 # ------------------------------------------------------------------------------------------------------- modules
 
 
-class _Unequal(Exception):
+class _UnequalModule(Exception):
     """A module that is like no other."""
 
 
@@ -155,7 +155,7 @@ def _groups(module: nn.Module, annotated: Collection[str]) -> list[tuple[_Group,
             continue
         try:
             key, numbers = _structure(part)
-        except _Unequal:
+        except _UnequalModule:
             continue
         alike.setdefault(key, []).append((path, part, numbers))
     groups = []
@@ -176,7 +176,7 @@ def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
     for path, part in module.named_modules():
         state = vars(part)
         if "forward" in state or _has_hooks(part) or (path and any(name.startswith("_shardwise") for name in state)):
-            raise _Unequal
+            raise _UnequalModule
         key.append((path, type(part)))
         for name, value in state.items():
             if name in OF_TORCH:
@@ -193,13 +193,13 @@ def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
+class _IdentityKey:
     """Equal for one object only, which it holds, so that no other one gets its identity."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _IdentityKey) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -208,13 +208,13 @@ class _Same:
 def _attribute_key(value: Any) -> object:
     """Equal for attributes that say the same. Raises _Unequal for a tensor."""
     if isinstance(value, torch.Tensor):
-        raise _Unequal
+        raise _UnequalModule
     if is_constant(value):
         try:
             key = constant_key(value)
             hash(key)
         except Exception:  # whatever a user's class of numbers or texts raises
-            return _Same(value)
+            return _IdentityKey(value)
         return key
     if isinstance(value, partial):
         return partial, _attribute_key(value.func), _attribute_key(value.args), _attribute_key(value.keywords)
@@ -222,7 +222,7 @@ def _attribute_key(value: Any) -> object:
         return type(value), tuple(map(_attribute_key, items_of(value)))
     if isinstance(value, dict):
         return type(value), tuple((_attribute_key(k), _attribute_key(v)) for k, v in items_of(value))
-    return _Same(value)
+    return _IdentityKey(value)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -246,7 +246,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RepeatedCall:
     """A call of a module's ``forward`` from a ``path``. ``operands``: the tensors that it is given, then those of its
     module."""
 
@@ -290,7 +290,7 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, gro
 
 
 @dataclass(frozen=True)
-class _State:
+class _ModuleState:
     """``held``: so that no identity is given twice."""
 
     attributes: tuple[object, ...]
@@ -298,12 +298,12 @@ class _State:
     kept_alive: list[object] = field(compare=False)
 
 
-def _state(module: nn.Module, numbers: Mapping[Place, int]) -> _State:
+def _state(module: nn.Module, numbers: Mapping[Place, int]) -> _ModuleState:
     """What a call may read in Python and a model's loop may change from call to call: attributes, what is inside of
     objects that layers share, and what their classes and files hold. ``numbers``: those of its group, which are looked
     at apart. Raises _Unequal where one of these is another than it was, and for a tensor."""
     attributes: list[object] = []
-    shared = Reader(thorough=True)
+    shared = StateReader(thorough=True)
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name in OF_TORCH or name == "forward":  # that of ``_repeating``
@@ -312,10 +312,10 @@ def _state(module: nn.Module, numbers: Mapping[Place, int]) -> _State:
                 attributes.append((path, name, _attribute_key(value)))
                 shared.read(f"{path}.{name}", value)
             elif type(value) is not int or value != numbers[path, name]:
-                raise _Unequal
+                raise _UnequalModule
         for kind in type(part).__mro__:
             shared.read_class(kind)
-    return _State(tuple(attributes), tuple(shared.leaves.items()), shared.kept_alive)
+    return _ModuleState(tuple(attributes), tuple(shared.leaves.items()), shared.kept_alive)
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -345,7 +345,7 @@ def _repeating(
         read = group.read.get(key, frozenset())
         if key is None or read is None:
             return original(*args, **kwargs)
-        call = _Call(key, operands, path, original, args, kwargs)
+        call = _RepeatedCall(key, operands, path, original, args, kwargs)
         kind = group.kinds.get((key, group.values(module, read)))
         if kind is None:
             return _first(module, group, repeats, call)
@@ -365,10 +365,10 @@ def _returned(leaf: _Leaf, operands: list[torch.Tensor], results: Iterator[torch
     return next(results) if leaf.operand is None else operands[leaf.operand]
 
 
-def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _Call) -> Any:
+def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _RepeatedCall) -> Any:
     """Traces the first call of a kind, and notes whether others may be repeats of it."""
     number = repeats.number(call.path)
-    state, modes, argument_ids = snapshot(module), _modes(), call.argument_ids()
+    state, modes, argument_ids = snapshot_state(module), _modes(), call.argument_ids()
     with _reads(module, group.numbers[id(module)]) as touched:
         result, spec, leaves, results = _traced(repeats, number, call)
     read = frozenset(touched)
@@ -376,7 +376,7 @@ def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _Call) -> A
     own_tensors = _own_tensors(module)
     closed = (
         leaves is not None
-        and not state.changed(snapshot(module))
+        and not state.changed(snapshot_state(module))
         and modes == _modes()
         and argument_ids == call.argument_ids()
         and list(map(id, call.operands[len(call.operands) - len(own_tensors) :])) == list(map(id, own_tensors))
@@ -393,7 +393,7 @@ def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _Call) -> A
     return result
 
 
-def _witness(kind: _Kind, repeats: Repeats, call: _Call) -> Any:
+def _witness(kind: _Kind, repeats: Repeats, call: _RepeatedCall) -> Any:
     """Traces a call that could be a repeat, to be compared with the body."""
     number = repeats.number(call.path)
     repeats.witnesses[number] = kind.body
@@ -409,7 +409,7 @@ def _leaf_key(leaf: _Leaf) -> object:
 
 
 def _traced(
-    repeats: Repeats, number: int, call: _Call
+    repeats: Repeats, number: int, call: _RepeatedCall
 ) -> tuple[Any, pytree.TreeSpec, tuple[_Leaf, ...] | None, list[torch.Tensor]]:
     """A call between ``enter`` and ``leave``: its result, what that is made of (None: of something that a repeat could
     not return), and its new tensors."""
@@ -472,4 +472,4 @@ def _reads(module: nn.Module, numbers: Mapping[Place, int]) -> Iterator[set[Plac
         yield touched
 
 
-__all__ = ["ENTER", "LEAVE", "REPEAT", "Repeats", "repeated_calls"]
+__all__ = ["ENTER", "LEAVE", "REPEAT", "Repeats", "trace_repeats_once"]

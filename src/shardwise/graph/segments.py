@@ -119,7 +119,7 @@ def check_how(how: object, where: str, *others: str) -> None:
 
 
 @contextmanager
-def segments_opened(module: nn.Module) -> Iterator[None]:
+def open_segments(module: nn.Module) -> Iterator[None]:
     """While ``module`` (a copy made for capture) is traced, calls of its parts open segments."""
     opened: list[int] = [0]
     around: list[tuple[How, Messages]] = []
@@ -158,7 +158,7 @@ def segments_opened(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def checkpoints_kept() -> Iterator[None]:
+def keep_checkpointed_values() -> Iterator[None]:
     """While it lasts, checkpoints keep what backward needs, as if they were not there."""
 
     def kept(*_: Any, **__: Any) -> Iterator[None]:

@@ -17,7 +17,7 @@ _MOST = 50_000  # calls; a plan of a large model knows some thousands
 Found = TypeVar("Found")
 
 
-class Known(Generic[Found]):
+class CallCache(Generic[Found]):
     """What was found of calls, by whatever tells two of them apart."""
 
     def __init__(self) -> None:

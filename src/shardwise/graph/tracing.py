@@ -26,28 +26,28 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
-from shardwise.graph.annotate import Region, recording
+from shardwise.graph.annotate import AnnotatedRegion, record_annotations
+from shardwise.graph.change_line import Watching, watch_changes
+from shardwise.graph.code_reachability import ReachableCode
 from shardwise.graph.composites import composites_written_out
-from shardwise.graph.explained import explained, of_flex_attention
+from shardwise.graph.explained import explain_export_error, flex_attention_error
 from shardwise.graph.fakes import fake_copy, fake_like
-from shardwise.graph.functions import functions_as_operators
+from shardwise.graph.function_operator import functions_as_operators
 from shardwise.graph.host_random import host_random_state, reject_host_random
-from shardwise.graph.precision import MODELS_OWN, Precision
-from shardwise.graph.quiet import quiet, without_stacks
-from shardwise.graph.reachable import Reached
-from shardwise.graph.reads import Read, reads_of
+from shardwise.graph.impure_reads import ImpureRead, reads_of
+from shardwise.graph.module_state import BETWEEN_CALLS, snapshot_state
+from shardwise.graph.quiet_export import quiet_export, without_stacks
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
-from shardwise.graph.repeats import Repeats, repeated_calls
-from shardwise.graph.segments import segments_opened
+from shardwise.graph.repeats import Repeats, trace_repeats_once
+from shardwise.graph.segments import open_segments
 from shardwise.graph.stand_ins import cumulative_averages
-from shardwise.graph.state import BETWEEN_CALLS, snapshot
+from shardwise.graph.step_precision import MODELS_OWN, Precision
 from shardwise.graph.trees import constant_key, flatten_output
 from shardwise.graph.user_lines import UserLines, run_model, user_line
-from shardwise.graph.watching import Watching, watching
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What the traced call returned.
 
     ``spec`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in order),
@@ -80,7 +80,7 @@ class TwoCalls:
 
 
 @dataclass(frozen=True)
-class Traced:
+class ExportedCall:
     """An exported call: the program, what it returned, and the annotated regions in order of their numbers.
 
     ``transformed``: the first line of the model under a transform of torch.func, or ""; ``repeats``: the layers that
@@ -88,11 +88,11 @@ class Traced:
     """
 
     program: ExportedProgram
-    outcome: Outcome
-    regions: tuple[Region, ...]
+    outcome: CallOutcome
+    regions: tuple[AnnotatedRegion, ...]
     transformed: str
     repeats: Repeats
-    reads: tuple[Read, ...] = ()
+    reads: tuple[ImpureRead, ...] = ()
 
 
 # (the module's copy, the tensor leaves of the call) -> (output, loss)
@@ -100,7 +100,7 @@ Call = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor |
 
 
 @dataclass(frozen=True)
-class Called:
+class ModuleCall:
     """A module and how it is called: with which tensors, by what, in which precision its parameters are; ``code``: what
     the call may run."""
 
@@ -108,9 +108,9 @@ class Called:
     examples: tuple[torch.Tensor, ...]
     call: Call
     precision: Precision = MODELS_OWN
-    code: Reached = field(default_factory=Reached)
+    code: ReachableCode = field(default_factory=ReachableCode)
 
-    def inside(self, context: Callable[[], AbstractContextManager[None]]) -> Called:
+    def inside(self, context: Callable[[], AbstractContextManager[None]]) -> ModuleCall:
         """The same in a context."""
 
         def run(module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
@@ -123,7 +123,7 @@ class Called:
 class TracedCall(nn.Module):
     """Calls a module with the tensor leaves of its arguments and flattens what it returns."""
 
-    def __init__(self, module: nn.Module, called: Called, report: Callable[[Any], None]) -> None:
+    def __init__(self, module: nn.Module, called: ModuleCall, report: Callable[[Any], None]) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
@@ -131,7 +131,7 @@ class TracedCall(nn.Module):
         self._report = report  # export resets attributes that change during the call, so the outcome is kept elsewhere
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before, state = _buffers_by_owner(self.module), snapshot(self.module, self._called.code.values)
+        before, state = _buffers_by_owner(self.module), snapshot_state(self.module, self._called.code.values)
         leaves, spec, loss = self._leaves(tensors)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = None
@@ -141,7 +141,7 @@ class TracedCall(nn.Module):
                 position = len(outputs)
                 outputs.append(loss)
         replaced = []
-        after = snapshot(self.module, self._called.code.values)
+        after = snapshot_state(self.module, self._called.code.values)
         changed = state.changed(after)
         for (name, owner, attribute), buffer in before.items():
             now = owner._buffers.get(attribute)
@@ -151,7 +151,7 @@ class TracedCall(nn.Module):
                 owner._buffers[attribute] = buffer
         kept = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves)
         registered = state.described(state.registered(changed, after), after)
-        self._report(Outcome(spec, kept, position, tuple(replaced), changed, registered))
+        self._report(CallOutcome(spec, kept, position, tuple(replaced), changed, registered))
         return tuple(outputs)
 
     def _leaves(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], pytree.TreeSpec, torch.Tensor | None]:
@@ -160,11 +160,11 @@ class TracedCall(nn.Module):
             with composites_written_out():
                 output, loss = run_model(self._called.call, self.module, tensors)
         except ShardwiseError as error:
-            if (instead := of_flex_attention(error)) is not None:
+            if (instead := flex_attention_error(error)) is not None:
                 raise instead from error
             raise
         except Exception as error:  # whatever the model raises becomes an error with the model's line
-            raise explained(error) from error
+            raise explain_export_error(error) from error
         leaves, spec = flatten_output(output)
         return leaves, spec, loss
 
@@ -175,7 +175,7 @@ class TracedPair(TracedCall):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = _buffers_by_owner(self.module)
         saved = [buffer.clone() for buffer in before.values()]
-        states, trees, results = [snapshot(self.module, self._called.code.values)], [], []
+        states, trees, results = [snapshot_state(self.module, self._called.code.values)], [], []
         for call in range(2):
             leaves, spec, _ = self._leaves(tensors)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -185,7 +185,7 @@ class TracedPair(TracedCall):
                     outputs.append(buffer.clone() if now is None else now.clone())
                     owner._buffers[attribute] = buffer
                     buffer.copy_(value)
-            states.append(snapshot(self.module, self._called.code.values))
+            states.append(snapshot_state(self.module, self._called.code.values))
             trees.append((spec, [None if isinstance(leaf, torch.Tensor) else constant_key(leaf) for leaf in leaves]))
             results += outputs
             if call == 0:
@@ -212,7 +212,7 @@ def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], tor
     }
 
 
-def trace(called: Called, annotated: dict[str, Region], *, repeats: bool = True) -> Traced:
+def trace(called: ModuleCall, annotated: dict[str, AnnotatedRegion], *, repeats: bool = True) -> ExportedCall:
     """Exports a call. ``annotated``: module path -> region; ``repeats``: equal layers are traced once.
 
     Raises CaptureError with the user's line for whatever export rejects, and for random numbers drawn outside torch.
@@ -220,7 +220,7 @@ def trace(called: Called, annotated: dict[str, Region], *, repeats: bool = True)
     before = host_random_state()
     export = partial(_export, called, annotated)
 
-    def again(watching: Watching) -> Traced:
+    def again(watching: Watching) -> ExportedCall:
         return _export(called.inside(watching), annotated)
 
     try:
@@ -230,38 +230,38 @@ def trace(called: Called, annotated: dict[str, Region], *, repeats: bool = True)
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
-        raise explained(error) from error
+        raise explain_export_error(error) from error
 
 
-def trace_pair(called: Called) -> tuple[ExportedProgram, TwoCalls]:
+def trace_pair(called: ModuleCall) -> tuple[ExportedProgram, TwoCalls]:
     """Exports two calls after each other. Raises CaptureError for what the second call rejects."""
     try:
         program, outcome, *_ = _export_as(TracedPair, called, {})
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
-        raise explained(error) from error
+        raise explain_export_error(error) from error
     assert isinstance(outcome, TwoCalls)
     return program, outcome
 
 
-def line_of_change(called: Called, changed: tuple[str, ...]) -> str:
+def line_of_change(called: ModuleCall, changed: tuple[str, ...]) -> str:
     """The first line of the model after which one of these places of its Python state is another."""
     lines: list[str] = []
 
     def watched(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
         def state() -> object:
-            leaves = snapshot(copy, called.code.values).leaves
+            leaves = snapshot_state(copy, called.code.values).leaves
             return [leaves.get(place) for place in changed]
 
-        with watching(lines, state):
+        with watch_changes(lines, state):
             return called.call(copy, tensors)
 
     _export(replace(called, call=watched), {})
     return lines[0] if lines else ""
 
 
-def _with_repeats(export: Callable[[Repeats], Traced]) -> Traced | None:
+def _with_repeats(export: Callable[[Repeats], ExportedCall]) -> ExportedCall | None:
     """The export in which repeated layers are traced once; None where they are not what they look like, or where that
     alone may be what fails."""
     repeats = Repeats()
@@ -274,24 +274,31 @@ def _with_repeats(export: Callable[[Repeats], Traced]) -> Traced | None:
     return None if repeats.failed else traced
 
 
-def _export(called: Called, annotated: dict[str, Region], repeats: Repeats | None = None) -> Traced:
+def _export(called: ModuleCall, annotated: dict[str, AnnotatedRegion], repeats: Repeats | None = None) -> ExportedCall:
     program, outcome, regions, line = _export_as(TracedCall, called, annotated, repeats)
-    return Traced(program, outcome, regions, line, repeats or Repeats())
+    return ExportedCall(program, outcome, regions, line, repeats or Repeats())
 
 
 def _export_as(
-    kind: type[TracedCall], called: Called, annotated: dict[str, Region], repeats: Repeats | None = None
-) -> tuple[ExportedProgram, Any, tuple[Region, ...], str]:
+    kind: type[TracedCall], called: ModuleCall, annotated: dict[str, AnnotatedRegion], repeats: Repeats | None = None
+) -> tuple[ExportedProgram, Any, tuple[AnnotatedRegion, ...], str]:
     mode = FakeTensorMode()
     outcomes: list[Any] = []
     traced = kind(fake_copy(called.module, mode, called.precision), called, outcomes.append)
     inputs = tuple(fake_like(example, mode) for example in called.examples)
     lines = UserLines()
-    repeating = nullcontext() if repeats is None else repeated_calls(traced.module, repeats, annotated, user_line)
-    with quiet(), without_stacks(), recording() as recorder, torch.device("cpu"), cumulative_averages(), repeating:
+    repeating = nullcontext() if repeats is None else trace_repeats_once(traced.module, repeats, annotated, user_line)
+    with (
+        quiet_export(),
+        without_stacks(),
+        record_annotations() as recorder,
+        torch.device("cpu"),
+        cumulative_averages(),
+        repeating,
+    ):
         for path, region in annotated.items():
             recorder.cover(traced.module.get_submodule(path), region)
-        replaced, segments = functions_as_operators(user_line), segments_opened(traced.module)
+        replaced, segments = functions_as_operators(user_line), open_segments(traced.module)
         around = torch.enable_grad(), called.precision.around_call()
         with torch.fx.traceback.preserve_node_meta(), lines, replaced, segments, around[0], around[1]:
             try:

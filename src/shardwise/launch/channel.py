@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shardwise.errors import ShardwiseError
-from shardwise.texts import read_json, shown
+from shardwise.untrusted_text import read_json, shorten_repr
 
 _MOST_BYTES = 1 << 20  # of a line
 _MOST_BYTES_OF_STRANGERS = 1 << 16  # before the first message
@@ -104,7 +104,7 @@ class Channel:
         limit = time.monotonic() + seconds
         for _ in range(_MOST_READS):
             left = 0.0 if messages else max(0.0, limit - time.monotonic())
-            if self.gone or not readable([self._socket], left):
+            if self.gone or not wait_until_readable([self._socket], left):
                 break
             try:
                 data = self._socket.recv(1 << 16)
@@ -132,7 +132,7 @@ class Channel:
         if self._keys is None:
             nonce = line.removeprefix(_GREETING)
             if nonce == line or not _NONCE.fullmatch(nonce):
-                raise ShardwiseError(f"is no launcher: sent {shown(line[:40])}")
+                raise ShardwiseError(f"is no launcher: sent {shorten_repr(line[:40])}")
             self._agree_on_keys(nonce)
             return None
         if line == _REFUSED and not self._accepted and not self._num_heard:
@@ -150,7 +150,7 @@ class Channel:
         except (ShardwiseError, UnicodeDecodeError) as error:
             raise ShardwiseError(f"sent a text that is no message: {error}") from error
         if not isinstance(message, dict):
-            raise ShardwiseError(f"sent {shown(message)} as a message")
+            raise ShardwiseError(f"sent {shorten_repr(message)} as a message")
         return message
 
     def _agree_on_keys(self, nonce: bytes) -> None:
@@ -183,7 +183,7 @@ def _code(key: bytes, number: int, text: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "little") + text, "sha256").hex().encode()
 
 
-def readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
+def wait_until_readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
     """The descriptors of those that have something to read, waited for at most so long. However many there are."""
     poll = select.poll()
     for file in files:
@@ -197,7 +197,7 @@ def readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
 def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:
     """The number itself. Raises ValueError for anything but an integer of that range."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{shown(value)} is no number from {least} to {most}")
+        raise ValueError(f"{shorten_repr(value)} is no number from {least} to {most}")
     return value
 
 
@@ -207,7 +207,7 @@ def as_port(value: Any) -> int:
 
 def as_text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{shown(value)} is no text")
+        raise ValueError(f"{shorten_repr(value)} is no text")
     return value
 
 
@@ -217,4 +217,4 @@ def as_place(value: Any) -> tuple[str, int]:
     return as_text(name), as_port(number)
 
 
-__all__ = ["Channel", "as_place", "as_port", "as_text", "readable", "whole"]
+__all__ = ["Channel", "as_place", "as_port", "as_text", "wait_until_readable", "whole"]

@@ -11,7 +11,7 @@ set aside; a spare takes its place, or the job goes on with fewer ranks. Where n
 process.
 
 With several machines every launcher runs such generations, and one of them says when they begin and end
-(``launch.head``). Standard library only, POSIX only.
+(``launch.coordinator``). Standard library only, POSIX only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.errors import LaunchError, problem
 from shardwise.launch import bootstrap, zygote
-from shardwise.launch.course import Course, Elastic, culprit
-from shardwise.launch.head import EXIT_ALONE, STOPPED
-from shardwise.launch.job import EXIT_INTERRUPTED, Job, say
-from shardwise.launch.member import Begin, Member
+from shardwise.launch.coordinator import EXIT_ALONE, STOPPED
+from shardwise.launch.hang_detector import HangDetector
+from shardwise.launch.job import EXIT_INTERRUPTED, Job, print_line
+from shardwise.launch.node_agent import GenerationStart, NodeAgent
 from shardwise.launch.processes import Failure
-from shardwise.launch.watching import Watch
+from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy, lost_rank
 from shardwise.launch.zygote import Zygote
 from shardwise.runtime.generation import GENERATION, Generation, plan_file
-from shardwise.runtime.pages import Seen
+from shardwise.runtime.heartbeat_file import Heartbeat
 from shardwise.runtime.private import check_own_folder, open_own
 
 _LOCK = "lock"
@@ -44,16 +44,16 @@ _NEW_SECONDS = 3600.0  # in which a launcher locks the folder that it has made
 
 
 @dataclass(slots=True)
-class Agent:
+class GenerationRunner:
     """The ranks of one machine, generation after generation. ``environment``: of the ranks, but for what tells them
     apart; ``make_job``: given a folder to work in, and the ranks that it has; ``num_ranks``: of all machines at the
     start."""
 
-    settings: Elastic
+    settings: ElasticConfig
     num_ranks: int
     num_machines: int
     command: Sequence[str]
-    environment: Callable[[Begin], dict[str, str]]
+    environment: Callable[[GenerationStart], dict[str, str]]
     make_job: Callable[[str, range], Job]
     scratch: str
     memory: str
@@ -63,30 +63,30 @@ class Agent:
 
     def run_alone(self, master: Callable[[], tuple[str, int]]) -> int:
         """The exit code of a job on this machine alone. ``master``: where the ranks of a generation meet."""
-        course = Course(self.settings, self.num_ranks)
+        course = RestartPolicy(self.settings, self.num_ranks)
         slots, suspect, number = list(range(self.num_ranks)), False, 0
         spares = list(range(self.num_ranks, self.num_ranks + self.settings.spares))
         while True:
-            begin = Begin(number, suspect, 0, len(slots), slots, len(spares), master(), course.step)
+            begin = GenerationStart(number, suspect, 0, len(slots), slots, len(spares), master(), course.step)
             code, cause, absent, step = self._run_generation(begin)
             course.reach(step)
             if cause is None:
                 return code
-            lost, number = culprit(cause, absent), number + 1
+            lost, number = lost_rank(cause, absent), number + 1
             if why := course.why_end(by_the_script=bool(lost.traceback) and not lost.differs):
-                say(why)
+                print_line(why)
                 return code
             slots, spares, how = course.replaced(slots, spares, slots[lost.rank], len(slots))
             suspect = lost.differs
-            say(f"rank {lost.rank} {lost.describe()}{course.after_step}; generation {number} goes on {how}")
+            print_line(f"rank {lost.rank} {lost.describe()}{course.after_step}; generation {number} goes on {how}")
 
-    def take_part(self, member: Member) -> int:
+    def take_part(self, member: NodeAgent) -> int:
         """The exit code of a job of which this machine has a part."""
         number, code = -1, 0  # of the latest generation that had ranks here
         while True:
             begin = member.wait()
             if begin == 0 and code and number == member.number:
-                say(f"the job ended with exit code 0, and ranks of machine {member.node} did not")
+                print_line(f"the job ended with exit code 0, and ranks of machine {member.node} did not")
                 return EXIT_ALONE
             if isinstance(begin, int):
                 return begin
@@ -94,7 +94,9 @@ class Agent:
             code, cause, absent, step = self._run_generation(begin, member)
             member.report(code, cause, absent, step)
 
-    def _run_generation(self, begin: Begin, member: Member | None = None) -> tuple[int, Failure | None, list[int], int]:
+    def _run_generation(
+        self, begin: GenerationStart, member: NodeAgent | None = None
+    ) -> tuple[int, Failure | None, list[int], int]:
         """(exit code, the failure that ended it; None where all ended well, or somebody interrupts; ranks that were in
         no collective when they were stopped, the last step that was done). The code is 0 only where that of each rank
         is."""
@@ -105,10 +107,10 @@ class Agent:
         job = self.make_job(tempfile.mkdtemp(prefix="generation-", dir=self.scratch), ranks)
         job.spawn, job.abandons = self._living_zygote(shared).spawn, True
         job.halt = None if member is None else member.is_stopped
-        watch = Watch(self.settings.silent_seconds, self.settings.idle_seconds)
+        watch = HangDetector(self.settings.silent_seconds, self.settings.idle_seconds)
         reached = begin.step
 
-        def look(pages: dict[int, Seen]) -> tuple[int, str] | None:
+        def look(pages: dict[int, Heartbeat]) -> tuple[int, str] | None:
             nonlocal reached
             step = max((seen.step for seen in pages.values()), default=-1)
             if step > reached:
@@ -142,7 +144,7 @@ class Agent:
             if not os.path.lexists(self.memory):
                 os.makedirs(self.memory, mode=0o700)
                 self.locks.enter_context(_locked(self.memory))
-                say(f"{self.memory} was removed: steps that were kept there are lost")
+                print_line(f"{self.memory} was removed: steps that were kept there are lost")
             check_own_folder(self.memory)
         except OSError as error:
             what = f"the folder for states is gone: {error}"
@@ -150,13 +152,13 @@ class Agent:
                 problem(what, fix="start the job again: it goes on from its newest checkpoint")
             ) from error
 
-    def _plan_ahead(self, generation: Generation, begin: Begin, shared: dict[str, str]) -> None:
+    def _plan_ahead(self, generation: Generation, begin: GenerationStart, shared: dict[str, str]) -> None:
         """Have the plans made that the next loss will ask for, if the script makes its plans by ``sw.planned``: that of
         a rank, and that of another machine with as many ranks as this one."""
         now = os.path.join(self.memory, plan_file(begin.num_ranks, 0))
         lost = 1 if self.num_machines == 1 else len(begin.slots)
         size = begin.num_ranks - lost
-        fewest = Course(self.settings, self.num_ranks).fewest
+        fewest = RestartPolicy(self.settings, self.num_ranks).fewest
         if size in self.planned or size < fewest or begin.num_spares or not os.path.exists(now):
             return
         self.planned.add(size)
@@ -225,4 +227,4 @@ def folder_in_memory(place: str = "/dev/shm") -> contextlib.AbstractContextManag
     return folder_of_launcher(place, "memory")
 
 
-__all__ = ["Agent", "folder_in_memory", "folder_of_launcher"]
+__all__ = ["GenerationRunner", "folder_in_memory", "folder_of_launcher"]

@@ -26,9 +26,9 @@ from typing import IO, TextIO
 
 from shardwise.errors import LaunchError, problem
 from shardwise.launch import bootstrap
-from shardwise.launch.processes import Failure, Pipe, Rank, Spawn, start_process
-from shardwise.launch.watching import name_ranks, positions, waits
-from shardwise.runtime.pages import PAGE, Page, Seen
+from shardwise.launch.hang_detector import format_positions, format_waits, name_ranks
+from shardwise.launch.processes import Failure, Pipe, RankProcess, Spawn, start_process
+from shardwise.runtime.heartbeat_file import PAGE, Heartbeat, HeartbeatFile
 
 EXIT_INTERRUPTED = bootstrap.EXIT_INTERRUPTED
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # whoever read our output has gone
@@ -57,20 +57,22 @@ class Job:
     abandons: bool = False  # after a failure the other ranks are killed at once: what they hold is kept elsewhere
     spawn: Spawn = start_process
     halt: Callable[[], bool] | None = None  # whether ranks of other machines have ended, and these are to end as well
-    watch: Callable[[dict[int, Seen]], tuple[int, str] | None] | None = None  # pages -> (a rank that hangs, how)
-    ranks: list[Rank] = field(default_factory=list)
+    watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None] | None = None  # pages -> (a rank that hangs, how)
+    ranks: list[RankProcess] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     caught: list[int] = field(default_factory=list)  # signals sent to the launcher
     failing: float | None = None  # when the first failure was noticed (monotonic seconds)
     cause: Failure | None = None  # the failure that ends the job
     shown: bool = False  # whether the cause's traceback has been
     hidden: list[tuple[int, bytes]] = field(default_factory=list)  # stderr since the first failure
-    schedule: list[tuple[float, int, list[Rank]]] = field(default_factory=list)  # signals to send: when, which, to whom
+    schedule: list[tuple[float, int, list[RankProcess]]] = field(
+        default_factory=list
+    )  # signals to send: when, which, to whom
     exit_code: int | None = None  # decided
     first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
     noticed: bool = False  # whether a line said so
     interrupted: bool = False  # somebody did, whatever else happened
-    stopped: list[Rank] = field(default_factory=list)  # asked where they are, then stopped
+    stopped: list[RankProcess] = field(default_factory=list)  # asked where they are, then stopped
 
     def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
         """Start one rank, with SIGINT blocked until ``bootstrap`` is ready for it."""
@@ -79,7 +81,7 @@ class Job:
         read_err, write_err = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            own_page = Page.create(page)
+            own_page = HeartbeatFile.create(page)
             names = {"RANK": str(number), bootstrap.FAILURE_FILE: failure_file, PAGE: page}
             process = self.spawn(command, {**environment, **names}, write_out, write_err)
         except OSError as error:
@@ -93,7 +95,7 @@ class Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(write_out)
             os.close(write_err)
-        rank = Rank(number, process, failure_file, own_page)
+        rank = RankProcess(number, process, failure_file, own_page)
         self.ranks.append(rank)
         for descriptor, is_stdout in ((read_out, True), (read_err, False)):
             source = io.FileIO(descriptor)
@@ -187,7 +189,7 @@ class Job:
         self._judge(settled=self._is_settled)
         return self.failing is not None and self.exit_code is None
 
-    def _stop(self, others: list[Rank], failed: list[Rank]) -> None:
+    def _stop(self, others: list[RankProcess], failed: list[RankProcess]) -> None:
         """Plan the signals that end all ranks; those in ``self.stopped`` are asked for their stack before."""
         now = time.monotonic()
         after = now + (_STACK_SECONDS if self.stopped else 0)
@@ -198,7 +200,7 @@ class Job:
             (after + (0 if self.abandons else self.grace_seconds), signal.SIGKILL, self.ranks),
         ]
 
-    def _look_for_hangs(self, watch: Callable[[dict[int, Seen]], tuple[int, str] | None]) -> None:
+    def _look_for_hangs(self, watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None]) -> None:
         """Kill a rank of which nothing more is to come; that is its failure."""
         running = {rank.number: rank for rank in self.ranks if not rank.ended()}
         hanging = watch({number: rank.page.read() for number, rank in running.items()})
@@ -225,7 +227,7 @@ class Job:
             self._stop(running, [])
         elif elapsed >= _NOTICE_SECONDS and not self.noticed:
             self.noticed = True
-            say(
+            print_line(
                 f"{name_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {name_ranks(numbers)} still run"
                 + "s" * (len(numbers) == 1)
                 + "\n  note:   if they wait for each other, they wait in vain; --exit-grace SECONDS stops such ranks"
@@ -248,7 +250,7 @@ class Job:
             (later, signal.SIGTERM, self.ranks),
             (later + self.grace_seconds, signal.SIGKILL, self.ranks),
         ]
-        say(f"{signal.Signals(signum).name}: stopping {len(self.ranks)} ranks")
+        print_line(f"{signal.Signals(signum).name}: stopping {len(self.ranks)} ranks")
 
     def _show_cause_when_complete(self, cause: Failure) -> None:
         (rank,) = (rank for rank in self.ranks if rank.number == cause.rank)
@@ -301,7 +303,7 @@ class Job:
                 f"  hidden: {len(self.hidden)} later error lines of other ranks "
                 "(--tag shows, --log-dir keeps all output)"
             )
-        say("\n".join([*lines, *self._positions()]))
+        print_line("\n".join([*lines, *self._positions()]))
 
     def _summarize_left_behind(self) -> None:
         """The last lines after ``exit_grace_seconds``."""
@@ -309,14 +311,14 @@ class Job:
         done = [rank.number for rank in self.ranks if rank.number not in stopped]
         later = f"{name_ranks(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
         fix = "  fix:    let every rank take part in the same collectives, or give more time: --exit-grace SECONDS"
-        say("\n".join([f"{name_ranks(done)} ended with exit code 0; {later}", *self._positions(), fix]))
+        print_line("\n".join([f"{name_ranks(done)} ended with exit code 0; {later}", *self._positions(), fix]))
 
     def _positions(self) -> list[str]:
         """Where ranks were before they were stopped, and in which collective the others waited for them."""
         hung = [rank for rank in self.ranks if rank.failure is not None and rank.failure.hangs]
-        return positions([(rank.number, rank.position(), rank.page.read()) for rank in [*hung, *self.stopped]]) + (
-            waits([(rank.number, rank.page.read()) for rank in self.ranks]) if self._in_vain else []
-        )
+        return format_positions(
+            [(rank.number, rank.position(), rank.page.read()) for rank in [*hung, *self.stopped]]
+        ) + (format_waits([(rank.number, rank.page.read()) for rank in self.ranks]) if self._in_vain else [])
 
     @property
     def _in_vain(self) -> bool:
@@ -373,7 +375,7 @@ def signals_caught(caught: list[int]) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """A line of the launcher's own."""
     _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))
 

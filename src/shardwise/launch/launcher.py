@@ -18,11 +18,11 @@ from typing import IO
 from shardwise.errors import LaunchError, problem
 from shardwise.hosts import Host, listen
 from shardwise.launch import bootstrap
-from shardwise.launch.course import Elastic
-from shardwise.launch.elastic import Agent, folder_in_memory, folder_of_launcher
+from shardwise.launch.elastic import GenerationRunner, folder_in_memory, folder_of_launcher
 from shardwise.launch.job import Job, signals_caught
-from shardwise.launch.member import Begin, Identity, Member
-from shardwise.launch.places import DEFAULT_PORT
+from shardwise.launch.node_agent import GenerationStart, LauncherIdentity, NodeAgent
+from shardwise.launch.rank_environment import DEFAULT_PORT
+from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.launch.secret import SECRET, job_secret
 from shardwise.launch.zygote import Zygote
 
@@ -41,7 +41,7 @@ def launch(
     show_all: bool = False,
     grace_seconds: float = 5.0,
     exit_grace_seconds: float | None = None,
-    elastic: Elastic | None = None,
+    elastic: ElasticConfig | None = None,
     preload: Sequence[str] = (),
 ) -> int:
     """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as ``num_ranks`` processes here; returns the exit
@@ -81,7 +81,7 @@ def launch(
     def master() -> tuple[str, int]:
         return _master_addr(hosts, master_addr), _master_port(hosts, master_port, serves=0 in here.ranks)
 
-    def environment(begin: Begin) -> dict[str, str]:
+    def environment(begin: GenerationStart) -> dict[str, str]:
         """Of this machine's ranks, on some slots of it."""
         slots = begin.slots
         if elastic is not None and list(slots) != list(range(len(slots))):
@@ -110,19 +110,19 @@ def launch(
             return Job(folder, logs, tag, grace_seconds, exit_grace_seconds, show_all, caught=caught)
 
         slots = list(range(len(here.ranks)))
-        begin = Begin(0, False, 0, num_ranks, slots, 0, master(), -1)
+        begin = GenerationStart(0, False, 0, num_ranks, slots, 0, master(), -1)
         stack.enter_context(signals_caught(caught))
         if elastic is not None:
             memory = stack.enter_context(folder_in_memory())
-            agent = Agent(elastic, num_ranks, len(hosts), command, environment, make_job, scratch, memory)
+            agent = GenerationRunner(elastic, num_ranks, len(hosts), command, environment, make_job, scratch, memory)
             stack.callback(agent.close)
             if len(hosts) == 1:
                 return agent.run_alone(master)
             spares = list(range(len(slots), len(slots) + elastic.spares))
             name = here.name if node_rank < len(hosts) else ""  # a machine that stands by is none of these
             secret = job_secret(os.environ)
-            identity = Identity(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares, secret)
-            member = stack.enter_context(contextlib.closing(Member(elastic, identity, caught, free_port)))
+            identity = LauncherIdentity(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares, secret)
+            member = stack.enter_context(contextlib.closing(NodeAgent(elastic, identity, caught, free_port)))
             return agent.take_part(member)
         shared = environment(begin)
         job = make_job(scratch, here.ranks)

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from shardwise.costs import probe
 from shardwise.costs.fit import CollectiveTime, KernelTime, MatmulTime, Measurements, StreamTime
 from shardwise.errors import LaunchError, problem
-from shardwise.launch.measure_kernels import Sizes, host_bandwidth, kernel_times, launch_seconds
+from shardwise.launch.measure_kernels import KernelSizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
-from shardwise.runtime.communicator import added, adds_rows, exchange_rows, gather_rows, scatter_tensor
+from shardwise.runtime.communicator import adds_rows, exchange_rows, gather_rows, scatter_tensor, sum_received
 
 _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(effort: Effort) -> Measurements:
     """What this job's machines do; every rank calls it, and returns the same."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    watch = _Watch(device, effort)
+    watch = _CollectiveTimer(device, effort)
     sizes = _sizes()
     groups = _create_groups(sizes)
     small = torch.ones(16, device=device)
@@ -98,7 +98,7 @@ def measure(effort: Effort) -> Measurements:
         matmuls.append(list(_matmuls(watch, effort, device)))
         streams.append(list(_streams(watch, effort, device)))
         collectives.append(list(_collectives(watch, effort, device, groups)))
-        kernels.append(list(kernel_times(watch.seconds, device, Sizes.of(effort.is_tiny))) if on_gpu else [])
+        kernels.append(list(kernel_times(watch.seconds, device, KernelSizes.of(effort.is_tiny))) if on_gpu else [])
     return Measurements(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, a rank of {sizes[0]}",
         memory_bytes=_memory(device, sizes[0]),
@@ -134,7 +134,7 @@ def noise_of(*series: Sequence[Sequence[MatmulTime | StreamTime | CollectiveTime
 
 
 @dataclass(frozen=True, slots=True)
-class _Watch:
+class _CollectiveTimer:
     """Times calls that all ranks make together."""
 
     device: torch.device
@@ -176,7 +176,7 @@ class _Watch:
             torch.cuda.synchronize(self.device)
 
 
-def _matmuls(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[MatmulTime]:
+def _matmuls(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> Iterator[MatmulTime]:
     for name in effort.dtypes:
         for width in effort.widths:
             left, right = (torch.rand(width, width, device=device).to(_DTYPES[name]) for _ in range(2))
@@ -185,7 +185,7 @@ def _matmuls(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[Ma
             yield MatmulTime(name, 2.0 * width**3, seconds)
 
 
-def _streams(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[StreamTime]:
+def _streams(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> Iterator[StreamTime]:
     """An addition: two tensors read, one written."""
     for num_bytes in effort.streams:
         left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
@@ -193,7 +193,7 @@ def _streams(watch: _Watch, effort: Effort, device: torch.device) -> Iterator[St
         yield StreamTime(3.0 * num_bytes, seconds)
 
 
-def _fresh_bandwidth(watch: _Watch, effort: Effort) -> float:
+def _fresh_bandwidth(watch: _CollectiveTimer, effort: Effort) -> float:
     """What the system hands out of memory a second: an addition with and without a new result, of 48 MiB."""
     left = torch.ones(12 * 2**20)
     out = torch.empty_like(left)
@@ -202,7 +202,7 @@ def _fresh_bandwidth(watch: _Watch, effort: Effort) -> float:
 
 
 def _collectives(
-    watch: _Watch, effort: Effort, device: torch.device, groups: Sequence[tuple[tuple[int, ...], Any]]
+    watch: _CollectiveTimer, effort: Effort, device: torch.device, groups: Sequence[tuple[tuple[int, ...], Any]]
 ) -> Iterator[CollectiveTime]:
     for units, group in groups:
         for kind in KINDS:
@@ -211,7 +211,7 @@ def _collectives(
                 yield CollectiveTime(kind, units, moved, watch.seconds(call))
 
 
-def _overlap(watch: _Watch, effort: Effort, device: torch.device) -> float:
+def _overlap(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> float:
     """What matmuls hide of an all-reduce over all ranks that takes about as long. In turns and of each the fastest: a
     disturbance would pass for time that was hidden, or was not."""
     if dist.get_world_size() == 1:
@@ -287,7 +287,7 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
         def exchanged() -> None:
             received, flight = exchange_rows(whole, group, is_async=True)
             flight.wait()
-            added(received, size)
+            sum_received(received, size)
 
         return exchanged, whole.nbytes
     if kind == "all_to_all":

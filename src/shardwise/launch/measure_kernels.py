@@ -17,17 +17,17 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.costs.fit import KernelTime
-from shardwise.costs.kernels import Called, Work, work_of
+from shardwise.costs.kernels import KernelCall, KernelWork, work_of
 from shardwise.costs.optimizers import update_of
+from shardwise.dispatch_mode import DispatchMode
 from shardwise.graph.ir import Ref
-from shardwise.modes import DispatchMode
 from shardwise.programs.forms import Form
 
 Seconds = Callable[[Callable[[], Any]], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class KernelSizes:
     """``rows`` by ``width``: of what moves memory; ``heads`` by ``positions``: of attention, ``head`` wide;
     ``side``: of an image of a batch of ``images``; ``dtype``: in which all is computed."""
 
@@ -41,18 +41,18 @@ class Sizes:
     dtype: torch.dtype
 
     @staticmethod
-    def of(tiny: bool) -> Sizes:
+    def of(tiny: bool) -> KernelSizes:
         """Large enough to fill a GPU, as the layers of a model do; ``tiny``: for trying out whether it works."""
         if tiny:
-            return Sizes(16, 32, 2, 16, 8, 1, 8, torch.float32)
-        return Sizes(8192, 4096, 64, 4096, 128, 32, 56, torch.bfloat16)
+            return KernelSizes(16, 32, 2, 16, 8, 1, 8, torch.float32)
+        return KernelSizes(8192, 4096, 64, 4096, 128, 32, 56, torch.bfloat16)
 
 
-def kernel_times(seconds: Seconds, device: torch.device, sizes: Sizes) -> Iterator[KernelTime]:
+def kernel_times(seconds: Seconds, device: torch.device, sizes: KernelSizes) -> Iterator[KernelTime]:
     """What each kernel takes. ``seconds``: times a call on the ranks that measure together."""
     for function, shapes in _functions(sizes):
         tensors = [torch.randn(shape, device=device, dtype=sizes.dtype).requires_grad_() for shape in shapes]
-        with _Calls() as calls:
+        with _KernelCallRecorder() as calls:
             result = function(*tensors)
             torch.autograd.grad(result, tensors, torch.ones_like(result), allow_unused=True)
         for call, work in calls.kernel_calls:
@@ -76,12 +76,12 @@ def host_bandwidth(seconds: Seconds, device: torch.device, num_bytes: int) -> fl
     return here.nbytes / slower
 
 
-class _Calls(DispatchMode):
+class _KernelCallRecorder(DispatchMode):
     """Keeps the calls whose kind of kernel has a figure of its own, each with its work."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernel_calls: list[tuple[Callable[[], Any], Work]] = []
+        self.kernel_calls: list[tuple[Callable[[], Any], KernelWork]] = []
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -90,7 +90,7 @@ class _Calls(DispatchMode):
         out = func(*args, **keywords)
         operands, results = _forms((args, keywords)), _forms(out)
         named: Any = tree_map(lambda leaf: Ref("value") if isinstance(leaf, torch.Tensor) else leaf, (args, keywords))
-        work = work_of(Called(func, tuple(named[0]), tuple(named[1].items())), operands, results)
+        work = work_of(KernelCall(func, tuple(named[0]), tuple(named[1].items())), operands, results)
         if work.kind:
             self.kernel_calls.append((partial(func, *args, **keywords), work))
         return out
@@ -100,7 +100,7 @@ def _forms(tree: Any) -> Sequence[Form]:
     return [Form.of(leaf.detach()) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _functions(sizes: Sizes) -> list[tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]]:
+def _functions(sizes: KernelSizes) -> list[tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]]:
     """Functions with the shapes of what they take."""
     table = (sizes.rows, sizes.width)
     heads = (1, sizes.heads, sizes.positions, sizes.head)
@@ -129,14 +129,14 @@ def _functions(sizes: Sizes) -> list[tuple[Callable[..., torch.Tensor], tuple[tu
     ]
 
 
-def _update(seconds: Seconds, device: torch.device, sizes: Sizes) -> KernelTime:
+def _update(seconds: Seconds, device: torch.device, sizes: KernelSizes) -> KernelTime:
     """A fused AdamW over one parameter, with the work that ``Prices.update`` gives it."""
     weight = torch.zeros(sizes.rows, sizes.width, device=device, dtype=sizes.dtype, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
     update = update_of("adamw fused", foreach=device.type == "cuda")
-    work = Work("update", num_bytes=float(weight.nbytes * update.passes), scalars=weight.numel() * update.scalars)
+    work = KernelWork("update", num_bytes=float(weight.nbytes * update.passes), scalars=weight.numel() * update.scalars)
     return KernelTime(work, seconds(optimizer.step))
 
 
-__all__ = ["Sizes", "host_bandwidth", "kernel_times", "launch_seconds"]
+__all__ = ["KernelSizes", "host_bandwidth", "kernel_times", "launch_seconds"]

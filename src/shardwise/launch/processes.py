@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardwise.launch import bootstrap
-from shardwise.runtime.pages import Page
+from shardwise.runtime.heartbeat_file import HeartbeatFile
 
 _LONGEST_LINE = 1 << 20  # bytes; a longer line is forwarded in pieces
 _WAITED_IN_VAIN = ("timed out", "timeout", "did not come to")  # in the message of an error
@@ -71,13 +71,13 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Rank:
+class RankProcess:
     """A running rank."""
 
     number: int
     process: Process
     failure_file: str
-    page: Page
+    page: HeartbeatFile
     open_pipes: int = 2
     failure: Failure | None = None
     seen_alive: float = field(default_factory=time.time)  # when its process was last known to run
@@ -132,7 +132,7 @@ class Rank:
 class Pipe:
     """The stdout or stderr of a rank."""
 
-    rank: Rank
+    rank: RankProcess
     source: io.FileIO
     is_stdout: bool
     rest: bytes = b""
@@ -161,4 +161,4 @@ def start_process(command: Sequence[str], environment: dict[str, str], stdout: i
     )
 
 
-__all__ = ["Failure", "Pipe", "Process", "Rank", "Spawn", "start_process"]
+__all__ = ["Failure", "Pipe", "Process", "RankProcess", "Spawn", "start_process"]

@@ -1,7 +1,8 @@
 """Collectives over chosen ranks, for programs that are written rank by rank instead of being partitioned here.
 
 A ``RankGroup`` is the only handle of it; a group of one rank exchanges nothing, so that such a program runs as a single
-process too. ``recording`` lists what is exchanged. Nothing here is differentiable: whoever needs a gradient says which.
+process too. ``record_exchanges`` lists what is exchanged. Nothing here is differentiable: whoever needs a gradient says
+which.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class RankGroup:
         return self.ranks.index(rank())
 
 
-class Exchange(NamedTuple):
+class RecordedExchange(NamedTuple):
     """A collective that this rank took part in. ``num_bytes``: what is reduced, or all pieces together."""
 
     kind: str
@@ -58,13 +59,13 @@ class Exchange(NamedTuple):
 
 
 # Not a context variable: on a GPU, autograd runs the backward of a collective in a thread of its own.
-_records: list[list[Exchange]] = []
+_records: list[list[RecordedExchange]] = []
 
 
 @contextmanager
-def recording() -> Iterator[list[Exchange]]:
+def record_exchanges() -> Iterator[list[RecordedExchange]]:
     """A list that grows by every exchange of this process until the block ends."""
-    record: list[Exchange] = []
+    record: list[RecordedExchange] = []
     _records.append(record)
     try:
         yield record
@@ -86,7 +87,7 @@ def backend() -> str:
     return str(dist.get_backend()) if dist.is_initialized() else ""
 
 
-def everyone() -> RankGroup:
+def all_ranks_group() -> RankGroup:
     """All ranks. LaunchError if there are several and they are not connected yet."""
     if world_size() > 1 and not dist.is_initialized():
         what = f"this process is rank {rank()} of {world_size()} and has not joined the others yet"
@@ -98,7 +99,7 @@ def make_group(ranks: Sequence[int]) -> RankGroup:
     """A group of some ranks. All its members must make it, in the same order as their other common groups; the rest
     may, and wait for nobody."""
     members = tuple(sorted(ranks))
-    whole = everyone()
+    whole = all_ranks_group()
     if members == whole.ranks:
         return whole
     if len(members) == 1 or rank() not in members:
@@ -183,7 +184,7 @@ def exchange(
             calls.append(dist.P2POp(dist.irecv, result, source))
     for record in _records:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        record.append(Exchange("exchange", tuple(sorted({*to, *sources, rank()})), num_bytes))
+        record.append(RecordedExchange("exchange", tuple(sorted({*to, *sources, rank()})), num_bytes))
     for request in dist.batch_isend_irecv(calls) if calls else ():
         request.wait()
     return tuple(empty)
@@ -195,7 +196,7 @@ def _exchanges(kind: str, tensor: torch.Tensor, group: RankGroup) -> bool:
     if group.size == 1:
         return False
     for record in _records:
-        record.append(Exchange(kind, group.ranks, tensor.numel() * tensor.element_size()))
+        record.append(RecordedExchange(kind, group.ranks, tensor.numel() * tensor.element_size()))
     return True
 
 

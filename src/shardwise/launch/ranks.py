@@ -1,6 +1,6 @@
 """Joins ``torch.distributed`` as one of the ranks, and says who is missing or different if that does not succeed.
 
-Where this process stands is read from the launcher's environment variables (``launch.places``).
+Where this process stands is read from the launcher's environment variables (``launch.rank_environment``).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shardwise.costs import probe
 from shardwise.errors import LaunchError, problem
 from shardwise.hosts import listen, own_address
 from shardwise.launch.heap import keep_freed_memory
-from shardwise.launch.places import Place, read_place
+from shardwise.launch.rank_environment import RankEnvironment, read_place
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current, read_generation
-from shardwise.runtime.pages import PAGE
-from shardwise.runtime.trail import trail
+from shardwise.runtime.heartbeat_file import PAGE
 
 _OWN_GPU = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows every task its own GPU only
 _VERDICT = "shardwise/verdict"
@@ -81,7 +81,7 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
     atexit.register(finish)
 
 
-def _join(place: Place, backend: str, timeout: timedelta, device: torch.device | None) -> None:
+def _join(place: RankEnvironment, backend: str, timeout: timedelta, device: torch.device | None) -> None:
     """Create the process group, once all ranks are known to be there and alike."""
     if place.master is None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
@@ -104,7 +104,7 @@ def _join(place: Place, backend: str, timeout: timedelta, device: torch.device |
         raise LaunchError(problem(what, fix=fix)) from error
 
 
-def _meet(place: Place, host: str, port: int, timeout: timedelta) -> Store:
+def _meet(place: RankEnvironment, host: str, port: int, timeout: timedelta) -> Store:
     """The key-value store of the ranks, which rank 0 serves; under torchrun its agent does, and what an earlier attempt
     wrote stays there."""
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -143,7 +143,7 @@ def _listen(host: str, port: int) -> int | None:
         return None
 
 
-def _agree(place: Place, store: Store, timeout: timedelta, gpu: str) -> None:
+def _agree(place: RankEnvironment, store: Store, timeout: timedelta, gpu: str) -> None:
     """Wait for every rank, and compare their versions and (under NCCL) GPUs. Rank 0 judges, so that all of them raise
     the same LaunchError.
 
@@ -201,7 +201,7 @@ def _missing(ranks: list[int], keys: dict[int, str], store: Store) -> list[int]:
     return sorted(rank for rank in ranks if not store.check([keys[rank]]))
 
 
-def _absence(missing: list[int], place: Place, seconds: float) -> str:
+def _absence(missing: list[int], place: RankEnvironment, seconds: float) -> str:
     assert place.master is not None
     host, port = place.master
     what = f"{_name(missing)} of {place.world_size} did not come to {host}:{port} within {seconds:g} seconds"

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from shardwise.layouts.holdings import rows
+from shardwise.layouts.holdings import held_rows
 from shardwise.layouts.layout import Layout
 
 
@@ -67,7 +67,7 @@ def _runs(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[tupl
         start, length = layout.atom_pieces(dim, 0, coordinates)
         return [(start, length, 0)] if length else []
     runs: list[tuple[int, int, int]] = []
-    for at, row in enumerate(rows(layout, dim, coordinates)):
+    for at, row in enumerate(held_rows(layout, dim, coordinates)):
         if runs and row == runs[-1][0] + runs[-1][1]:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1, runs[-1][2])
         else:

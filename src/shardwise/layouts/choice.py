@@ -1,9 +1,9 @@
 """What an operator does along one axis of a mesh, and in which layouts its tensors are then.
 
 A choice is made for every operator and every sub-axis: the devices along the axis *split* a factor, *repeat* the work,
-or *pass* a partial sum through. It says where each operand and each result is on that axis (``Places``): in a state, or
-split at a place. Where a tensor is on all axes is its layout (``layout_of``). Strategies, propagation and the domains
-of the search all ask this file: there is no other way from a choice to a layout.
+or *pass* a partial sum through. It says where each operand and each result is on that axis (``ShardPositions``): in a
+state, or split at a place. Where a tensor is on all axes is its layout (``layout_of``). Strategies, propagation and the
+domains of the search all ask this file: there is no other way from a choice to a layout.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def parse_choice(word: str) -> AxisChoice:
     return PassSum(int(group.group(1) or 0)) if group else Split(word)
 
 
-class Place(NamedTuple):
+class ShardPosition(NamedTuple):
     """Where an axis splits a tensor: the dim, the stride of the atom in the dim, and its size."""
 
     dim: int
@@ -78,28 +78,28 @@ class Place(NamedTuple):
     size: int
 
     @staticmethod
-    def of(dim: int, sizes: Sequence[int], index: int) -> Place:
+    def of(dim: int, sizes: Sequence[int], index: int) -> ShardPosition:
         """That of an atom of a dim, whose atoms have these sizes. Empty atoms count as one in strides, so that their
         neighbours stay apart."""
-        return Place(dim, prod(max(size, 1) for size in sizes[index + 1 :]), sizes[index])
+        return ShardPosition(dim, prod(max(size, 1) for size in sizes[index + 1 :]), sizes[index])
 
 
 # Where a tensor is on one axis: "I", "R", "P" (or another partial kind), or the place that the axis splits.
-Where = str | Place
+Where = str | ShardPosition
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ShardPositions:
     """Where the tensors of an operator are on an axis, for every choice. ``operands``, ``results``: of each tensor,
     factor -> its place."""
 
-    operands: tuple[Mapping[str, Place], ...]
-    results: tuple[Mapping[str, Place], ...]
+    operands: tuple[Mapping[str, ShardPosition], ...]
+    results: tuple[Mapping[str, ShardPosition], ...]
     linear: tuple[tuple[int, ...], ...]
     kinds: Mapping[str, FactorKind]
 
     @staticmethod
-    def of(rule: OpRule) -> Places:
+    def of(rule: OpRule) -> ShardPositions:
         """Those of a rule. Who splits a result splits what it reads through windows in the same place."""
         return _places_of(OpRule(rule.factors, rule.operands, rule.results, rule.linear, windows=rule.windows))
 
@@ -120,19 +120,19 @@ class Places:
 
     def choice_of_operand(self, position: int, where: Where) -> AxisChoice | None:
         """The choice that wants an operand there; None if there is none."""
-        if isinstance(where, Place):
+        if isinstance(where, ShardPosition):
             return _split_at(self.operands[position], where)
         if where in ("I", "R"):
             return INVARIANT if where == "I" else REPLICATED
         return next((PassSum(i) for i, group in enumerate(self.linear) if where == "P" and position in group), None)
 
-    def split_of_result(self, position: int, place: Place) -> Split | None:
+    def split_of_result(self, position: int, place: ShardPosition) -> Split | None:
         """The split that leaves a result split at a place; None if there is none."""
         return _split_at(self.results[position], place)
 
 
 @lru_cache(maxsize=4096)
-def _places_of(rule: OpRule) -> Places:
+def _places_of(rule: OpRule) -> ShardPositions:
     sizes = {factor.name: factor.size for factor in rule.factors}
     operands = tuple(_places(dims, sizes) for dims in rule.operands)
     for base, window in rule.windows:
@@ -141,18 +141,18 @@ def _places_of(rule: OpRule) -> Places:
             if parts[0].name in places and all(part.size for part in parts):
                 places[through] = places[parts[0].name]
     kinds = {factor.name: factor.kind for factor in rule.factors}
-    return Places(operands, tuple(_places(dims, sizes) for dims in rule.results), rule.linear, kinds)
+    return ShardPositions(operands, tuple(_places(dims, sizes) for dims in rule.results), rule.linear, kinds)
 
 
-def _places(dims: Dims, sizes: Mapping[str, int]) -> dict[str, Place]:
-    places: dict[str, Place] = {}
+def _places(dims: Dims, sizes: Mapping[str, int]) -> dict[str, ShardPosition]:
+    places: dict[str, ShardPosition] = {}
     for dim, factors in enumerate(dims):
         of_dim = [sizes[factor] for factor in factors]
-        places |= {factor: Place.of(dim, of_dim, i) for i, factor in enumerate(factors)}
+        places |= {factor: ShardPosition.of(dim, of_dim, i) for i, factor in enumerate(factors)}
     return places
 
 
-def _split_at(places: Mapping[str, Place], place: Place) -> Split | None:
+def _split_at(places: Mapping[str, ShardPosition], place: ShardPosition) -> Split | None:
     return next((Split(factor) for factor, other in places.items() if other == place), None)
 
 
@@ -162,7 +162,7 @@ def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], me
     axes: dict[tuple[int, int], list[str]] = {}
     states: list[tuple[str, str]] = []
     for axis, at in where.items():
-        if isinstance(at, Place):
+        if isinstance(at, ShardPosition):
             axes.setdefault(_atom_at(atoms, at), []).append(axis)
         elif at != "I":
             states.append((axis, at))
@@ -173,9 +173,9 @@ def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], me
     return Layout(mesh, dims, tuple(states))
 
 
-def _atom_at(atoms: tuple[tuple[int, ...], ...], place: Place) -> tuple[int, int]:
+def _atom_at(atoms: tuple[tuple[int, ...], ...], place: ShardPosition) -> tuple[int, int]:
     for i in range(len(atoms[place.dim]) - 1, -1, -1):
-        if Place.of(place.dim, atoms[place.dim], i) == place:
+        if ShardPosition.of(place.dim, atoms[place.dim], i) == place:
             return place.dim, i
     raise LayoutError(f"dim {place.dim} of {atoms} has no atom of size {place.size} with stride {place.stride}")
 
@@ -184,5 +184,5 @@ def where_of(layout: Layout) -> dict[str, Where]:
     """The inverse of ``layout_of``: sub-axis -> state or place; those that share a place are major first."""
     where: dict[str, Where] = {}
     for axis, (dim, atom) in layout.positions.items():
-        where[axis] = Place.of(dim, layout.atoms[dim], atom)
+        where[axis] = ShardPosition.of(dim, layout.atoms[dim], atom)
     return where | {axis: state for axis, state in layout.state_of.items() if axis not in where}

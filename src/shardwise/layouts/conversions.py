@@ -14,7 +14,7 @@ from typing import Literal
 
 from shardwise.layouts.holdings import num_exchanged
 from shardwise.layouts.layout import PARTIAL_KINDS, Layout, Windows
-from shardwise.layouts.windows import num_halo_rows
+from shardwise.layouts.window_owners import num_halo_rows
 
 Primitive = Literal[
     "none",  # the same tensor

@@ -16,7 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.layouts.layout import PARTIAL_KINDS
-from shardwise.layouts.steps import Arrangement, State, Step, Steps, put
+from shardwise.layouts.redistribution_steps import (
+    Arrangement,
+    RedistributionStep,
+    RedistributionSteps,
+    State,
+    with_state,
+)
 
 LEAVING = "RIP"  # the order in which units leave, by where they go
 
@@ -24,12 +30,12 @@ LEAVING = "RIP"  # the order in which units leave, by where they go
 class Directed:
     """The steps within a space that lead towards ``target``."""
 
-    def __init__(self, steps: Steps, target: State) -> None:
+    def __init__(self, steps: RedistributionSteps, target: State) -> None:
         self.all, self.target = steps, target
         self.places, self.letters = target
         self.largest = sorted(range(len(steps.atoms)), key=lambda p: -steps.atoms[p])
 
-    def steps(self, state: State) -> list[Step]:
+    def steps(self, state: State) -> list[RedistributionStep]:
         """A few steps from a state: at least those of the direct route, wherever one is on it."""
         arrangement, states = state
         return [
@@ -38,15 +44,15 @@ class Directed:
             *self._exchange(arrangement, states),
         ]
 
-    def route(self, state: State) -> tuple[Step, ...]:
+    def route(self, state: State) -> tuple[RedistributionStep, ...]:
         """The direct route from a state to the target."""
-        path: list[Step] = []
+        path: list[RedistributionStep] = []
         while state != self.target:
             path.append(self._next(state))
             state = path[-1].after
         return tuple(path)
 
-    def _next(self, state: State) -> Step:
+    def _next(self, state: State) -> RedistributionStep:
         arrangement, states = state
         groups: dict[tuple[str, str], tuple[int, ...]] = {}
         for unit, (current, letter) in enumerate(zip(states, self.letters, strict=True)):
@@ -67,7 +73,7 @@ class Directed:
 
     # ------------------------------------------------------------------------------------------------- kinds of steps
 
-    def _begin(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[Step]:
+    def _begin(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[RedistributionStep]:
         """Units that do not shard begin to, or change to another state."""
         groups: dict[str, dict[str, tuple[int, ...]]] = {}  # own state -> final state -> units
         for unit, (current, letter) in enumerate(zip(states, self.letters, strict=True)):
@@ -95,12 +101,14 @@ class Directed:
 
     def _change(
         self, arrangement: Arrangement, states: tuple[str, ...], current: str, letter: str, units: tuple[int, ...]
-    ) -> Step:
-        return self.all.step((arrangement, states), (arrangement, put(states, units, letter)), current, letter, units)
+    ) -> RedistributionStep:
+        return self.all.step(
+            (arrangement, states), (arrangement, with_state(states, units, letter)), current, letter, units
+        )
 
     def _enter(
         self, arrangement: Arrangement, states: tuple[str, ...], current: str, units: tuple[int, ...], where: int = 0
-    ) -> Step:
+    ) -> RedistributionStep:
         """Units begin to shard where they will in the end; those that will not, at position ``where``."""
         placed = [list(old) for old in arrangement]
         for p, new in enumerate(self.places):
@@ -110,19 +118,19 @@ class Directed:
         for unit in units:
             if self.letters[unit] != "S":
                 placed[self._room(placed, where)].append(unit)
-        after = tuple(map(tuple, placed)), put(states, units, "S")
+        after = tuple(map(tuple, placed)), with_state(states, units, "S")
         return self.all.step((arrangement, states), after, current, "S", units)
 
-    def _leave(self, arrangement: Arrangement, states: tuple[str, ...], letter: str) -> Iterator[Step]:
+    def _leave(self, arrangement: Arrangement, states: tuple[str, ...], letter: str) -> Iterator[RedistributionStep]:
         """All units that end their atoms and go to one state."""
         rest = tuple(self._without_last(sharding, letter) for sharding in arrangement)
         units = tuple(
             sorted(u for sharding, kept in zip(arrangement, rest, strict=True) for u in sharding[len(kept) :])
         )
         if units:
-            yield self.all.step((arrangement, states), (rest, put(states, units, letter)), "S", letter, units)
+            yield self.all.step((arrangement, states), (rest, with_state(states, units, letter)), "S", letter, units)
 
-    def _exchange(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[Step]:
+    def _exchange(self, arrangement: Arrangement, states: tuple[str, ...]) -> Iterator[RedistributionStep]:
         """Units that stay go to their places, those that leave behind them; or the latter only."""
         placed = [[unit for unit in new if states[unit] == "S"] for new in self.places]
         only = [[unit for unit in sharding if self.letters[unit] == "S"] for sharding in arrangement]

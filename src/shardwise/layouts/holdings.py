@@ -12,7 +12,7 @@ from shardwise.layouts.layout import Layout
 COUNTED_UP_TO = 1024  # devices that are looked at one by one, where sizes do not divide evenly
 
 
-def rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
+def held_rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
     """The global rows of a dim that a device holds, in the order in which it holds them."""
     indices = [0]
     for position, atom in enumerate(layout.dims[dim]):
@@ -23,7 +23,7 @@ def rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
 
 def _common(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int], dim: int) -> int:
     if have.atoms[dim] != other.atoms[dim]:
-        return len(set(rows(have, dim, holder)) & set(rows(other, dim, member)))
+        return len(set(held_rows(have, dim, holder)) & set(held_rows(other, dim, member)))
     count = 1
     for atom in range(len(have.dims[dim])):
         start, length = have.atom_pieces(dim, atom, holder)

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 
 from shardwise.errors import LayoutError, NotationError, caret
-from shardwise.texts import MAX_DEVICES, check_notation, shown, whole_number
+from shardwise.untrusted_text import MAX_DEVICES, check_notation, shorten_repr, whole_number
 
 _MOST_AXES = 64
 _MOST_CHARACTERS = 2**13  # of a mesh as text
@@ -52,11 +52,13 @@ class Mesh:
             raise LayoutError(f"a mesh of {len(pairs):,} axes, more than {_MOST_AXES}")
         for name, size in pairs:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise LayoutError(f"mesh axis name {shown(name)} is not an identifier of at most 64 characters")
+                raise LayoutError(f"mesh axis name {shorten_repr(name)} is not an identifier of at most 64 characters")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise LayoutError(f"mesh axis {name} needs a positive whole number of devices, not {shown(size)}")
+                raise LayoutError(
+                    f"mesh axis {name} needs a positive whole number of devices, not {shorten_repr(size)}"
+                )
             if size > MAX_DEVICES:
-                raise LayoutError(f"mesh axis {name} has {shown(size)} devices, more than {MAX_DEVICES:,}")
+                raise LayoutError(f"mesh axis {name} has {shorten_repr(size)} devices, more than {MAX_DEVICES:,}")
         if prod(size for _, size in pairs) > MAX_DEVICES:
             product = " x ".join(str(size) for _, size in pairs)
             raise LayoutError(f"a mesh of {product} devices, more than {MAX_DEVICES:,}")
@@ -105,7 +107,7 @@ class Mesh:
         if name in self.sizes:
             return (name,)
         known = ", ".join(f"{axis}={size}" for axis, size in self.axes)
-        raise LayoutError(f"unknown mesh axis {shown(name)}: the mesh is ({known})")
+        raise LayoutError(f"unknown mesh axis {shorten_repr(name)}: the mesh is ({known})")
 
     def size_of(self, axes: Iterable[str]) -> int:
         """Number of devices along the product of sub-axes."""
@@ -114,7 +116,7 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Sub-axis -> coordinate of a rank. Raises LayoutError for a rank that the mesh does not have."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
-            raise LayoutError(f"there is no rank {shown(rank)}: {self} has ranks 0 to {self.num_devices - 1}")
+            raise LayoutError(f"there is no rank {shorten_repr(rank)}: {self} has ranks 0 to {self.num_devices - 1}")
         coordinate_of: dict[str, int] = {}
         for axis in reversed(self.sub_axes):
             rank, coordinate_of[axis] = divmod(rank, self.sizes[axis])
@@ -172,7 +174,7 @@ class Mesh:
         """The inverse of ``format_axes``; spaces are allowed."""
         names = text.strip().removeprefix("(").removesuffix(")").split(",")
         if len(names) > _MOST_AXES:
-            raise LayoutError(f"{len(names):,} axes in {shown(text)}, more than {_MOST_AXES}")
+            raise LayoutError(f"{len(names):,} axes in {shorten_repr(text)}, more than {_MOST_AXES}")
         return tuple(part for name in names for part in self.expand(name.strip()))
 
     def __str__(self) -> str:

@@ -18,8 +18,8 @@ from typing import Literal, Protocol, runtime_checkable
 from shardwise.errors import LayoutError
 from shardwise.layouts.conversions import COLLECTIVES, Move, Primitive
 from shardwise.layouts.layout import Atom, Layout, common_atoms
+from shardwise.layouts.redistribution_steps import EXACT_UP_TO, Space, State, communicates, moved_units
 from shardwise.layouts.shortest_path import Cost, Path, solve
-from shardwise.layouts.steps import EXACT_UP_TO, Space, State, communicates, moved_units
 
 # How sizes become proportions: those that divide evenly (exact, but each uneven size is a search of its own: small
 # tensors only), or all (as if all divided evenly).
@@ -191,7 +191,7 @@ def _search(
         else (),
         differentiable,
     )
-    path = solve(space, *ends, None if price is None else _StepPrice(price, task.units, task.elements))
+    path = solve(space, *ends, None if price is None else _UnitPrice(price, task.units, task.elements))
     if path is None:
         raise LayoutError(f"no redistribution from {source} to {target}")
     elements, messages, *_ = path.cost
@@ -199,7 +199,7 @@ def _search(
 
 
 @dataclass(frozen=True)
-class _StepPrice:
+class _UnitPrice:
     """A price, for the search: of its units, and of elements in proportion."""
 
     price: Price

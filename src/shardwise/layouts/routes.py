@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import LayoutError
-from shardwise.layouts.choice import Place, Where, layout_of, where_of
+from shardwise.layouts.choice import ShardPosition, Where, layout_of, where_of
 from shardwise.layouts.conversions import CELLS, COLLECTIVES, Move
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -61,13 +61,13 @@ class Axes:
         return tuple(self.mesh.size_of(group) for group in self.groups)
 
     @cached_property
-    def steps(self) -> dict[object, tuple[_Steps, ...]]:
+    def steps(self) -> dict[object, tuple[_AxisSteps, ...]]:
         """Steps between layouts, by the layouts that there are (``Routes._steps``)."""
         return {}
 
 
 @dataclass(frozen=True)
-class Tensor:
+class RouteTensor:
     """What prices of conversions depend on: the atoms of a value per dim, bytes per element, and whether a cotangent
     comes back (whose elements have ``grad_itemsize`` bytes)."""
 
@@ -83,7 +83,7 @@ class Routes:
     ``codes``: [nodes, axes] the state of every axis; ``numel``: elements on the device that holds most.
     """
 
-    def __init__(self, axes: Axes, tensor: Tensor, seconds: Seconds) -> None:
+    def __init__(self, axes: Axes, tensor: RouteTensor, seconds: Seconds) -> None:
         self.axes, self.tensor, self.seconds = axes, tensor, seconds
         self.positions = [(d, i) for d, atoms in enumerate(tensor.atoms) for i, size in enumerate(atoms) if size > 1]
         self.sizes = [tensor.atoms[d][i] for d, i in self.positions]
@@ -142,12 +142,12 @@ class Routes:
         """The code of where the tensor is on an axis of ``size`` devices; -1: none. A place is the same atom, or where
         the tensor is divided further the major-most part of it, if the axis divides that. Without gradient, replicated
         and invariant are the same."""
-        if not isinstance(where, Place):
+        if not isinstance(where, ShardPosition):
             free = where == "R" and not self.tensor.differentiable
             return STATES.index("I" if free else where) if where in STATES else -1
         atoms = self.tensor.atoms[where.dim]
         for i in range(len(atoms)):
-            part = Place.of(where.dim, atoms, i)
+            part = ShardPosition.of(where.dim, atoms, i)
             if part.stride * part.size == where.stride * where.size and part.size > 1:
                 divides = part.stride > where.stride and part.size % size == 0
                 return self.place[where.dim, i] if part.stride == where.stride or divides else -1
@@ -158,7 +158,7 @@ class Routes:
         if code < SHARDED:
             return STATES[code]
         dim, atom = self.positions[code - SHARDED]
-        return Place.of(dim, self.tensor.atoms[dim], atom)
+        return ShardPosition.of(dim, self.tensor.atoms[dim], atom)
 
     def node_of(self, layout: Layout) -> int | None:
         """The node of a layout, or None where an axis does not move as a whole or the atoms do not nest."""
@@ -250,7 +250,7 @@ class Routes:
         sources, starts = np.unique(source[order], return_index=True)
         return _Edges(len(self.codes), sources, starts, target[order], price[order], numbers[order], changes)
 
-    def _steps(self) -> tuple[_Steps, ...]:
+    def _steps(self) -> tuple[_AxisSteps, ...]:
         """The single steps between the layouts, which tensors of other sizes share."""
         key = self.base, self.codes.tobytes()
         cached = self.axes.steps.get(key)
@@ -258,7 +258,7 @@ class Routes:
             cached = self.axes.steps[key] = tuple(self._make_steps())
         return cached
 
-    def _make_steps(self) -> Iterator[_Steps]:
+    def _make_steps(self) -> Iterator[_AxisSteps]:
         num_axes = len(self.axes.groups)
         for count in range(1, num_axes + 1):
             for chosen in combinations(range(num_axes), count):
@@ -279,7 +279,7 @@ class Routes:
                             else [sources[:0]]
                         )
                         if len(both[0]):
-                            yield _Steps(chosen, both[0], both[1])
+                            yield _AxisSteps(chosen, both[0], both[1])
 
     def _steps_to(self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> tuple[Ints, Ints]:
         """The steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""
@@ -301,7 +301,7 @@ class Routes:
                     good &= ~((side[:, axis] >= SHARDED) & (side[:, axis] == side[:, other]))
         return good
 
-    def _step_price(self, steps: _Steps) -> Floats:
+    def _step_price(self, steps: _AxisSteps) -> Floats:
         chosen, sources, targets = steps.chosen, steps.sources, steps.targets
         cell = CELLS[self._state(sources[0], chosen), self._state(targets[0], chosen)]
         axes = tuple(part for axis in chosen for part in self.axes.groups[axis])
@@ -347,7 +347,7 @@ class Routes:
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
+class _AxisSteps:
     """Steps from one state to another on the ``chosen`` axes."""
 
     chosen: tuple[int, ...]

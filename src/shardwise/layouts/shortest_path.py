@@ -33,7 +33,14 @@ from typing import Protocol
 from shardwise.layouts.conversions import COLLECTIVES, Primitive
 from shardwise.layouts.directed import Directed
 from shardwise.layouts.layout import PARTIAL_KINDS
-from shardwise.layouts.steps import EXACT_UP_TO, Space, State, Step, Steps, moved_units
+from shardwise.layouts.redistribution_steps import (
+    EXACT_UP_TO,
+    RedistributionStep,
+    RedistributionSteps,
+    Space,
+    State,
+    moved_units,
+)
 
 Cost = tuple[float, ...]
 
@@ -68,16 +75,16 @@ def solve(space: Space, source: State, target: State, price: StepPrice | None = 
     fewest elements sent by the busiest rank (times the devices), then messages; any price is of both directions. Equal
     prices are settled by the elements held after every step (slicing early), then by the number of steps. None where no
     path exists (a partial value of a kind other than sum would have to arise)."""
-    return _Search(_steps(space), target, price).path_from(source)
+    return _AStar(_steps(space), target, price).path_from(source)
 
 
 @lru_cache(maxsize=64)
-def _steps(space: Space) -> Steps:
-    return Steps(space)
+def _steps(space: Space) -> RedistributionSteps:
+    return RedistributionSteps(space)
 
 
-class _Search:
-    def __init__(self, steps: Steps, target: State, price: StepPrice | None) -> None:
+class _AStar:
+    def __init__(self, steps: RedistributionSteps, target: State, price: StepPrice | None) -> None:
         self.steps, self.target, self.price = steps, target, price
         self.directed = Directed(steps, target) if len(steps.sizes) > EXACT_UP_TO else None
         self.differentiable = steps.space.differentiable
@@ -120,7 +127,7 @@ class _Search:
         self, directed: Directed, settled: Iterable[State], parent: dict[State, State], best: dict[State, Cost]
     ) -> Path:
         """The cheapest of the direct routes from all settled states (the source is one)."""
-        nearest: tuple[Cost, State, tuple[Step, ...]] | None = None
+        nearest: tuple[Cost, State, tuple[RedistributionStep, ...]] | None = None
         for start in settled:
             route, cost, state = directed.route(start), best[start], start
             for step in route:
@@ -131,7 +138,7 @@ class _Search:
         cost, start, route = nearest
         return Path((*_back(parent, start), *(step.after for step in route)), cost, SETTLED_UP_TO)
 
-    def _cost(self, before: State, step: Step) -> Cost:
+    def _cost(self, before: State, step: RedistributionStep) -> Cost:
         """Of both directions of a step, and its tie-breakers."""
         if self.price is None:
             if self.differentiable:

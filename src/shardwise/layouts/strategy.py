@@ -20,8 +20,8 @@ from shardwise.layouts.choice import (
     INVARIANT,
     AxisChoice,
     PassSum,
-    Places,
     Repeat,
+    ShardPositions,
     Split,
     Where,
     layout_of,
@@ -30,7 +30,7 @@ from shardwise.layouts.choice import (
 from shardwise.layouts.layout import Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.rules.rule import Dims, OpRule, Window, base_name
-from shardwise.texts import check_notation, shown, whole_number
+from shardwise.untrusted_text import check_notation, shorten_repr, whole_number
 
 _READS = "a strategy reads m@dp n@tp"
 _WORD = re.compile(r" *([A-Za-z_][\w.]*)@(\([^()]*\)|[\w.]+)(?:\{([^{}]*)\})? *", re.ASCII)
@@ -102,7 +102,7 @@ def parse_choices(text: str, mesh: Mesh) -> dict[str, AxisChoice]:
     for match in _words(text):
         for axis in mesh.parse_axes(match.group(2)):
             if axis in choices:
-                raise LayoutError(f"mesh axis {axis} is used more than once in {shown(text)}")
+                raise LayoutError(f"mesh axis {axis} is used more than once in {shorten_repr(text)}")
             choices[axis] = parse_choice(match.group(1))
     return choices
 
@@ -119,9 +119,9 @@ def parse_cuts(text: str) -> dict[str, tuple[int, ...]]:
         if len(known) < len(lengths):
             raise NotationError(caret(text, match.start(3), "an uneven split reads v@tp{10,20,30,4}"))
         if not isinstance(parse_choice(name), Split):
-            raise LayoutError(f"{name} is no factor: only a factor can be split unevenly ({shown(text)})")
+            raise LayoutError(f"{name} is no factor: only a factor can be split unevenly ({shorten_repr(text)})")
         if name in cuts:
-            raise LayoutError(f"factor {name} is split unevenly twice in {shown(text)}")
+            raise LayoutError(f"factor {name} is split unevenly twice in {shorten_repr(text)}")
         cuts[name] = known
     return cuts
 
@@ -137,7 +137,7 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
     seen: set[str] = set()
     for name, axes in strategy.factors:
         if name not in known:
-            raise LayoutError(f"the operator has no factor {shown(name)}: {rule}")
+            raise LayoutError(f"the operator has no factor {shorten_repr(name)}: {rule}")
         if known[name].kind == "whole":
             raise LayoutError(f"factor {name} of {rule} can not be split")
         for axis in axes:
@@ -155,7 +155,7 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
     for name, lengths in strategy.cuts:
         if name not in known:
             raise LayoutError(
-                f"the operator has no undivided factor {shown(name)}, so it can not be split by hand: {rule}"
+                f"the operator has no undivided factor {shorten_repr(name)}, so it can not be split by hand: {rule}"
             )
         factor, axes = known[name], strategy.axes_of.get(name, ())
         if factor.kind not in ("sum", "parallel") or rule.windows or lowers:
@@ -195,7 +195,7 @@ class Applied:
 def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
     """Rule + strategy -> layouts. A lowered factor gives the layouts around the lowering: results that lack it are
     invariant."""
-    places, choices = Places.of(rule), strategy.choice_of
+    places, choices = ShardPositions.of(rule), strategy.choice_of
     sizes = {factor.name: factor.size for factor in rule.factors}
 
     def layout(dims: Dims, where: Mapping[str, Where]) -> Layout:

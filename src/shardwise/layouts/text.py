@@ -16,7 +16,7 @@ from shardwise.errors import LayoutError, NotationError, caret
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
-from shardwise.texts import MAX_NUMBER, check_notation, shown, whole_number
+from shardwise.untrusted_text import MAX_NUMBER, check_notation, shorten_repr, whole_number
 
 _READS = "a layout reads [32@dp, 512, 4096@tp]"
 _MOST_ATOMS = 256  # of all dims together
@@ -40,7 +40,7 @@ def parse_dtype(name: str) -> torch.dtype:
     for dtype, dtype_name in DTYPE_NAMES.items():
         if name in (dtype_name, str(dtype).removeprefix("torch.")):
             return dtype
-    raise NotationError(f"{shown(name)} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
+    raise NotationError(f"{shorten_repr(name)} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
 
 
 def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: bool = True) -> str:
@@ -86,7 +86,7 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     column = match.end()
     for item in _split_dims(text[match.end() : close]):
         if sum(map(len, dims)) > _MOST_ATOMS:
-            raise LayoutError(f"more than {_MOST_ATOMS} dims and parts of dims in {shown(text)}")
+            raise LayoutError(f"more than {_MOST_ATOMS} dims and parts of dims in {shorten_repr(text)}")
         atoms, windows_of_dim = _parse_dim(text, column, item, mesh)
         windows.extend(Windows(len(dims), i, ranges) for i, ranges in windows_of_dim.items())
         dims.append(atoms)
@@ -95,11 +95,11 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     split = Counter(chain(states, *(atom.axes for dim in dims for atom in dim)))
     twice = sorted(axis for axis, count in split.items() if count > 1)
     if twice:
-        raise LayoutError(f"mesh axis {', '.join(twice)} is used more than once in {shown(text)}")
+        raise LayoutError(f"mesh axis {', '.join(twice)} is used more than once in {shorten_repr(text)}")
     ordered = tuple(sorted(states.items(), key=lambda item: mesh.order[item[0]]))
     layout = Layout(mesh, tuple(dims), ordered, tuple(windows))
     if max(layout.shape, default=0) > MAX_NUMBER:
-        raise LayoutError(f"a dim of {shown(text)} has more elements than 64 bits count")
+        raise LayoutError(f"a dim of {shorten_repr(text)} has more elements than 64 bits count")
     for window in windows:
         _check_windows(text, window, dims[window.dim][window.atom], mesh)
     return layout
@@ -123,7 +123,7 @@ def _parse_states(text: str, column: int, mesh: Mesh) -> dict[str, str]:
             state = kinds[kind.strip()]
         for axis in mesh.parse_axes(inner):
             if axis in states:
-                raise LayoutError(f"mesh axis {axis} has two states in {shown(text)}")
+                raise LayoutError(f"mesh axis {axis} has two states in {shorten_repr(text)}")
             states[axis] = state
         column = word.end()
     return states
@@ -133,7 +133,7 @@ def _check_windows(text: str, window: Windows, atom: Atom, mesh: Mesh) -> None:
     """Raise LayoutError unless the windows are of rows that the atom has."""
     for start, stop in chain.from_iterable(window.ranges):
         if not start < stop <= atom.size:
-            what = f"the window {start}:{stop} of {atom.size}@{mesh.format_axes(atom.axes)} in {shown(text)}"
+            what = f"the window {start}:{stop} of {atom.size}@{mesh.format_axes(atom.axes)} in {shorten_repr(text)}"
             raise LayoutError(f"{what}: it has rows from 0 to {atom.size}")
 
 
@@ -186,12 +186,12 @@ def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[tuple[Ato
         if match.group(3) is not None:
             count = match.group(3).count("|") + 1
             if count != mesh.size_of(axes):
-                what = f"{count:,} windows for {size}@{mesh.format_axes(axes)} in {shown(text)}"
+                what = f"{count:,} windows for {size}@{mesh.format_axes(axes)} in {shorten_repr(text)}"
                 raise LayoutError(f"{what}: split over {mesh.size_of(axes)} devices")
             windows[len(atoms)] = _parse_windows(text, column + match.start(3), match.group(3))
         atoms.append(Atom(size, axes))
         if len(atoms) > _MOST_ATOMS:
-            raise LayoutError(f"more than {_MOST_ATOMS} parts of a dim in {shown(text)}")
+            raise LayoutError(f"more than {_MOST_ATOMS} parts of a dim in {shorten_repr(text)}")
     return tuple(atoms), windows
 
 

@@ -29,7 +29,7 @@ Region = tuple[Ranges, ...]  # the rows [start, stop) of every dim, ascending
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TransferBlock:
     """A part of a tensor on its way from one global rank to another (to the same one: a copy). ``region``: its rows of
     the whole tensor; ``taken``: the same rows as the sender counts them in what it holds; ``placed``: as the receiver
     does."""
@@ -69,7 +69,7 @@ def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
 
 def transfer(
     value: Value, source: Layout, source_place: Placement, target: Layout, target_place: Placement
-) -> tuple[Block, ...]:
+) -> tuple[TransferBlock, ...]:
     """The blocks that bring a value from its layout on one placement to its layout on another, every element to every
     rank that wants it once. A rank takes what it holds itself from itself; of several holders the one that has sent
     least so far sends.
@@ -82,7 +82,7 @@ def transfer(
     for rank in source_place.ranks:
         holders[_region_of(source, source_place.coordinates(rank))].append(rank)
     sent = dict.fromkeys(source_place.ranks, 0)
-    blocks: list[Block] = []
+    blocks: list[TransferBlock] = []
     for receiver in target_place.ranks:
         wanted_region = _region_of(target, target_place.coordinates(receiver))
         for held_region, ranks in holders.items():
@@ -92,7 +92,7 @@ def transfer(
                 sender = receiver if receiver in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
                 sent[sender] += numel if sender != receiver else 0
                 taken, placed = (tuple(map(_within, region, whole)) for whole in (held_region, wanted_region))
-                blocks.append(Block(sender, receiver, region, taken, placed))
+                blocks.append(TransferBlock(sender, receiver, region, taken, placed))
     return tuple(blocks)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.graph.widen import in_reference_mode
+from shardwise.graph.to_float64 import in_reference_mode
 from shardwise.mindspore import context
 from shardwise.mindspore.tensor import as_ours
 

@@ -50,8 +50,8 @@ from shardwise.mindspore.planning import (
 from shardwise.mindspore.storage import copied_axes
 from shardwise.mindspore.tensor import as_ours, plain
 from shardwise.runtime.agree import from_rank_zero
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline import Pipeline
-from shardwise.runtime.shards import shard
 
 
 @dataclass

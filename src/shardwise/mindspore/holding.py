@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.launch import rank_groups
 from shardwise.layouts.layout import Layout
 from shardwise.mindspore import context
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 _HELD = "_shardwise_held"  # the attribute of a split parameter
 _AVERAGED = "_shardwise_averaged"  # of the number of ranks whose gradients it sums
@@ -37,7 +37,7 @@ class Held:
     @property
     def is_split(self) -> bool:
         """Whether no rank has all of it, or some rank has nothing of it."""
-        return bool(self.layout.positions) or len(self.ranks) < rank_groups.everyone().size
+        return bool(self.layout.positions) or len(self.ranks) < rank_groups.all_ranks_group().size
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where one of the ranks is on the mesh."""
@@ -100,10 +100,10 @@ def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return part
     if holding is None:
-        return rank_groups.broadcast(part, 0, rank_groups.everyone())
+        return rank_groups.broadcast(part, 0, rank_groups.all_ranks_group())
     padded = part.new_zeros(holding.layout.max_local_numel)
     padded[: part.numel()] = part.reshape(-1)
-    rows = rank_groups.all_gather(padded, rank_groups.everyone()).view(dist.get_world_size(), -1)
+    rows = rank_groups.all_gather(padded, rank_groups.all_ranks_group()).view(dist.get_world_size(), -1)
     return joined(holding, [(rank, rows[rank]) for rank in holding.ranks])[0]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.mindspore import context
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 
 def rows_of(par: sw.Parallel) -> list[tuple[int, int]]:

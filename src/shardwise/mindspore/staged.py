@@ -143,7 +143,7 @@ def fed(inputs: tuple[torch.Tensor, ...], micro_size: int, options: Options) -> 
     list(parts_of(inputs, micro_size))
     batches = []
     for x in inputs:
-        rows = rank_groups.all_gather(x, rank_groups.everyone()).view(
+        rows = rank_groups.all_gather(x, rank_groups.all_ranks_group()).view(
             -1, micro_size, x.shape[0] // micro_size, *x.shape[1:]
         )
         batches.append(rows[first : first + ranks].transpose(0, 1).reshape(-1, *x.shape[1:]))

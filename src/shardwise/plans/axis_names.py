@@ -34,7 +34,7 @@ _ROLES = ("dp", "cp", "ep", "tp")
 
 
 @dataclass(frozen=True)
-class Doing:
+class AxisUsage:
     """A model (or a part of it) under the strategies of a plan."""
 
     graph: Graph
@@ -42,7 +42,7 @@ class Doing:
     strategies: Mapping[str, Strategy]
 
 
-def mesh_by_roles(mesh: Mesh, of: Iterable[Doing]) -> Mesh:
+def mesh_by_roles(mesh: Mesh, of: Iterable[AxisUsage]) -> Mesh:
     """The mesh with its axes called by what they do in all of these."""
     roles_of: dict[bool, dict[str, set[str]]] = {True: defaultdict(set), False: defaultdict(set)}
     for doing in of:
@@ -64,7 +64,7 @@ def mesh_by_roles(mesh: Mesh, of: Iterable[Doing]) -> Mesh:
     return Mesh(zip(names, (size for _, size in mesh.axes), strict=True))
 
 
-def _roles(doing: Doing) -> Iterator[tuple[bool, str, str]]:
+def _roles(doing: AxisUsage) -> Iterator[tuple[bool, str, str]]:
     """(whether this is a product, and no look-up; a sub-axis; what it splits) wherever there is a weight."""
     graph = doing.graph
     weights = {s.value for s in graph.sources if s.kind == "parameter" and len(graph.by_name[s.value].shape) > 1}
@@ -98,7 +98,7 @@ def _roles_in(op: Op, weights: set[str], rule: OpRule, strategy: Strategy) -> It
 
 
 @dataclass(frozen=True)
-class _Listed:
+class _RenamedEntries:
     """What a plan lists, under the other names. ``known``: what a text is (layout, move or strategy), and the text ->
     that with the other names; stages have many texts in common."""
 
@@ -167,13 +167,13 @@ class _Listed:
         return format_move(replace(move, **ends, axes=self.names.axes(move.axes)))
 
 
-def by_roles(stages: Sequence[Stage], of: Sequence[Doing]) -> tuple[Stage, ...]:
+def name_axes_by_role(stages: Sequence[Stage], of: Sequence[AxisUsage]) -> tuple[Stage, ...]:
     """The stages with the axes of their meshes called by what they do; equal meshes have equal names."""
-    known: dict[Mesh, _Listed] = {}
+    known: dict[Mesh, _RenamedEntries] = {}
     for mesh in dict.fromkeys(stage.mesh for stage in stages):
         alike = (doing for stage, doing in zip(stages, of, strict=True) if stage.mesh == mesh)
-        known[mesh] = _Listed(Renaming(mesh, mesh_by_roles(mesh, alike)))
+        known[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, alike)))
     return tuple(known[stage.mesh].stage(stage) for stage in stages)
 
 
-__all__ = ["Doing", "by_roles", "mesh_by_roles"]
+__all__ = ["AxisUsage", "mesh_by_roles", "name_axes_by_role"]

@@ -22,15 +22,15 @@ from shardwise.plans.listing import check_program
 from shardwise.plans.paths import ListedPaths
 from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import Bucket
+from shardwise.programs.grad_accum_program import converted_once
 from shardwise.programs.lower import lowered_operators
-from shardwise.programs.once import converted_once
-from shardwise.programs.spmd import Choice, Lifetimes, Spmd, fill, insert_conversions, place, with_buckets
+from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, fill, insert_conversions, place_ops, with_buckets
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.cuts import with_cuts
 from shardwise.search.modes import choose, spread_axes
 from shardwise.search.rules import rules_of, variant
-from shardwise.search.wishes import splittable
+from shardwise.search.user_strategies import splittable
 
 _NUM_SHOWN = 8  # faults in one message
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def program_of(
     training: bool | None = None,
     original: Graph | None = None,
     constants: tuple[str, ...] | None = None,
-) -> Spmd:
+) -> SpmdProgram:
     """The program of a plan of one stage for a graph of its model.
 
     For the inputs and the mode of the plan (``training``, if the caller knows it) it makes the conversions that the
@@ -54,7 +54,7 @@ def program_of(
     the plan lists.
     """
 
-    def program(training: bool | None) -> Spmd:
+    def program(training: bool | None) -> SpmdProgram:
         factored, choice = bind(plan, graph, training=training, widened=original is not None)
         return program_of_choice(plan, graph, factored, choice, training=training, original=original)
 
@@ -82,10 +82,10 @@ def program_of_choice(
     *,
     training: bool | None = None,
     original: Graph | None = None,
-) -> Spmd:
+) -> SpmdProgram:
     """The program of a choice that a plan made (``bind``). Raises as ``program_of`` does."""
     stage, is_planned = plan.only_stage, is_planned_for(plan, graph, training)
-    placed, lowered = place(graph, factored.rules, choice.strategies, stage.mesh)
+    placed, lowered = place_ops(graph, factored.rules, choice.strategies, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
     spmd = insert_conversions(placed, lowered, replace(choice, route=route), stage.mesh)
     if is_planned and stage.has_paths:
@@ -113,7 +113,7 @@ def is_planned_for(plan: Plan, graph: Graph, training: bool | None) -> bool:
     return same_mode and same_inputs(plan, graph) and {op.name for op in graph.ops} == plan.strategies.keys()
 
 
-def _listed_buckets(stage: Stage, spmd: Spmd) -> list[Bucket]:
+def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
     """The conversions of a program without buckets that the stage lists together, or as early."""
     by_entry = {(value_name(c.origin, spmd.graph), format_layout(c.target)): c for c in spmd.conversions}
     members: dict[object, list[ConversionEntry]] = {}
@@ -129,7 +129,7 @@ def _listed_buckets(stage: Stage, spmd: Spmd) -> list[Bucket]:
     return buckets
 
 
-def _lifetimes(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Lifetimes:
+def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> Lifetimes:
     """What backward makes again, and what waits on the host. ``listed``: the stage lists the conversions of this very
     program; of another one those are made again that are listed so, or lead to operators which are, and the parameters
     that are gathered again."""
@@ -151,7 +151,7 @@ def _lifetimes(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Lifet
     return Lifetimes(operators, frozenset(results), waiting)
 
 
-def _with_once(stage: Stage, spmd: Spmd, graph: Graph, *, listed: bool) -> Spmd:
+def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> SpmdProgram:
     """The program with the parameters that the stage converts once a step, as far as it can: ``listed`` (as in
     ``_lifetimes``) all of them, else PlanError."""
     said = {entry.name for entry in stage.parameters if entry.once}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.plans.intervals import said_step
-from shardwise.plans.precision import format_precision
+from shardwise.plans.format_intervals import format_step_interval
+from shardwise.plans.plan_precision import format_precision
 from shardwise.plans.printing import format_totals
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PlanDifference:
     """Each entry is (name, in this plan, in the other); what one plan lacks is "absent". ``cuts``: of two pipelines,
     the stages of operators."""
 
@@ -39,9 +39,9 @@ class Difference:
         return "\n".join(lines)
 
 
-def difference(plan: Plan, after: Plan) -> Difference:
+def compare_plans(plan: Plan, after: Plan) -> PlanDifference:
     """What ``other`` does differently."""
-    return Difference(
+    return PlanDifference(
         _changed(_settings(plan), _settings(after)),
         _changed(_layouts(plan), _layouts(after)),
         _changed(_strategies(plan), _strategies(after)),
@@ -61,7 +61,7 @@ def _settings(plan: Plan) -> dict[str, str]:
     settings |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     settings["precision"] = format_precision(plan.precision)
     settings["micro_batches"] = str(plan.micro_batches)
-    if step := said_step(plan):
+    if step := format_step_interval(plan):
         settings["step"] = step
     if plan.is_pipeline:
         settings |= {"schedule": plan.schedule, "stages": str(len(plan.stages))}

@@ -17,7 +17,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import parse_layout, parse_move
 from shardwise.plans.quantities import format_bytes
-from shardwise.texts import shown
+from shardwise.untrusted_text import shorten_repr
 
 NO_LIMIT = "none"
 
@@ -205,7 +205,7 @@ class Stage:
             try:
                 parse_layout(shared.layout, self.mesh)
             except ShardwiseError as error:
-                yield problem(f"layout {shown(shared.layout)}: {error}", op=f"shared {shared.name}")
+                yield problem(f"layout {shorten_repr(shared.layout)}: {error}", op=f"shared {shared.name}")
         for operator in self.operators:
             try:
                 Strategy.parse(operator.strategy, self.mesh)
@@ -229,7 +229,7 @@ def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
     try:
         layout = parse_layout(entry.layout, mesh)
     except ShardwiseError as error:
-        return f"layout {shown(entry.layout)}: {error}"
+        return f"layout {shorten_repr(entry.layout)}: {error}"
     if layout.shape != entry.shape:
         return f"layout {entry.layout[:60]} has shape {list(layout.shape)}, the tensor {list(entry.shape)}"
     if any(kind == "input" or not cut.tile(layout.dims[cut.dim][cut.atom].size) for cut in layout.windows):
@@ -249,7 +249,7 @@ def _path_fault(entry: ConversionEntry, mesh: Mesh) -> str:
             stations += [move.source, move.target]
         stations.append(parse_layout(entry.target, mesh))
     except ShardwiseError as error:
-        return f"from {shown(entry.source)} to {shown(entry.target)}: {error}"
+        return f"from {shorten_repr(entry.source)} to {shorten_repr(entry.target)}: {error}"
     for before, after in zip(stations[::2], stations[1::2], strict=True) if entry.path else ():
         if before.canonical() != after.canonical():
             return f"the path from {entry.source} to {entry.target} breaks between {before} and {after}"

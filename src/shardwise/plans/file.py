@@ -19,7 +19,7 @@ from itertools import chain
 from math import isfinite
 from typing import Any
 
-from shardwise.costs.pipeline import PipelinePrediction, StagePrediction
+from shardwise.costs.pipeline_simulation import PipelinePrediction, StagePrediction
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.errors import PlanError, ShardwiseError, problem
 from shardwise.layouts.mesh import Mesh
@@ -34,9 +34,9 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
-from shardwise.plans.precision import precision_of
+from shardwise.plans.plan_precision import precision_of
 from shardwise.plans.schedule import check_order, schedule_of
-from shardwise.texts import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shown, whole_number
+from shardwise.untrusted_text import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shorten_repr, whole_number
 
 FORMAT = "shardwise-plan"
 VERSION = 8
@@ -128,12 +128,14 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         first, dash, last = run.partition("-")
         begin, end = whole_number(first), whole_number(last if dash else first)
         if begin is None or end is None or end < begin:
-            raise PlanError(f"ranks read 0-3,8, not {shown(text)}")
+            raise PlanError(f"ranks read 0-3,8, not {shorten_repr(text)}")
         if end >= MAX_DEVICES or sum(map(len, runs)) + end - begin >= MAX_DEVICES:
-            raise PlanError(f"ranks {shown(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once")
+            raise PlanError(
+                f"ranks {shorten_repr(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once"
+            )
         twice = next((max(begin, seen.start) for seen in runs if begin < seen.stop and seen.start <= end), None)
         if twice is not None:
-            raise PlanError(f"ranks {shown(text)}: rank {twice} is named twice")
+            raise PlanError(f"ranks {shorten_repr(text)}: rank {twice} is named twice")
         runs.append(range(begin, end + 1))
     return tuple(chain.from_iterable(runs))
 
@@ -155,7 +157,7 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
     if type(data.get("version")) is not int or data["version"] not in _READABLE:
         raise PlanError(
             problem(
-                f"{name} has plan version {shown(data.get('version'))}; this shardwise reads versions "
+                f"{name} has plan version {shorten_repr(data.get('version'))}; this shardwise reads versions "
                 f"{BEFORE_STAGES} to {VERSION}",
                 fix="make the plan again with sw.plan",
             )
@@ -166,7 +168,7 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         raise PlanError(
             problem(
                 f"{name} was changed after it was saved: its content has digest {plan_digest(body)[:12]}, it says "
-                f"{said if is_line(said) else shown(said)}",
+                f"{said if is_line(said) else shorten_repr(said)}",
                 fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
             )
         )
@@ -303,7 +305,7 @@ def check_names(names: Iterable[str], where: str) -> None:
     for name in names:
         if not is_line(name, _MOST_NAME):
             what = f"a name is one line of at most {_MOST_NAME:,} characters, without control characters"
-            raise PlanError(f"{where}[{shown(name)}]: {what}")
+            raise PlanError(f"{where}[{shorten_repr(name)}]: {what}")
 
 
 def _placement(mesh: Mesh, ranks: str, where: str) -> Placement:
@@ -466,4 +468,4 @@ def _shown(value: Any) -> str:
 def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - 4:,} more" if len(ordered) > 4 else ""
-    return ", ".join(name if is_line(name, 60) else shown(name) for name in ordered[:4]) + more
+    return ", ".join(name if is_line(name, 60) else shorten_repr(name) for name in ordered[:4]) + more

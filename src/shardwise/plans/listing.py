@@ -23,14 +23,14 @@ from shardwise.plans.entries import (
 )
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.lower import model_operators
-from shardwise.programs.spmd import Choice, Spmd, conversions_of
-from shardwise.programs.steps import Conversion
+from shardwise.programs.spmd import Choice, SpmdProgram, conversions_of
+from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.rule import OpRule
 
 _LONGEST = 2000  # characters of a conversion in a message: what a file says may be of any length
 
 
-def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Spmd) -> Stage:
+def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: SpmdProgram) -> Stage:
     """The stage that a program is: ``graph`` the model's (not lowered), ``choice`` what the program was built for."""
 
     def described(source: Source) -> tuple[str, str, tuple[int, ...], str]:
@@ -72,7 +72,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
     )
 
 
-def conversion_entries(spmd: Spmd) -> tuple[ConversionEntry, ...]:
+def conversion_entries(spmd: SpmdProgram) -> tuple[ConversionEntry, ...]:
     """All conversions of a program in order; buckets of several are numbered from 1."""
     entries: list[ConversionEntry] = []
     number = 0
@@ -85,7 +85,7 @@ def conversion_entries(spmd: Spmd) -> tuple[ConversionEntry, ...]:
     return tuple(entries)
 
 
-def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int, overlaps: bool) -> ConversionEntry:
+def _conversion_entry(conversion: Conversion, spmd: SpmdProgram, bucket: int, overlaps: bool) -> ConversionEntry:
     dtype = spmd.graph.by_name[conversion.origin].dtype
 
     def entries(collectives: tuple[Collective, ...]) -> tuple[CollectiveEntry, ...]:
@@ -106,7 +106,7 @@ def _conversion_entry(conversion: Conversion, spmd: Spmd, bucket: int, overlaps:
     )
 
 
-def check_program(stage: Stage, spmd: Spmd, *, widened: bool) -> None:
+def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
     """Raise PlanError where the program of a stage is not the one that the stage lists. ``widened``: the program
     computes in float64, whatever the stage says: dtypes and bytes are not compared."""
     listed, emitted = stage.conversions or (), conversion_entries(spmd)

@@ -11,8 +11,8 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph
 from shardwise.graph.segments import block_of
-from shardwise.plans.joint import Joint, figures
-from shardwise.plans.pipelines import Found
+from shardwise.plans.auto_stages import AutoStagesReport, figures
+from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
 
 MOST_STEPS = 3  # by which a cut is moved
@@ -30,7 +30,9 @@ class RankedPipeline(NamedTuple):
     plan: Plan | None = None
 
 
-def ranked(pipeline: Found, k: int, joint: Joint | None = None) -> tuple[tuple[RankedPipeline, ...], int, int]:
+def rank_pipelines(
+    pipeline: PipelineResult, k: int, joint: AutoStagesReport | None = None
+) -> tuple[tuple[RankedPipeline, ...], int, int]:
     """The chosen pipeline, then the best ``k`` - 1 of the others; how many others were looked at, and how many of them
     could not be. Cuts are moved one by one, by one block (or operator, where there are none), then by two, until there
     are enough. Raises PlanError where nothing was chosen by price."""
@@ -63,7 +65,7 @@ def _size(plan: Plan) -> str:
     return f"micro-batch {plan.micro_batch} ({plan.micro_batches} passes)"
 
 
-def _moved(pipeline: Found, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
+def _moved(pipeline: PipelineResult, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
     """What is moved, and the operators of every stage, with one cut so many places earlier or later. Stages that the
     user marked stay."""
     if pipeline.is_marked:
@@ -92,4 +94,4 @@ def _places(graph: Graph) -> list[int]:
     return block_starts if any(blocks) else positions[1:]
 
 
-__all__ = ["RankedPipeline", "ranked"]
+__all__ = ["RankedPipeline", "rank_pipelines"]

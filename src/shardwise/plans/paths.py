@@ -43,7 +43,7 @@ class ListedPaths:
         key = _key(value_name(value.name, self.graph), source, target, sizes_match=self.sizes_match)
         moves = self.moves.get(key)
         if moves is not None and not self.sizes_match:
-            moves = resized(moves, source, target)
+            moves = resize_moves(moves, source, target)
         return fewest_bytes(value, source, target) if moves is None else moves
 
 
@@ -57,7 +57,7 @@ def split_dims(layout: Layout) -> Hashable:
     return tuple(tuple(axis for atom in dim for axis in atom.axes) for dim in layout.dims), layout.states
 
 
-def resized(moves: tuple[Move, ...], source: Layout, target: Layout) -> tuple[Move, ...] | None:
+def resize_moves(moves: tuple[Move, ...], source: Layout, target: Layout) -> tuple[Move, ...] | None:
     """The moves between two layouts of a value of another size, if they are ones: a dim of another size is one atom all
     the way, and every device has a share of what is split on the way. Rows that were split by hand do not follow."""
     if source.shape == moves[0].source.shape:

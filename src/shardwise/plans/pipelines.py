@@ -15,7 +15,7 @@ from statistics import fmean
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
-from shardwise.costs.pipeline import (
+from shardwise.costs.pipeline_simulation import (
     Order,
     PipelinePrediction,
     StagePrediction,
@@ -26,52 +26,52 @@ from shardwise.costs.prices import Prices
 from shardwise.errors import PlanError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import Capture
-from shardwise.graph.cut import Cut
+from shardwise.graph.cut import GraphCut
 from shardwise.graph.ir import Graph
-from shardwise.graph.stages import check_marks, marked_parts, marks_of
+from shardwise.graph.stage_marks import check_marks, marked_parts, marks_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
-from shardwise.plans.axis_names import Doing, by_roles
-from shardwise.plans.chosen import Chooser, Chosen, Searched, meant_in
+from shardwise.plans.auto_stages import StageConfig
+from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
+from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
-from shardwise.plans.example import Example, announce_statistics
-from shardwise.plans.fronts import Fronts, rungs_of
-from shardwise.plans.joint import Setting
 from shardwise.plans.listing import stage_of
-from shardwise.plans.pipelining import OrderOf, Pipelining, Requested
+from shardwise.plans.micro_batch_search import Example, announce_statistics
+from shardwise.plans.pipeline_config import OrderOf, PipelineConfig, PipelineRequest
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.refusal import NothingFits
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
-from shardwise.plans.stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
-from shardwise.plans.timed import Timed, timed_stages
+from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
+from shardwise.plans.stage_planner import StagePlan, StagePlanner, StageSearchResult, annotated_in_parts
+from shardwise.plans.stage_timing import StageTiming, timed_stages
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.spmd import Choice, Spmd, build_spmd
-from shardwise.programs.vjp import Kinds
-from shardwise.search.built import in_passes
-from shardwise.search.levers import Levers
+from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
+from shardwise.programs.vjp import VjpCache
+from shardwise.search.config import SearchConfig
+from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
-from shardwise.search.orders import Work, least_seconds, solve_order
-from shardwise.search.settings import Settings
-from shardwise.search.stages import balanced_parts
+from shardwise.search.orders import OrderProblem, least_seconds, solve_order
+from shardwise.search.stage_partition import balanced_parts
+from shardwise.search.stored_program import as_grad_accum
 
 TRIES = 3  # to fit what crosses, too
 
 
-def pipeline_of(
+def plan_captured_pipeline(
     call: Example,
     captured: Capture,
     cluster: Cluster,
-    asked: Requested,
-    settings: Settings,
+    asked: PipelineRequest,
+    settings: SearchConfig,
     template: Plan,
     *,
     by_price: bool,
     order: OrderOf,
-) -> Found:
+) -> PipelineResult:
     """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
     be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
     scheduled."""
@@ -91,7 +91,7 @@ def pipeline_of(
         meshes: tuple[Mesh, ...] = (asked.mesh,)
     else:
         meshes = candidate_meshes(part, asked.max_mesh_axes) if by_price else (Mesh(dp=part.num_devices),)
-    how = Pipelining(
+    how = PipelineConfig(
         num_stages,
         schedule,
         marks or None,
@@ -110,9 +110,11 @@ def pipeline_of(
         order,
         by_price and asked.mesh is None,
     )
-    Levers.of(captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload)  # or it refuses
-    kinds = Kinds() if call.known is None else call.known.kinds
-    best: Found | None = None
+    MemoryPolicy.of(
+        captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload
+    )  # or it refuses
+    kinds = VjpCache() if call.known is None else call.known.kinds
+    best: PipelineResult | None = None
     others: list[Plan] = []
     failure: PlanError | None = None
     statistics: frozenset[str] = frozenset()
@@ -183,7 +185,7 @@ def _part(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
     return cluster.with_devices(cluster.num_devices // places)
 
 
-def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> Iterator[Passes]:
+def _divided(call: Example, graph: Graph, asked: PipelineRequest, how: PipelineConfig) -> Iterator[Passes]:
     """The steps that are tried, the largest micro-batch first."""
     samples = num_samples(call.arguments)
     if samples is None and asked.micro_batch is None and asked.global_batch is None:
@@ -199,29 +201,29 @@ def _divided(call: Example, graph: Graph, asked: Requested, how: Pipelining) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class PipelineResult:
     """A plan, the search for each of its stages, and what these are parts of: the ``graph`` of a pass of its step, and
     what the step computes ahead of its passes. ``parts``: the operators of every stage; ``others``: plans with
     micro-batches of other sizes that were looked at; ``again``: plans the same step with other parts."""
 
     plan: Plan
-    searched: tuple[Searched | None, ...]
+    searched: tuple[StageSearchResult | None, ...]
     graph: Graph
     prelude: Graph | None
     parts: tuple[tuple[str, ...], ...]
     is_marked: bool
-    again: Callable[[Sequence[Sequence[str]]], Found]
+    again: Callable[[Sequence[Sequence[str]]], PipelineResult]
     others: tuple[Plan, ...] = ()
 
 
 def plan_pipeline(
-    how: Pipelining,
+    how: PipelineConfig,
     graph: Graph,
     passes: Passes,
     template: Plan,
-    kinds: Kinds,
+    kinds: VjpCache,
     parts: Sequence[Sequence[str]] | None = None,
-) -> Found:
+) -> PipelineResult:
     """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at;
     ``parts``: the operators of every stage, where they are given. Raises PlanError where it can not be."""
     num_passes = len(passes.sizes)
@@ -242,7 +244,7 @@ def plan_pipeline(
     check_last(cut, graph)
     _check_parameters(cut)
     limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
-    chooser = Chooser(how, kinds, meant_in(graph, cut.parts, how.annotations))
+    chooser = StagePlanner(how, kinds, annotated_in_parts(graph, cut.parts, how.annotations))
     chosen = chooser.of_all(cut.parts, flying, limits[0])
     for left in reversed(range(TRIES)):
         choices, spmds = _together(cut, chosen, how.settings)
@@ -263,8 +265,9 @@ def plan_pipeline(
     stages = tuple(_listed(how, cut, number, *end) for number, end in enumerate(ends))
     if how.chooses_mesh:
         doings = zip(cut.parts, chosen, choices, strict=True)
-        stages = by_roles(
-            stages, [Doing(part, part_choice.factored.rules, choice.strategies) for part, part_choice, choice in doings]
+        stages = name_axes_by_role(
+            stages,
+            [AxisUsage(part, part_choice.factored.rules, choice.strategies) for part, part_choice, choice in doings],
         )
     schedule = how.schedule
     if schedule.is_solved:
@@ -277,10 +280,10 @@ def plan_pipeline(
     asked = replace(how, settings=replace(how.settings, known=inf))  # also for slower ones
     again = partial(plan_pipeline, asked, graph, passes, template, kinds)
     searched = tuple(part_choice.searched for part_choice in chosen)
-    return Found(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
+    return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
 
 
-def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
+def _balanced(how: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
     """The operators of every stage: cut at any operator, where memory costs no time; else, where there are prices,
     between blocks, by what the fronts of these say of time under the memory of each stage."""
     per_place = how.schedule.stages_per_place
@@ -288,15 +291,15 @@ def _balanced(how: Pipelining, graph: Graph, prices: Prices, flying: Sequence[in
     if fits or not how.by_price:
         return parts
     settings = replace(how.settings, zero=None)
-    rungs = rungs_of("auto" if how.fits_itself else how.recompute, how.gathered)
-    fronts = Fronts(
+    rungs = estimated_policies_of("auto" if how.fits_itself else how.recompute, how.gathered)
+    fronts = StageEstimator(
         graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments, rungs
     )
-    setting = Setting(how.num_stages, how.schedule.name, 0, how.settings.passes)
+    setting = StageConfig(how.num_stages, how.schedule.name, 0, how.settings.passes)
     return fronts.parts(setting, flying) or parts
 
 
-def _in_flight(how: Pipelining, order: Order) -> tuple[int, ...]:
+def _in_flight(how: PipelineConfig, order: Order) -> tuple[int, ...]:
     """Per stage the micro-batches whose values it keeps at once, if all took equally long. The inner stages of a place
     are about equal and share its memory: each counts as many as they keep on average."""
     stages = range(how.num_stages)
@@ -311,7 +314,7 @@ def _in_flight(how: Pipelining, order: Order) -> tuple[int, ...]:
     )
 
 
-def _check_parameters(cut: Cut) -> None:
+def _check_parameters(cut: GraphCut) -> None:
     for number, part in enumerate(cut.parts):
         if not any(source.kind == "parameter" for source in part.sources):
             names = [op.name for op in part.ops]
@@ -323,7 +326,9 @@ def _check_parameters(cut: Cut) -> None:
             )
 
 
-def _together(cut: Cut, chosen: Sequence[Chosen], settings: Settings) -> tuple[list[Choice], list[Spmd]]:
+def _together(
+    cut: GraphCut, chosen: Sequence[StagePlan], settings: SearchConfig
+) -> tuple[list[Choice], list[SpmdProgram]]:
     """Choices and programs whose ends meet: what crosses, and parameters of several stages."""
     stored = _stored_alike(cut, chosen)
     choices = meeting(
@@ -335,7 +340,7 @@ def _together(cut: Cut, chosen: Sequence[Chosen], settings: Settings) -> tuple[l
     return choices, [_rebuilt(part, part_choice, choice, settings) for part, part_choice, choice in ends]
 
 
-def _stored_alike(cut: Cut, chosen: Sequence[Chosen]) -> list[Choice]:
+def _stored_alike(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
     """The choices with every parameter of several stages in the layout that the last of them has it in, device by
     device; whole, where that is none everywhere."""
     choices = [part_choice.choice for part_choice in chosen]
@@ -356,7 +361,7 @@ def _stored_alike(cut: Cut, chosen: Sequence[Chosen]) -> list[Choice]:
     return choices
 
 
-def _rebuilt(part: Graph, part_choice: Chosen, choice: Choice, settings: Settings) -> Spmd:
+def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: SearchConfig) -> SpmdProgram:
     """The program of a choice with other ends, which makes again and offloads what it did before."""
     again = {
         (c.origin, c.target) for c in part_choice.spmd.conversions if c.result in part_choice.spmd.lifetimes.conversions
@@ -367,10 +372,12 @@ def _rebuilt(part: Graph, part_choice: Chosen, choice: Choice, settings: Setting
     spmd = build_spmd(part, rules, choice, part_choice.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
     conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
     spmd = replace(spmd, lifetimes=replace(part_choice.spmd.lifetimes, conversions=conversions, once=frozenset()))
-    return in_passes(spmd, replace(settings, levers=part_choice.levers))
+    return as_grad_accum(spmd, replace(settings, levers=part_choice.levers))
 
 
-def _listed(how: Pipelining, cut: Cut, number: int, part_choice: Chosen, choice: Choice, spmd: Spmd) -> Stage:
+def _listed(
+    how: PipelineConfig, cut: GraphCut, number: int, part_choice: StagePlan, choice: Choice, spmd: SpmdProgram
+) -> Stage:
     """A part as a stage of the plan."""
     part = cut.parts[number]
     stage = stage_of(part, part_choice.factored.rules, choice, spmd)
@@ -389,19 +396,21 @@ def _listed(how: Pipelining, cut: Cut, number: int, part_choice: Chosen, choice:
     )
 
 
-def _work(how: Pipelining, stages: Sequence[Timed], num_passes: int, known: Sequence[Order] = ()) -> Work:
+def _work(
+    how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, known: Sequence[Order] = ()
+) -> OrderProblem:
     """What is to be ordered. The room of a place is what its device has beside parameters and what a single micro-batch
     takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
     fixed = _besides(how, stages)
     kept = tuple(stage.kept for stage in stages)
     room = tuple(how.limit - num_bytes for num_bytes in fixed)
-    work = Work(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
+    work = OrderProblem(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
     peaks = [work.peaks(order) for order in known]
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
 
-def _besides(how: Pipelining, stages: Sequence[Timed]) -> list[float]:
+def _besides(how: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
     """Per place, the bytes of its device beside what is kept for backward: what its stages have between two
     micro-batches, and the most that one of them, as they take turns, has besides while it works."""
     rests, moments = [0.0] * how.num_places, [0.0] * how.num_places
@@ -412,7 +421,7 @@ def _besides(how: Pipelining, stages: Sequence[Timed]) -> list[float]:
     return [rest + moment for rest, moment in zip(rests, moments, strict=True)]
 
 
-def _excess(how: Pipelining, stages: Sequence[Timed], order: Order, num_passes: int) -> dict[int, float]:
+def _excess(how: PipelineConfig, stages: Sequence[StageTiming], order: Order, num_passes: int) -> dict[int, float]:
     """Stages of places that hold more than their device has -> by how many bytes. Their own searches fitted them, but
     the layouts of what crosses and of shared parameters were settled after these."""
     work = _work(how, stages, num_passes)
@@ -420,7 +429,7 @@ def _excess(how: Pipelining, stages: Sequence[Timed], order: Order, num_passes: 
     return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
 
 
-def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
+def _too_much(how: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
     """The refusal of stages that do not fit where their ends meet."""
     number = max(over, key=over.__getitem__)
     return NothingFits(
@@ -432,7 +441,7 @@ def _too_much(how: Pipelining, cut: Cut, flying: Sequence[int], over: Mapping[in
     )
 
 
-def _solved(how: Pipelining, stages: Sequence[Timed], num_passes: int) -> Schedule:
+def _solved(how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int) -> Schedule:
     """The schedule with an order made for these stages, which begins from those of torch for the same places."""
     alike = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
     known = [how.order(schedule, how.num_places, num_passes) for schedule in alike]
@@ -440,7 +449,7 @@ def _solved(how: Pipelining, stages: Sequence[Timed], num_passes: int) -> Schedu
     return replace(how.schedule, actions=solve_order(work, known).order)
 
 
-def _predicted(how: Pipelining, timed: Sequence[Timed], order: Order, num_passes: int) -> PipelinePrediction:
+def _predicted(how: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int) -> PipelinePrediction:
     """A simulated step."""
     step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
@@ -462,4 +471,4 @@ def _predicted(how: Pipelining, timed: Sequence[Timed], order: Order, num_passes
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
 
 
-__all__ = ["Pipelining", "plan_pipeline"]
+__all__ = ["PipelineConfig", "plan_pipeline"]

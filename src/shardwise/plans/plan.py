@@ -16,14 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwise.costs.pipeline import PipelinePrediction
+from shardwise.costs.pipeline_simulation import PipelinePrediction
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
-from shardwise.graph.precision import MODELS_OWN, Precision
+from shardwise.graph.step_precision import MODELS_OWN, Precision
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import check_placements
-from shardwise.plans.difference import Difference, difference
+from shardwise.plans.difference import PlanDifference, compare_plans
 from shardwise.plans.entries import (
     CollectiveEntry,
     ConversionEntry,
@@ -45,10 +45,10 @@ from shardwise.plans.file import (
     settings_of,
     stage_body,
 )
-from shardwise.plans.precision import precision_body
+from shardwise.plans.plan_precision import precision_body
 from shardwise.plans.printing import format_plan
 from shardwise.plans.survival import Survival, survival
-from shardwise.texts import MAX_FILE, check_texts, read_text
+from shardwise.untrusted_text import MAX_FILE, check_texts, read_text
 
 _NUM_SHOWN = 20  # faults of a plan in one message
 
@@ -278,9 +278,9 @@ class Plan:
             )
         )
 
-    def diff(self, other: Plan) -> Difference:
+    def diff(self, other: Plan) -> PlanDifference:
         """What another plan does differently."""
-        return difference(self, other)
+        return compare_plans(self, other)
 
     def survives(self, ranks_per_machine: int = 1, *, peer_copies: bool = False) -> Survival:
         """Which losses of ranks cost nothing, because others hold the same, which cost how much, and what the cheapest

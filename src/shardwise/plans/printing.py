@@ -19,17 +19,23 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardwise.costs.optimizers import named, states_of, waits_on_host
+from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of
 from shardwise.errors import PlanError, listed, problem
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
-from shardwise.plans.intervals import priced_cluster, said, said_bytes, said_seconds, said_step
-from shardwise.plans.precision import format_precision, only_priced
+from shardwise.plans.format_intervals import (
+    format_bytes_interval,
+    format_interval_seconds,
+    format_seconds_interval,
+    format_step_interval,
+    priced_cluster,
+)
+from shardwise.plans.plan_precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_seconds as format_seconds
-from shardwise.programs.state_groups import waits
-from shardwise.texts import shown
+from shardwise.programs.state_groups import is_offloaded
+from shardwise.untrusted_text import shorten_repr
 
 if TYPE_CHECKING:
     from shardwise.costs.cluster import Cluster
@@ -77,7 +83,7 @@ def _pipeline(plan: Plan) -> list[str]:
     places = {stage.placement.ranks for stage in plan.stages}
     cost, cluster, takes = plan.pipeline, priced_cluster(plan), ""
     if cost is not None:
-        takes = f": a step takes {said_step(plan)}, in {cost.bubble:.1%} of it devices wait (bubble)"
+        takes = f": a step takes {format_step_interval(plan)}, in {cost.bubble:.1%} of it devices wait (bubble)"
         if cost.bound_seconds:
             takes += f"; no order of these stages takes less than {format_seconds(cost.bound_seconds)}"
     lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{takes}"]
@@ -90,9 +96,10 @@ def _pipeline(plan: Plan) -> list[str]:
             stage_cost = cost.stages[number]
             sent = f", sends {format_bytes(int(stage_cost.sent_bytes))}" if stage_cost.sent_bytes else ""
             row.append(
-                f"forward {said_seconds(stage_cost.forward, cluster)}, "
-                f"backward {said_seconds(stage_cost.backward, cluster)}, "
-                f"peak {said_bytes(int(stage_cost.peak_bytes), cluster)}{sent}, bubble {stage_cost.bubble:.1%}"
+                f"forward {format_seconds_interval(stage_cost.forward, cluster)}, "
+                f"backward {format_seconds_interval(stage_cost.backward, cluster)}, "
+                f"peak {format_bytes_interval(int(stage_cost.peak_bytes), cluster)}{sent}, bubble "
+                f"{stage_cost.bubble:.1%}"
             )
         rows.append(tuple(row))
     return lines + _columns(rows)
@@ -114,7 +121,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         seconds, size, passes, known = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
     else:
         return []
-    figures = [("step", said_step(plan))]
+    figures = [("step", format_step_interval(plan))]
     ids = next((e for e in plan.inputs if len(e.shape) == 2 and e.dtype in ("i64", "i32")), None)
     count = prod(ids.shape) if ids is not None else plan.micro_batch
     if count and seconds:
@@ -122,7 +129,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     if size:
         limit = _limit(plan)
         room = f" of {limit}" if limit else ""
-        figures.append(("memory", f"{said_bytes(size, priced_cluster(plan))}{room} a device"))
+        figures.append(("memory", f"{format_bytes_interval(size, priced_cluster(plan))}{room} a device"))
     return [*figures, ("gap", "not known" if known is None else f"{known:.2%}")]
 
 
@@ -170,7 +177,7 @@ def _not_kept(plan: Plan) -> list[str]:
 def _states_on_host(plan: Plan) -> list[str]:
     """What of the optimizer's states waits on the host from step to step, and what it takes to have it back. A plan
     does not say which parameters are trained, so that this is the most."""
-    if not waits_on_host(plan.optimizer):
+    if not is_on_host(plan.optimizer):
         return []
     sizes_of: dict[tuple[int, ...], list[int]] = {}  # by a device of every place
     for stage in plan.stages:
@@ -178,12 +185,12 @@ def _states_on_host(plan: Plan) -> list[str]:
             stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize for entry in stage.parameters
         )
     sizes = [size for place_sizes in sizes_of.values() for size in place_sizes]
-    waiting = [size for size in sizes if waits(size)]
-    most = max(sum(size for size in place_sizes if waits(size)) for place_sizes in sizes_of.values())
+    waiting = [size for size in sizes if is_offloaded(size)]
+    most = max(sum(size for size in place_sizes if is_offloaded(size)) for place_sizes in sizes_of.values())
     total, cluster = states_of(plan.optimizer) * most, priced_cluster(plan)
     seconds = 0.0 if cluster is None else cluster.device.host_seconds(total)
     took = f", {format_seconds(seconds)} there and as long back" if seconds else ""
-    name, _ = named(plan.optimizer)
+    name, _ = parse_optimizer(plan.optimizer)
     return [
         f"  on the host from step to step: states of {name} for {len(waiting):,} of {len(sizes):,} parameters, up to "
         f"{format_bytes(total)} a device{took}"
@@ -227,7 +234,7 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
         return format_seconds(cost.passes * seconds)
 
     def measured(seconds: float) -> str:
-        return step(seconds) if cluster is None else said(cost.interval(seconds, cluster))
+        return step(seconds) if cluster is None else format_interval_seconds(cost.interval(seconds, cluster))
 
     passes = f" ({cost.passes} passes of {format_seconds(cost.pass_seconds)})" if cost.passes > 1 else ""
     lines = [
@@ -242,7 +249,7 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     if cost.optimality_gap is not None:
         proven = ", which the plan reaches: proven optimal" if not cost.optimality_gap else ""
         lines.append(f"    bound {step(cost.bound)}: no plan of 10^{cost.log10_plans:.0f} has a lower price{proven}")
-    peak = f"peak memory {said_bytes(cost.peak_bytes, cluster)}{reserved} in {cost.peak_at}"
+    peak = f"peak memory {format_bytes_interval(cost.peak_bytes, cluster)}{reserved} in {cost.peak_at}"
     if cost.simulated_seconds:
         lines.append(f"    simulated step {measured(cost.simulated_seconds)}, with overlap and buckets; {peak}")
     elif cost.peak_bytes:  # too many operators to simulate
@@ -250,7 +257,8 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     if cost.passed_over is not None:
         other = cost.passed_over
         why = "simulation" if other.fits else "memory limit"
-        takes = f"takes {measured(other.simulated_seconds)} simulated, peak {said_bytes(other.peak_bytes, cluster)}"
+        peak = format_bytes_interval(other.peak_bytes, cluster)
+        takes = f"takes {measured(other.simulated_seconds)} simulated, peak {peak}"
         lines.append(
             f"    given away for the {why} {cost.given_away:.2%}: the cheapest plan, of additive price "
             f"{step(other.additive_price)}, {takes}{'' if other.fits else ', which does not fit'}"
@@ -305,7 +313,11 @@ def format_entry(plan: Plan, name: str) -> str:
                 return "\n".join([head, f"      {operator.source}", *map(_conversion, conversions)])
     known = [operator.name for operator in plan.operators]
     raise PlanError(
-        problem(f"the plan has no {shown(name)}", facts=[("it has", listed(known))], fix="print(plan) shows all names")
+        problem(
+            f"the plan has no {shorten_repr(name)}",
+            facts=[("it has", listed(known))],
+            fix="print(plan) shows all names",
+        )
     )
 
 

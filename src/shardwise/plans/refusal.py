@@ -9,7 +9,7 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.plans.printing import format_bytes
 from shardwise.search.cost_graph import CostGraph, bytes_of_variables
-from shardwise.search.ranking import Ranked
+from shardwise.search.ranking import CandidateRanking
 
 NUM_LARGEST = 5
 
@@ -32,7 +32,7 @@ class NothingFits(PlanError):
         return NothingFits(self.what, facts, "one of these; sw.fits takes more time and tries other changes")
 
 
-def nothing_fits(least: Ranked) -> NothingFits:
+def nothing_fits(least: CandidateRanking) -> NothingFits:
     """The refusal, where ``least`` needs the least memory of all plans looked at: a real plan's peak, and so an
     estimate from above of the least that any needs."""
     cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak

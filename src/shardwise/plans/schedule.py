@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.costs.pipeline import Action, Kind, Order, StageSeconds, simulate_pipeline
+from shardwise.costs.pipeline_simulation import Action, Kind, Order, StageSeconds, simulate_pipeline
 from shardwise.errors import PlanError, problem
-from shardwise.texts import shown
+from shardwise.untrusted_text import shorten_repr
 
 _LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
@@ -104,9 +104,11 @@ def _with_stages(schedule: Schedule, number: str) -> Schedule:
     loops = [other.name for other in SCHEDULES.values() if other.stages_per_place > 1 and not other.folded]
     if schedule.name not in loops:
         what = f"{schedule.name} has {schedule.stages_per_place} stages on every place, and no other number of them"
-        raise PlanError(problem(what, fix=f"leave out :{shown(number)}; others may have more: {', '.join(loops)}"))
+        raise PlanError(
+            problem(what, fix=f"leave out :{shorten_repr(number)}; others may have more: {', '.join(loops)}")
+        )
     if not re.fullmatch("[1-9][0-9]{0,2}", number, re.ASCII) or int(number) < 2:
-        what = f"{schedule.name}:{shown(number)} does not say how many stages a place has"
+        what = f"{schedule.name}:{shorten_repr(number)} does not say how many stages a place has"
         raise PlanError(problem(what, fix=f"a whole number from 2: {schedule.name}:4"))
     if int(number) == schedule.stages_per_place:
         return schedule
@@ -126,7 +128,7 @@ def _parsed(line: str) -> tuple[Action, ...]:
     for text in line.split():
         match = re.fullmatch(r"(\d{1,6})([FBIW])(\d{1,6})", text, re.ASCII)
         if match is None:
-            raise PlanError(f"order has {shown(text)}, which is no action (as 0F3, 1I0, 1W0)")
+            raise PlanError(f"order has {shorten_repr(text)}, which is no action (as 0F3, 1I0, 1W0)")
         actions.append(Action(int(match[1]), _LETTERS[match[2]], int(match[3])))
     return tuple(actions)
 

@@ -6,9 +6,9 @@ share a message too. A message has a price of its own, whatever it carries: few 
 
 Parameters are there from the start, so a bucket of them stands where the first of its members is needed. Backward runs
 the program from its end: a bucket's gradients are complete when its first member has got its own, and its messages
-travel while the layers before it are computed (``programs.conveyor``). Buckets are therefore filled from the end of the
-program. What forward gathers is waited for as a whole: such a bucket ends with a block of the model, as soon as it is
-worth a message.
+travel while the layers before it are computed (``programs.comm_schedule``). Buckets are therefore filled from the end
+of the program. What forward gathers is waited for as a whole: such a bucket ends with a block of the model, as soon as
+it is worth a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from shardwise.graph.ir import Value
 from shardwise.graph.segments import block_of
 from shardwise.layouts.conversions import Collective
-from shardwise.programs.steps import Conversion, Step, collectives_of
+from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
 
 # PyTorch's DistributedDataParallel fills buckets of 25 MiB, the first one to be sent until it has 1 MiB, so that
 # sending starts early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
@@ -46,7 +46,7 @@ class Bucket:
 
 
 def fill_buckets(
-    steps: Sequence[Step | Conversion],
+    steps: Sequence[OpStep | Conversion],
     sources: frozenset[str],
     value_of: Callable[[str], Value],
     receives_gradient: Callable[[Conversion], bool],
@@ -54,7 +54,7 @@ def fill_buckets(
     *,
     ends: Collection[str],
     by_block: bool = False,
-) -> tuple[Step | Conversion | Bucket, ...]:
+) -> tuple[OpStep | Conversion | Bucket, ...]:
     """The steps with conversions put into buckets.
 
     ``sources``: the parameters; ``value_of``: a value by its name, whose dtypes decide what may share a message and how
@@ -104,7 +104,7 @@ def fill_buckets(
     taken = {position for positions in members.values() for position in positions}
     made_at: defaultdict[str, int] = defaultdict(lambda: -1)  # sources are there from the start
     for position, step in enumerate(steps):
-        made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, Step) else [step.result], position))
+        made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, OpStep) else [step.result], position))
     for position, step in enumerate(steps):
         if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or _cuts_windows(step):
             continue
@@ -118,7 +118,7 @@ def fill_buckets(
         ]
         members[position] = positions
         taken.update(positions)
-    result: list[Step | Conversion | Bucket] = []
+    result: list[OpStep | Conversion | Bucket] = []
     for position, step in enumerate(steps):
         if position in of_parameters or len(members.get(position, ())) > 1:
             together = [steps[i] for i in members[position]]
@@ -129,13 +129,13 @@ def fill_buckets(
     return tuple(result)
 
 
-def _parts(steps: Sequence[Step | Conversion]) -> dict[str, tuple[str, str]]:
+def _parts(steps: Sequence[OpStep | Conversion]) -> dict[str, tuple[str, str]]:
     """Result of a conversion -> the part of the model that needs it first: its block; or none, and the last block ahead
     of it. An embedding ahead of all blocks and a head behind them are two parts."""
     parts: dict[str, tuple[str, str]] = {}
     ahead = ""
     for step in steps:
-        if isinstance(step, Step):
+        if isinstance(step, OpStep):
             ahead = block_of(step.placed.op.name) or ahead
         else:
             block = block_of(step.op)
@@ -143,7 +143,7 @@ def _parts(steps: Sequence[Step | Conversion]) -> dict[str, tuple[str, str]]:
     return parts
 
 
-def _made_for(steps: Sequence[Step | Conversion], ends: Collection[str]) -> set[str]:
+def _made_for(steps: Sequence[OpStep | Conversion], ends: Collection[str]) -> set[str]:
     """The values that some values are made of, and these."""
     needed = set(ends)
     for step in reversed(steps):
@@ -169,16 +169,16 @@ def _sends(conversion: Conversion, receives_gradient: Callable[[Conversion], boo
     return bool(forward) or (bool(backward) and receives_gradient(conversion))
 
 
-def _value(step: Step | Conversion) -> str:
+def _value(step: OpStep | Conversion) -> str:
     assert isinstance(step, Conversion), "only conversions join"
     return step.value
 
 
-def _result(step: Step | Conversion) -> str:
+def _result(step: OpStep | Conversion) -> str:
     assert isinstance(step, Conversion), "only conversions are in buckets"
     return step.result
 
 
-def _joins(step: Step | Conversion, first: Conversion, message_kind: Callable[[Conversion], object]) -> bool:
+def _joins(step: OpStep | Conversion, first: Conversion, message_kind: Callable[[Conversion], object]) -> bool:
     """Whether the step is the conversion of another tensor that may share the messages of the first."""
     return isinstance(step, Conversion) and step.value != first.value and message_kind(step) == message_kind(first)

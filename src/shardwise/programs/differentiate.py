@@ -19,64 +19,64 @@ import torch
 from shardwise.graph.ir import Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.casts import before_first_use, cast, computed_name
-from shardwise.programs.conveyor import Returning, legs_ahead
+from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.cotangents import Cotangents
-from shardwise.programs.entries import Called, Exchanged, cuts_windows, in_backward_order, renamed
-from shardwise.programs.exchanges import ExchangeWriter, Travellers
+from shardwise.programs.exchanges import ExchangeWriter, FusedConversions
 from shardwise.programs.forms import Form
+from shardwise.programs.fuse_bias import with_biases
 from shardwise.programs.gradients import gradients_of
 from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Origin
 from shardwise.programs.lifetimes import with_lifetimes
-from shardwise.programs.linears import with_biases
+from shardwise.programs.local_steps import ConversionGroup, LocalCall, cuts_windows, in_backward_order, renamed
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
-from shardwise.programs.passes import mark_overwrites
+from shardwise.programs.pass_list import mark_overwrites
 from shardwise.programs.program import LocalOp, LocalProgram
-from shardwise.programs.rank_program import Program, delivered_values
+from shardwise.programs.rank_program import RankProgram, delivered_values
 from shardwise.programs.spmd import conversions_of
-from shardwise.programs.steps import Conversion, collectives_of
-from shardwise.programs.vjp import BackwardKind, ForwardKind, Kernel, Kinds, needed_kernels, numbered
+from shardwise.programs.spmd_steps import Conversion, collectives_of
+from shardwise.programs.vjp import BackwardTrace, ForwardTrace, Kernel, VjpCache, needed_kernels, numbered
 
 aten = torch.ops.aten
 
 
 def differentiate(
     local: LocalProgram,
-    kinds: Kinds,
+    kinds: VjpCache,
     *,
     loss_only: bool = True,
     overlap: bool = True,
     reached: Sequence[bool] | None = None,
     with_gradients: bool = True,
-) -> Program:
+) -> RankProgram:
     """The step of a rank. ``loss_only``: only the loss and what is written back are made, not the other outputs;
     ``overlap``: whether messages travel while something else is computed (else every one is waited for on the spot);
     ``reached``: per delivered value whether it gets a cotangent (by default all that are differentiable, of a part of a
     cut graph the loss and those whose cotangents come from outside); ``with_gradients``: whether there is a backward at
     all."""
     delivered = delivered_values(local.spmd, loss_only=loss_only)
-    return finished(_Writer(local, kinds, overlap).write(delivered, reached, with_gradients, loss_only))
+    return finished(_StepWriter(local, kinds, overlap).write(delivered, reached, with_gradients, loss_only))
 
 
-def keeping_all(local: LocalProgram, kinds: Kinds) -> Program:
+def keeping_all(local: LocalProgram, kinds: VjpCache) -> RankProgram:
     """What ``differentiate`` makes of a rank's operators before it looks at lifetimes: all that backward reads is kept.
     ``finished`` with an ``spmd`` that has others is the step with these."""
-    return _Writer(local, kinds, overlap=True).write(delivered_values(local.spmd, loss_only=True), None, True, True)
+    return _StepWriter(local, kinds, overlap=True).write(delivered_values(local.spmd, loss_only=True), None, True, True)
 
 
-def finished(program: Program) -> Program:
+def finished(program: RankProgram) -> RankProgram:
     """A step that keeps all, with the lifetimes that its ``spmd`` says, and what its exchanges may overwrite."""
     return mark_overwrites(with_lifetimes(program))
 
 
 @dataclass
-class _Writer:
+class _StepWriter:
     local: LocalProgram
-    kinds: Kinds
+    kinds: VjpCache
     overlap: bool
     forms: dict[str, Form] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    returning: Returning[tuple[Depart | Arrive, ...]] = field(default_factory=Returning)
+    returning: GradientReduceQueue[tuple[Depart | Arrive, ...]] = field(default_factory=GradientReduceQueue)
     casts: dict[str, Compute] = field(default_factory=dict)  # of sources, by the names that they make
     stored: dict[str, Form] = field(default_factory=dict)  # of sources that are cast
 
@@ -93,7 +93,7 @@ class _Writer:
 
     def write(
         self, delivered: tuple[str, ...], reached: Sequence[bool] | None, with_gradients: bool, prune: bool
-    ) -> Program:
+    ) -> RankProgram:
         if reached is None and self.graph.cotangents is not None:
             reached = [name == self.spmd.loss or name in self.spmd.cotangents for name in delivered]
         self._sources()
@@ -114,7 +114,7 @@ class _Writer:
         forward = before_first_use(written, self.casts, ends)
         available = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
         saved = tuple(name for name in used if name in available)
-        return Program(
+        return RankProgram(
             self.local.rank,
             self.spmd,
             tuple(forward),
@@ -169,21 +169,21 @@ class _Writer:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[Called | Exchanged]:
+    def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[LocalCall | ConversionGroup]:
         """The instructions with the forms of everything that they make."""
-        entries: list[Called | Exchanged] = []
+        entries: list[LocalCall | ConversionGroup] = []
         for instruction in instructions:
             if isinstance(instruction, LocalOp):
                 entries.append(self._call(instruction))
             else:
                 of_parameters = isinstance(instruction, Bucket) and instruction.of_parameters
-                entry = Exchanged(conversions_of(instruction), of_parameters)
+                entry = ConversionGroup(conversions_of(instruction), of_parameters)
                 for conversion in entry.conversions:
                     self._converted(conversion)
                 entries.append(entry)
         return entries
 
-    def _call(self, local: LocalOp) -> Called:
+    def _call(self, local: LocalOp) -> LocalCall:
         call, names = numbered(local.call.target, local.call.args, local.call.kwargs)
         kind = self.kinds.forward(call, tuple(self.forms[name] for name in names))
         assert len(kind.results) == len(local.results), f"{local.op}: {len(kind.results)} results"
@@ -194,7 +194,7 @@ class _Writer:
                 self._alias(result, names[int(name)])
         if names and all(name in self.parameter_values for name in names):
             self.parameter_values.update(local.results)
-        return Called(local, call, names, kind, local.results)
+        return LocalCall(local, call, names, kind, local.results)
 
     def _alias(self, name: str, other: str) -> None:
         """``name`` is the value ``other``, though a gradient need not flow through both."""
@@ -210,12 +210,12 @@ class _Writer:
         if conversion.value in self.parameter_values:
             self.parameter_values.add(conversion.result)
 
-    def _write_forward(self, entries: Sequence[Called | Exchanged]) -> list[Instruction]:
+    def _write_forward(self, entries: Sequence[LocalCall | ConversionGroup]) -> list[Instruction]:
         forward: list[Instruction] = []
         departing = [
             entry
             for entry in entries
-            if self.overlap and isinstance(entry, Exchanged) and entry.of_parameters and self._sends(entry, False)
+            if self.overlap and isinstance(entry, ConversionGroup) and entry.of_parameters and self._sends(entry, False)
         ]
         flights = [self.exchanges.on_its_way(self._travellers(entry, backward=False)) for entry in departing]
         places = [self.spmd.place_of(entry.conversions) for entry in departing]
@@ -223,7 +223,7 @@ class _Writer:
         needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
         forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
         for entry in entries:
-            if isinstance(entry, Called):
+            if isinstance(entry, LocalCall):
                 forward += self._forward_of(entry)
             elif id(entry) in needed:  # later ones leave before this one is waited for
                 slot, arrival = needed[id(entry)]
@@ -233,7 +233,7 @@ class _Writer:
                 forward += self._exchanged(entry, backward=False)
         return forward
 
-    def _forward_of(self, entry: Called) -> list[Instruction]:
+    def _forward_of(self, entry: LocalCall) -> list[Instruction]:
         local, kind = entry.local, entry.kind
         origin = Origin(local.op, local.source, "forward")
         operands = tuple(map(self.resolve, entry.names))
@@ -271,14 +271,14 @@ class _Writer:
         return self._kernels_of(entry, kind, entry.backward, origin)
 
     def _kernels_of(
-        self, entry: Called, kind: ForwardKind, backward: BackwardKind, origin: Origin
+        self, entry: LocalCall, kind: ForwardTrace, backward: BackwardTrace, origin: Origin
     ) -> list[Instruction]:
         """The kernels of a call one by one, as far as its results and its backward need them."""
         kept = needed_kernels(kind.kernels, {*kind.results, *backward.needs})
         names = self._forward_names(entry)
         return [self._compute(kernel, names, origin) for kernel in kept]
 
-    def _forward_names(self, entry: Called) -> dict[str, str]:
+    def _forward_names(self, entry: LocalCall) -> dict[str, str]:
         """Name inside of the kind -> name in the program, of all that forward makes."""
         names = {str(i): self.resolve(name) for i, name in enumerate(entry.names)}
         names |= {name: self.resolve(result) for name, result in zip(entry.kind.results, entry.results, strict=True)}
@@ -299,11 +299,11 @@ class _Writer:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _write_backward(self, entries: Sequence[Called | Exchanged]) -> None:
+    def _write_backward(self, entries: Sequence[LocalCall | ConversionGroup]) -> None:
         """From the end; the conversions ahead of a call go in the order: values, then parameters."""
         late: list[Instruction] = []  # what the last call does for gradients of parameters
         for entry in in_backward_order(entries, self.spmd.steps):
-            if isinstance(entry, Called):
+            if isinstance(entry, LocalCall):
                 self.backward += late
                 late = self._backward_of(entry)
                 continue
@@ -340,7 +340,7 @@ class _Writer:
         if isinstance(leg[-1], Arrive):
             self._arrived(leg[-1], self.backward)
 
-    def _backward_of(self, entry: Called) -> list[Instruction]:
+    def _backward_of(self, entry: LocalCall) -> list[Instruction]:
         """Write what the call does for cotangents of values; what it does for gradients of parameters is returned."""
         cotangents = tuple(self.cotangents.names.get(result) for result in entry.results)
         if not any(cotangents):
@@ -377,7 +377,12 @@ class _Writer:
         return late
 
     def _differentiate(
-        self, entry: Called, kind: BackwardKind, cotangents: Sequence[str | None], origin: Origin, names: dict[str, str]
+        self,
+        entry: LocalCall,
+        kind: BackwardTrace,
+        cotangents: Sequence[str | None],
+        origin: Origin,
+        names: dict[str, str],
     ) -> None:
         """The backward of a call that only autograd can differentiate."""
         wanted = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
@@ -393,17 +398,17 @@ class _Writer:
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
-    def _travelling(self, entry: Exchanged, *, backward: bool) -> tuple[Conversion, ...]:
+    def _travelling(self, entry: ConversionGroup, *, backward: bool) -> tuple[Conversion, ...]:
         """Those conversions of an exchange that have something to convert: on the way back, a cotangent."""
         if not backward:
             return entry.conversions
         return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
 
-    def _sends(self, entry: Exchanged, backward: bool) -> int:
+    def _sends(self, entry: ConversionGroup, backward: bool) -> int:
         """How many messages an exchange is."""
         return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
 
-    def _travellers(self, entry: Exchanged, *, backward: bool) -> Travellers:
+    def _travellers(self, entry: ConversionGroup, *, backward: bool) -> FusedConversions:
         conversions = self._travelling(entry, backward=backward)
         if backward:
             operands = tuple(map(self._to_reduce, conversions))
@@ -413,7 +418,7 @@ class _Writer:
         else:
             operands = tuple(self.resolve(conversion.value) for conversion in conversions)
             results = tuple(conversion.result for conversion in conversions)
-        return Travellers(conversions, operands, results, backward, entry.of_parameters)
+        return FusedConversions(conversions, operands, results, backward, entry.of_parameters)
 
     def _to_reduce(self, conversion: Conversion) -> str:
         """The cotangent of a conversion in the dtype in which it is reduced."""
@@ -425,7 +430,7 @@ class _Writer:
             self.backward.append(self.exchanges.cast(name, dtype, conversion))
         return result
 
-    def _exchanged(self, entry: Exchanged, *, backward: bool) -> list[Instruction]:
+    def _exchanged(self, entry: ConversionGroup, *, backward: bool) -> list[Instruction]:
         """An exchange that is waited for on the spot, or what it does without a message."""
         written: list[Instruction] = []
         if self._sends(entry, backward):
@@ -439,7 +444,7 @@ class _Writer:
                 self._convert_back(conversion, written)
             elif conversion.result not in self.aliases:
                 operands, results = (self.resolve(conversion.value),), (conversion.result,)
-                written.append(self.exchanges.on_the_spot(Travellers((conversion,), operands, results, False)))
+                written.append(self.exchanges.on_the_spot(FusedConversions((conversion,), operands, results, False)))
         return written
 
     def _convert_back(self, conversion: Conversion, written: list[Instruction]) -> None:
@@ -449,12 +454,12 @@ class _Writer:
         cotangent = self.cotangents.names[conversion.result]
         _, _, identity = converted_form(conversion.moves, self.coordinates, self.forms[cotangent], backward=True)
         result = cotangent if identity else f"{cotangent}>{conversion.value}"
-        together = Travellers((conversion,), (cotangent,), (result,), True)
+        together = FusedConversions((conversion,), (cotangent,), (result,), True)
         if not identity:
             written.append(self.exchanges.on_the_spot(together))
         self._arrived(together, written)
 
-    def _arrived(self, exchange: Travellers | Arrive, into: list[Instruction]) -> None:
+    def _arrived(self, exchange: FusedConversions | Arrive, into: list[Instruction]) -> None:
         for conversion, result in zip(exchange.conversions, exchange.results, strict=True):
             origin, value = self.exchanges.origin(conversion, True), self.graph.by_name[conversion.origin]
             if conversion.origin not in self.graph.source_of and self.forms[result].dtype != value.dtype:

@@ -13,11 +13,11 @@ from shardwise.programs.casts import cast
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Origin, Part
 from shardwise.programs.moves import converted_form
-from shardwise.programs.steps import Conversion, legs_of
+from shardwise.programs.spmd_steps import Conversion, legs_of
 
 
 @dataclass(frozen=True)
-class Travellers:
+class FusedConversions:
     """Conversions that travel together in one direction, with the names of what they take and make."""
 
     conversions: tuple[Conversion, ...]
@@ -37,7 +37,7 @@ class ExchangeWriter:
     forms: dict[str, Form]
     _flights: int = field(default=0)
 
-    def on_the_spot(self, travellers: Travellers) -> Convert:
+    def on_the_spot(self, travellers: FusedConversions) -> Convert:
         forms, shares = self._forms_and_shares(travellers)
         return Convert(
             travellers.conversions,
@@ -50,8 +50,8 @@ class ExchangeWriter:
             travellers.of_parameters,
         )
 
-    def on_its_way(self, travellers: Travellers) -> list[tuple[Depart | Arrive, ...]]:
-        """The legs of an exchange (``programs.conveyor``), of which every message has a flight of its own."""
+    def on_its_way(self, travellers: FusedConversions) -> list[tuple[Depart | Arrive, ...]]:
+        """The legs of an exchange (``programs.comm_schedule``), of which every message has a flight of its own."""
         legs: list[tuple[Depart | Arrive, ...]] = [()]
         parts = legs_of(travellers.conversions, backward=travellers.backward)
         operands = travellers.operands
@@ -65,7 +65,7 @@ class ExchangeWriter:
             operands = results
         return legs
 
-    def _flight(self, travellers: Travellers) -> tuple[Depart, Arrive]:
+    def _flight(self, travellers: FusedConversions) -> tuple[Depart, Arrive]:
         """The message leaves; the message arrives."""
         flight = f"flight {self._flights}"
         self._flights += 1
@@ -91,7 +91,7 @@ class ExchangeWriter:
         part: Part = "input" if backward else "forward"
         return Origin(op.name if op else conversion.op, op.source if op else "", part)
 
-    def _forms_and_shares(self, travellers: Travellers) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
+    def _forms_and_shares(self, travellers: FusedConversions) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
         """Per result its form, and the operand whose memory it has, if any."""
         forms, shares = [], []
         named = zip(travellers.conversions, travellers.operands, travellers.results, strict=True)

@@ -12,7 +12,7 @@ from shardwise.graph.ir import Graph, Ref
 from shardwise.programs.casts import cast
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Instruction, Origin
-from shardwise.programs.passes import memories
+from shardwise.programs.pass_list import memories
 
 aten = torch.ops.aten
 

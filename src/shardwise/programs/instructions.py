@@ -15,7 +15,7 @@ from typing import Any, Literal
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.forms import Form
-from shardwise.programs.steps import Conversion, collectives_of
+from shardwise.programs.spmd_steps import Conversion, collectives_of
 
 # What an instruction is for: the results of an operator, cotangents that others wait for, gradients of parameters; or
 # the cast of a source or of its gradient (``programs.casts``).

@@ -3,7 +3,7 @@
 A value that is not kept is made again where backward first reads it, from what is kept, by the instructions that made
 it in forward: kernels, and where the program says so conversions too. Recomputation, and parameters that are gathered a
 second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pass. What is kept may wait on the host
-(``programs.offload``).
+(``programs.activation_offload``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from shardwise.graph.operators import STREAMS
 from shardwise.layouts.conversions import Collective
-from shardwise.programs.conveyor import legs_ahead
-from shardwise.programs.entries import cuts_windows
+from shardwise.programs.activation_offload import offloaded
+from shardwise.programs.comm_schedule import legs_ahead
 from shardwise.programs.instructions import (
     Arrive,
     Compute,
@@ -29,16 +29,16 @@ from shardwise.programs.instructions import (
     with_operands,
     with_results,
 )
-from shardwise.programs.offload import offloaded
+from shardwise.programs.local_steps import cuts_windows
 from shardwise.programs.opaque import Record
-from shardwise.programs.passes import memories
-from shardwise.programs.rank_program import Program
-from shardwise.programs.spmd import Spmd
+from shardwise.programs.pass_list import memories
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import SpmdProgram
 
 AGAIN = "^"  # ends the name of what is made again
 
 
-def with_lifetimes(program: Program) -> Program:
+def with_lifetimes(program: RankProgram) -> RankProgram:
     """The program with the lifetimes that its ``spmd`` says."""
     wanted = program.spmd.lifetimes
     if not wanted or not program.backward:
@@ -48,7 +48,7 @@ def with_lifetimes(program: Program) -> Program:
     return offloaded(program) if wanted.offloaded else program
 
 
-def repeated(program: Program) -> tuple[frozenset[str], frozenset[str]]:
+def repeated(program: RankProgram) -> tuple[frozenset[str], frozenset[str]]:
     """(operators, results of conversions) that a program makes again in backward."""
     operators: set[str] = set()
     conversions: set[str] = set()
@@ -62,7 +62,7 @@ def repeated(program: Program) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(operators), frozenset(conversions)
 
 
-def backward_collectives(program: Program, *, in_passes: bool = False) -> tuple[Collective, ...]:
+def backward_collectives(program: RankProgram, *, in_passes: bool = False) -> tuple[Collective, ...]:
     """Every collective of one backward pass, in order. ``in_passes``: of one of several, and of what is done behind the
     last."""
     wanted = program.spmd.lifetimes
@@ -86,7 +86,7 @@ def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
 # -- made again --------------------------------------------------------------------------------------------------------
 
 
-def _made_again(program: Program) -> Program:
+def _made_again(program: RankProgram) -> RankProgram:
     forward, dropped = program.forward, dropped_values(program)
     maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
     departure = {instruction.flight: i for i, instruction in enumerate(forward) if isinstance(instruction, Depart)}
@@ -133,7 +133,7 @@ def _made_again(program: Program) -> Program:
     return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
 
 
-def dropped_values(program: Program) -> frozenset[str]:
+def dropped_values(program: RankProgram) -> frozenset[str]:
     """The names that forward makes and that are not kept for backward: those of the operators and conversions in
     question, as far as their memory is theirs."""
     wanted, forward = program.spmd.lifetimes, program.forward
@@ -241,9 +241,9 @@ def _waits(instruction: Instruction) -> bool:
     return isinstance(instruction, Arrive) and not instruction.of_parameters
 
 
-def _leaving_early(backward: Sequence[Instruction], spmd: Spmd) -> list[Instruction]:
+def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[Instruction]:
     """Messages with parameters that backward gathers again leave ahead of their use as those of forward do
-    (``programs.conveyor``), where what they send is there by then."""
+    (``programs.comm_schedule``), where what they send is there by then."""
 
     def place(arrival: Instruction) -> int:
         assert isinstance(arrival, Arrive), "what an exchange ends with"
@@ -292,6 +292,6 @@ def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -
     return bool(results.intersection(backward[departure].operands))
 
 
-def _saved(program: Program, backward: Sequence[Instruction]) -> tuple[str, ...]:
+def _saved(program: RankProgram, backward: Sequence[Instruction]) -> tuple[str, ...]:
     there = {name for instruction in program.forward for name in instruction.results} | {*program.spmd.graph.source_of}
     return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in there)

@@ -41,7 +41,7 @@ class PlacedOp:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorArgument:
     """A tensor operand in the arguments of a lowering: everything that capturing it depends on."""
 
     position: int
@@ -51,7 +51,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class NumberArgument:
     """A number in the arguments of a lowering. It is told by its text: 1, 1.0 and True are equal, but what is computed
     from them has other dtypes."""
 
@@ -75,9 +75,9 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     layouts = dict(zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True))
     order = tuple(layouts)
 
-    def slot(name: str) -> Slot:
+    def slot(name: str) -> TensorArgument:
         value = graph.by_name[name]
-        return Slot(order.index(name), value.shape, value.dtype, value.requires_grad)
+        return TensorArgument(order.index(name), value.shape, value.dtype, value.requires_grad)
 
     args = _told(map_refs(op.args, slot))
     kwargs = tuple((key, _told(map_refs(arg, slot))) for key, arg in op.kwargs)
@@ -109,7 +109,7 @@ def _told(arg: Any) -> Any:
     """The argument with its numbers as constants."""
     if isinstance(arg, tuple):
         return tuple(map(_told, arg))
-    return Constant(repr(arg), arg) if isinstance(arg, (int, float, complex)) else arg
+    return NumberArgument(repr(arg), arg) if isinstance(arg, (int, float, complex)) else arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +199,10 @@ def _runs(layout: Layout) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Graph:
     """The lowering of operands of some shapes as a graph, whose sources are the operands."""
-    slots: dict[int, Slot] = {}
+    slots: dict[int, TensorArgument] = {}
 
     def collect(arg: Any) -> None:
-        if isinstance(arg, Slot):
+        if isinstance(arg, TensorArgument):
             slots[arg.position] = arg
         elif isinstance(arg, tuple):
             for item in arg:
@@ -216,9 +216,9 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
 
     def call(*tensors: torch.Tensor) -> Any:
         def fill(arg: Any) -> Any:
-            if isinstance(arg, Slot):
+            if isinstance(arg, TensorArgument):
                 return tensors[arg.position]
-            if isinstance(arg, Constant):
+            if isinstance(arg, NumberArgument):
                 return arg.value
             return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
 

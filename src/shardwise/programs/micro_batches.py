@@ -24,10 +24,10 @@ from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
 from shardwise.graph.operators import STREAMS
 from shardwise.graph.schema import arguments
-from shardwise.layouts.choice import Place, Places, Split
+from shardwise.layouts.choice import ShardPosition, ShardPositions, Split
 from shardwise.programs.time_axis import MEND, TimeSplit, buffer_names, split_in_time
-from shardwise.rules.calls import replaced
-from shardwise.rules.rule import Call, LocalContext, Piece, base_name
+from shardwise.rules.arguments import replace_arguments
+from shardwise.rules.rule import LocalContext, LocalOpCall, Piece, base_name
 
 aten = torch.ops.aten
 FIRST = "_shardwise_first_sample"
@@ -69,7 +69,7 @@ def pass_graph(split: TimeSplit, size: int, captured: Callable[[int], Graph]) ->
     """The graph of a pass over ``size`` samples. ``captured``: the model's graph for a batch of so many; asked for
     where operators make running statistics, which see a pass as if it were the batch. Raises PlanError for samples that
     the model groups otherwise."""
-    return _Writer(split, size, captured(size) if split.local else None).write()
+    return _MicroBatchWriter(split, size, captured(size) if split.local else None).write()
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _numbered_alone(alone: Graph, whole: Graph, batch: int) -> Graph:
             dim = differing[0]
             changes: dict[str, Any] = {"sizes": full, "offsets": (0,) * len(full), "lengths": shape}
             stride = full[dim] // batch * prod(full[dim + 1 :])
-            call = replaced(op, **changes, first=Ref(FIRST), stride=stride)
+            call = replace_arguments(op, **changes, first=Ref(FIRST), stride=stride)
             ops[number] = replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
     first = Value(FIRST, (), torch.int64)
     assert alone.loss is not None, "a step has a loss"
@@ -162,7 +162,7 @@ def _numbered_alone(alone: Graph, whole: Graph, batch: int) -> Graph:
 
 
 @dataclass
-class _Writer:
+class _MicroBatchWriter:
     split: TimeSplit
     size: int
     alone: Graph | None
@@ -224,7 +224,7 @@ class _Writer:
         return replace(value, shape=self._shape(value.shape, self.split.where[name]))
 
     def _shape(self, shape: tuple[int, ...], where: object) -> tuple[int, ...]:
-        if not isinstance(where, Place):
+        if not isinstance(where, ShardPosition):
             return shape
         _, length = self._part(where.size)
         return tuple(s // where.size * length if d == where.dim else s for d, s in enumerate(shape))
@@ -268,10 +268,10 @@ class _Writer:
         if (op.name, position) in self.split.once:
             return self._once(name, op)
         split, where = self.split.splits.get(op.name), self.split.where[name]
-        if split is None or isinstance(where, Place):
+        if split is None or isinstance(where, ShardPosition):
             return name
-        place = Places.of(self.split.factored.rules[op.name]).operand(position, split)
-        return self._samples(name, place, op) if isinstance(place, Place) else name
+        place = ShardPositions.of(self.split.factored.rules[op.name]).operand(position, split)
+        return self._samples(name, place, op) if isinstance(place, ShardPosition) else name
 
     def _localized(self, op: Op, split: Split | None, start: int = 0) -> Op:
         """The call with the sizes of a pass that begins at sample ``start``."""
@@ -280,7 +280,7 @@ class _Writer:
         rule = self.split.factored.rules[op.name]
         if op.target in STREAMS:
             return self._numbered(op, split)
-        call = Call(op.target, op.args, op.kwargs)
+        call = LocalOpCall(op.target, op.args, op.kwargs)
         if rule.localize is not None:
             calls = [rule.localize(op, self._context(op, split, at)) for at in (start, self.split.batch - self.size)]
             if calls[0] != calls[1]:
@@ -290,7 +290,7 @@ class _Writer:
 
     def _context(self, op: Op, split: Split, start: int) -> LocalContext:
         rule = self.split.factored.rules[op.name]
-        places = Places.of(rule)
+        places = ShardPositions.of(rule)
         shapes = [
             tuple(self._shape(self.graph.by_name[name].shape, at(i, split)) for i, name in enumerate(names))
             for names, at in ((op.operands, places.operand), (op.results, places.result))
@@ -303,17 +303,17 @@ class _Writer:
 
     def _numbered(self, op: Op, split: Split) -> Op:
         """A random operator: its elements keep their numbers in the whole batch."""
-        place = Places.of(self.split.factored.rules[op.name]).result(0, split)
+        place = ShardPositions.of(self.split.factored.rules[op.name]).result(0, split)
         whole = self.graph.by_name[op.results[0]].shape
-        assert isinstance(place, Place), f"{op.name} is split, its result is not"
+        assert isinstance(place, ShardPosition), f"{op.name} is split, its result is not"
         stride = self._rows(place, whole, op) * prod(whole[place.dim + 1 :])
         shape, zeros = self._shape(whole, place), (0,) * len(whole)
         changes: dict[str, Any] = {"sizes": whole, "offsets": zeros, "lengths": shape}
         changes |= {"shape": shape} if "shape" in arguments(op) else {}
-        call = replaced(op, **changes, first=Ref(FIRST), stride=stride)
+        call = replace_arguments(op, **changes, first=Ref(FIRST), stride=stride)
         return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
 
-    def _rows(self, place: Place, shape: tuple[int, ...], op: Op) -> int:
+    def _rows(self, place: ShardPosition, shape: tuple[int, ...], op: Op) -> int:
         """The rows of the dim that a sample is."""
         rows, rest = divmod(place.stride * place.size, self.split.batch)
         if rest or place.stride * place.size != shape[place.dim]:
@@ -331,14 +331,14 @@ class _Writer:
             self.derived[key] = self._emit(op, "once", aten.where.ScalarOther, (Ref(is_first), Ref(name), 0), key)
         return self.derived[key]
 
-    def _samples(self, name: str, place: Place, op: Op) -> str:
+    def _samples(self, name: str, place: ShardPosition, op: Op) -> str:
         """A pass's samples of a value that is the same in every pass: made for them alone, or else taken out of it."""
         key = (name, place)
         if key in self.derived:
             return self.derived[key]
         maker = self.graph.producer.get(name)
         if maker is not None and len(maker.results) == 1 and maker.name not in self.split.local:
-            places = Places.of(self.split.factored.rules[maker.name])
+            places = ShardPositions.of(self.split.factored.rules[maker.name])
             split = places.split_of_result(0, place)
             if split is not None and places.kinds[split.factor] == "parallel":
                 try:
@@ -346,7 +346,7 @@ class _Writer:
                     operands = []
                     for i, operand in enumerate(maker.operands):
                         where = places.operand(i, split)
-                        if not isinstance(where, Place):
+                        if not isinstance(where, ShardPosition):
                             operands.append(self._operand(maker, i, operand))
                         elif (maker.name, i) in self.split.whole:
                             raise _MovesWithSamples
@@ -373,7 +373,11 @@ class _Writer:
     # -- the list ------------------------------------------------------------------------------------------------------
 
     def _append(
-        self, op: Op, origin: Op | None = None, operands: tuple[str, ...] = (), where_of_result: Place | None = None
+        self,
+        op: Op,
+        origin: Op | None = None,
+        operands: tuple[str, ...] = (),
+        where_of_result: ShardPosition | None = None,
     ) -> None:
         """Add an operator; of one of the whole graph (``origin``) the operands are renamed."""
         if origin is not None and operands != origin.operands:

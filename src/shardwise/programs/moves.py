@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 
 from shardwise.layouts.conversions import WINDOW_CELLS, Move, collective_of
-from shardwise.layouts.holdings import num_exchanged, rows
+from shardwise.layouts.holdings import held_rows, num_exchanged
 from shardwise.layouts.layout import Layout, Windows
-from shardwise.layouts.windows import segments
+from shardwise.layouts.window_owners import segments
 from shardwise.programs.forms import Form
 
 LARGE = 2**18  # elements of a tensor that a message between two gloo ranks does not copy
@@ -76,16 +76,16 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     if primitive == "keep_one":
         return local(_first if all(coordinates[axis] == 0 for axis in move.axes) else _zeros)
     if primitive == "slice":
-        kept_part = Part(before, coordinates, after, coordinates)
+        kept_part = OverlapPart(before, coordinates, after, coordinates)
         return local(lambda tensors: kept_part.read(tensors[0]))
     if primitive == "zero_pad":
-        place = Part(after, coordinates, before, coordinates)
+        place = OverlapPart(after, coordinates, before, coordinates)
         return local(lambda tensors: place.write(tensors[0].new_zeros(shape), tensors[0]))
     if primitive == "all_reduce":
         return LocalMove("all_reduce", move.axes, move.reduction, _alone, _first, (shape,), shape, True, True)
     members = _members(move, coordinates)
-    sent = [Part(before, coordinates, after, member) for member in members]
-    kept = [Part(after, coordinates, before, member) for member in members]
+    sent = [OverlapPart(before, coordinates, after, member) for member in members]
+    kept = [OverlapPart(after, coordinates, before, member) for member in members]
     shapes = tuple(part.shape for part in kept)
 
     def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -219,7 +219,7 @@ def _opened(atoms: tuple[tuple[int, ...], ...], cut: Windows) -> tuple[int, ...]
     return tuple(size for d, sizes in enumerate(atoms) for size in (sizes if d == cut.dim else (prod(sizes),)))
 
 
-class Part:
+class OverlapPart:
     """The part of a tensor that a rank holds in one layout which (maybe) another rank holds in another layout: where it
     is in the tensor of the first. Both ranks enumerate it in the same order."""
 
@@ -233,8 +233,8 @@ class Part:
         for d, sizes in enumerate(local):
             at = len(self.whole)
             if have.atoms[d] != other.atoms[d]:
-                local_rows = rows(have, d, holder)
-                common = sorted(set(local_rows) & set(rows(other, d, member)))
+                local_rows = held_rows(have, d, holder)
+                common = sorted(set(local_rows) & set(held_rows(other, d, member)))
                 where = {row: i for i, row in enumerate(local_rows)}
                 self.index.append((at, torch.tensor([where[row] for row in common], dtype=torch.int64)))
                 self.opened += (len(common),)
@@ -294,7 +294,7 @@ class Part:
         return tensor
 
 
-def _join_along(parts: list[Part]) -> int | None:
+def _join_along(parts: list[OverlapPart]) -> int | None:
     """The (opened) dim along which parts lie one behind the other, all else being whole; None if they do not."""
     dims = {tuple(dim for dim, _, _ in part.narrow) for part in parts if part.narrow or part.index}
     if len(dims) != 1 or any(part.index for part in parts) or any(len(part.narrow) != 1 for part in parts):
@@ -309,7 +309,7 @@ def _join_along(parts: list[Part]) -> int | None:
     return dim if end == parts[0].whole[dim] else None
 
 
-def _lie_in_order(parts: list[Part]) -> bool:
+def _lie_in_order(parts: list[OverlapPart]) -> bool:
     """Whether the parts, one behind the other, are the contiguous tensor that they are parts of."""
     dim = _join_along(parts)
     return dim is not None and prod(parts[0].whole[:dim]) == 1

@@ -19,7 +19,7 @@ from shardwise.programs.vjp import Call
 
 
 @dataclass(frozen=True, slots=True)
-class Tape:
+class OpaqueTape:
     """Results of one recorded call, and those of its operands that want a gradient, with their history."""
 
     results: Sequence[Tensor]
@@ -45,7 +45,7 @@ class Record:
 
             returned = target(*map(fill, args), **{name: fill(arg) for name, arg in kwargs})
         results = [item for item in tree_leaves(returned) if isinstance(item, Tensor)]
-        tape = Tape(results, [leaf for leaf in leaves if leaf.requires_grad])
+        tape = OpaqueTape(results, [leaf for leaf in leaves if leaf.requires_grad])
         return (*(result.detach() for result in results), tape)
 
 
@@ -55,7 +55,7 @@ class Differentiate:
 
     has_cotangent: tuple[bool, ...]
 
-    def __call__(self, tape: Tape, *cotangents: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, tape: OpaqueTape, *cotangents: Tensor) -> tuple[Tensor, ...]:
         results = [result for result, has_one in zip(tape.results, self.has_cotangent, strict=True) if has_one]
         gradients = torch.autograd.grad(
             results,

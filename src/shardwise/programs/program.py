@@ -12,9 +12,9 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, piece_of
 from shardwise.programs.buckets import Bucket
-from shardwise.programs.spmd import Spmd
-from shardwise.programs.steps import Conversion, Step
-from shardwise.rules.rule import Call, LocalContext, OpRule, Piece, base_name
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.spmd_steps import Conversion, OpStep
+from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule, Piece, base_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class LocalOp:
 
     op: str
     source: str
-    call: Call
+    call: LocalOpCall
     results: tuple[str, ...]
 
 
@@ -32,23 +32,23 @@ class LocalProgram:
     """What one rank executes, in order. Names are those of the Spmd program."""
 
     rank: int
-    spmd: Spmd
+    spmd: SpmdProgram
     instructions: tuple[LocalOp | Conversion | Bucket, ...]
 
 
-def localize(spmd: Spmd, rank: int) -> LocalProgram:
+def localize(spmd: SpmdProgram, rank: int) -> LocalProgram:
     """The program of a rank."""
     coordinates = spmd.mesh.coordinates(rank)
     instructions: list[LocalOp | Conversion | Bucket] = []
     for step in spmd.steps:
-        instructions.append(_local_op(step, spmd.mesh, coordinates) if isinstance(step, Step) else step)
+        instructions.append(_local_op(step, spmd.mesh, coordinates) if isinstance(step, OpStep) else step)
     return LocalProgram(rank, spmd, tuple(instructions))
 
 
-def _local_op(step: Step, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalOp:
+def _local_op(step: OpStep, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalOp:
     op, rule, strategy = step.placed.op, step.placed.rule, step.placed.strategy
     if rule.localize is None:
-        call = Call(op.target, op.args, op.kwargs)
+        call = LocalOpCall(op.target, op.args, op.kwargs)
     else:
         context = LocalContext(
             tuple(_local_shape(layout, tuple(coordinates.items())) for layout in step.operand_layouts),
@@ -83,7 +83,7 @@ def factor_pieces(
     return {name: tuple(pieces) for name, pieces in pieces_of.items()}
 
 
-def _with_operands(op: Op, call: Call, operands: tuple[str, ...]) -> Call:
+def _with_operands(op: Op, call: LocalOpCall, operands: tuple[str, ...]) -> LocalOpCall:
     """The call with every operand under the name of its conversion. An operand that occurs twice may be in two layouts:
     the references are replaced in order of occurrence where the call keeps them all, by name otherwise."""
     occurrences = list(op.operands)
@@ -97,7 +97,7 @@ def _with_operands(op: Op, call: Call, operands: tuple[str, ...]) -> Call:
         return Ref(result)
 
     args = tuple(map_refs(arg, rename) for arg in call.args)
-    return Call(call.target, args, tuple((key, map_refs(arg, rename)) for key, arg in call.kwargs))
+    return LocalOpCall(call.target, args, tuple((key, map_refs(arg, rename)) for key, arg in call.kwargs))
 
 
 def local_numel(layout: Layout, rank: int) -> int:
@@ -105,7 +105,7 @@ def local_numel(layout: Layout, rank: int) -> int:
     return prod(layout.local_shape(layout.mesh.coordinates(rank)))
 
 
-def busiest_rank(spmd: Spmd) -> int:
+def busiest_rank(spmd: SpmdProgram) -> int:
     """The rank that holds most: the last, whose pieces of uneven sizes are the largest, unless parameters are split by
     hand; then the one with most elements of all sources."""
     num_devices = spmd.mesh.num_devices

@@ -23,7 +23,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, Choices, PassSum, Place, Places, Split, Where
+from shardwise.layouts.choice import (
+    INVARIANT,
+    REPLICATED,
+    AxisChoice,
+    Choices,
+    PassSum,
+    ShardPosition,
+    ShardPositions,
+    Split,
+    Where,
+)
 from shardwise.layouts.conversions import CELLS
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
@@ -67,7 +77,7 @@ class Propagation:
 
     def run(self) -> dict[str, Strategy]:
         """Decide everything that is open and return a strategy per op."""
-        self._places = {op.name: Places.of(self.rules[op.name]) for op in self.graph.ops}
+        self._places = {op.name: ShardPositions.of(self.rules[op.name]) for op in self.graph.ops}
         self._parts: dict[tuple[str, Split], int] = {}  # (op, split) -> into how many parts so far
         self._asked: dict[tuple[str, str], Split] = {}  # (op, axis) -> what a consumer would like split
         self._fixed = {name: tuple(choices.items()) for name, choices in self.choices.items()}
@@ -83,10 +93,10 @@ class Propagation:
     def _ordered(self) -> dict[str, Strategy]:
         """The choices as strategies. Axes of one factor are major first: in the order the user wrote, else in that of
         an operand which is split so, else in device order. A parameter takes the order of its first consumer."""
-        order: dict[tuple[str, Place], tuple[str, ...]] = {}
+        order: dict[tuple[str, ShardPosition], tuple[str, ...]] = {}
         for value, where in self.sources.items():
             if value not in self.movable:
-                for place in {location for location in where.values() if isinstance(location, Place)}:
+                for place in {location for location in where.values() if isinstance(location, ShardPosition)}:
                     order[value, place] = tuple(axis for axis, location in where.items() if location == place)
         strategies: dict[str, Strategy] = {}
         for op in self.graph.ops:
@@ -96,7 +106,7 @@ class Propagation:
                 axes = sorted((a for a, c in choices.items() if c == choice), key=self.mesh.order.__getitem__)
                 written = [a for a, c in self._fixed.get(op.name, ()) if c == choice]
                 operands = zip(op.operands, (places.operand(i, choice) for i in range(len(op.operands))), strict=True)
-                at = [(value, where) for value, where in operands if isinstance(where, Place)]
+                at = [(value, where) for value, where in operands if isinstance(where, ShardPosition)]
                 known = next((order[key] for key in at if sorted(order.get(key, ())) == sorted(axes)), None)
                 if written:
                     slots = [i for i, axis in enumerate(axes) if axis in written]
@@ -106,11 +116,11 @@ class Propagation:
                     axes = list(known)
                 ordered |= dict.fromkeys(axes, choice)
                 results = zip(op.results, (places.result(i, choice) for i in range(len(op.results))), strict=True)
-                for key in (*at, *((value, where) for value, where in results if isinstance(where, Place))):
+                for key in (*at, *((value, where) for value, where in results if isinstance(where, ShardPosition))):
                     order.setdefault(key, tuple(axes))
             strategies[op.name] = Strategy.of(ordered)
         for value, where in self.sources.items():
-            for place in {location for location in where.values() if isinstance(location, Place)}:
+            for place in {location for location in where.values() if isinstance(location, ShardPosition)}:
                 axes = [a for a in order.get((value, place), ()) if where.get(a) == place]
                 for axis in axes:
                     where[axis] = where.pop(axis)
@@ -130,7 +140,7 @@ class Propagation:
         for position, value in enumerate(op.operands):
             if value in self.movable and axis not in self.sources.setdefault(value, {}):
                 need = self._places[op.name].operand(position, self.choices[op.name][axis])
-                self.sources[value][axis] = need if isinstance(need, Place) else "I"
+                self.sources[value][axis] = need if isinstance(need, ShardPosition) else "I"
 
     def _fits(self, op: Op, split: Split, axis: str) -> bool:
         """Whether a factor can be split over one more axis and leave every device a share."""
@@ -168,7 +178,7 @@ class Propagation:
         for position, value in enumerate(op.operands):
             place = self._places[op.name].operand(position, choice)
             producer = self.graph.producer.get(value)
-            if not isinstance(place, Place) or producer is None:
+            if not isinstance(place, ShardPosition) or producer is None:
                 continue
             places, index = self._places[producer.name], producer.results.index(value)
             decided = self.choices[producer.name].get(axis)

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from shardwise.graph.ir import refs
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Instruction
-from shardwise.programs.spmd import Spmd
+from shardwise.programs.spmd import SpmdProgram
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """The training step of one rank.
 
     ``forward`` makes ``delivered`` (the loss, outputs: each value once) and ``mutations`` (buffer, new value) of the
     sources, and ``saved``, which ``backward`` reads. ``cotangents``: per delivered value the name under which backward
     gets its cotangent, None where it gets none; ``gradients``: source -> the name of its gradient. ``aliases``: names
     of values that are another value. ``forms``: of all names. ``given``: values that forward takes beside the sources:
-    what a step of several passes made ahead of them (``programs.once``).
+    what a step of several passes made ahead of them (``programs.grad_accum_program``).
     """
 
     rank: int
-    spmd: Spmd
+    spmd: SpmdProgram
     forward: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
     saved: tuple[str, ...]
@@ -46,7 +46,7 @@ class Program:
         return self.aliases.get(name, name)
 
 
-def delivered_values(spmd: Spmd, *, loss_only: bool) -> tuple[str, ...]:
+def delivered_values(spmd: SpmdProgram, *, loss_only: bool) -> tuple[str, ...]:
     """The values that forward delivers, each once, the loss first."""
     names = [spmd.loss] if spmd.loss is not None else []
     if not loss_only or spmd.loss is None:

@@ -21,9 +21,9 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
 from shardwise.programs.buckets import BUCKET_BYTES, Bucket, fill_buckets
-from shardwise.programs.conveyor import Returning, legs_ahead
+from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.lower import PlacedOp, lower_all
-from shardwise.programs.steps import Conversion, Step
+from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
 
 # The moves between two layouts of a value.
@@ -35,7 +35,7 @@ class Lifetimes:
     """What of forward is not kept for backward. ``operators``: those whose results are made again where backward reads
     them; ``conversions``: results of conversions that are; ``offloaded``: operators whose results, as far as they are
     kept, wait on the host; ``once``: parameters that a step of several passes casts and gathers once, and whose
-    gradients it reduces once (``programs.once``). Names are those of the lowered graph."""
+    gradients it reduces once (``programs.grad_accum_program``). Names are those of the lowered graph."""
 
     operators: frozenset[str] = frozenset()
     conversions: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Spmd:
+class SpmdProgram:
     """The program of all ranks. ``layouts``: every value (and every conversion's result) -> its layout. ``graph`` is
     the lowered graph.
 
@@ -74,7 +74,7 @@ class Spmd:
     mesh: Mesh
     graph: Graph
     layouts: Mapping[str, Layout]
-    steps: tuple[Step | Conversion | Bucket, ...]
+    steps: tuple[OpStep | Conversion | Bucket, ...]
     outputs: tuple[Arg, ...]
     loss: str | None
     mutations: tuple[tuple[str, str], ...]
@@ -86,12 +86,12 @@ class Spmd:
         """All conversions in order, those that share their messages side by side."""
         return tuple(conversion for step in self.steps for conversion in conversions_of(step))
 
-    def is_once(self, step: Step | Conversion | Bucket) -> bool:
-        """Whether a step of several passes makes these conversions once (``programs.once``)."""
-        return not isinstance(step, Step) and all(c.value in self.lifetimes.once for c in conversions_of(step))
+    def is_once(self, step: OpStep | Conversion | Bucket) -> bool:
+        """Whether a step of several passes makes these conversions once (``programs.grad_accum_program``)."""
+        return not isinstance(step, OpStep) and all(c.value in self.lifetimes.once for c in conversions_of(step))
 
     def place_of(self, conversions: Sequence[Conversion]) -> int:
-        """Where a bucket stands: the products ahead of it (``programs.conveyor``)."""
+        """Where a bucket stands: the products ahead of it (``programs.comm_schedule``)."""
         return self._places[conversions[0].result]
 
     @cached_property
@@ -99,19 +99,20 @@ class Spmd:
         places: dict[str, int] = {}
         products, behind = 0, False  # behind a product
         for step in self.steps:
-            if isinstance(step, Step):
+            if isinstance(step, OpStep):
                 behind = step.placed.rule.is_product
                 products += behind
                 continue
             for conversion in conversions_of(step):
                 op = self.graph.op_by_name.get(conversion.op)
-                is_bias = behind and op is not None and op.target is torch.ops.aten.add.Tensor  # (programs.linears)
+                is_bias = behind and op is not None and op.target is torch.ops.aten.add.Tensor  # (programs.fuse_bias)
                 places[conversion.result] = products - is_bias
         return places
 
     def forward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
         """Every collective of one forward pass, in order: a message of parameters leaves before the one ahead of it is
-        waited for (``programs.conveyor``). ``in_passes``: of the first of several, and of what is done ahead of it."""
+        waited for (``programs.comm_schedule``). ``in_passes``: of the first of several, and of what is done ahead of
+        it."""
         leaving = [step for step in self.steps if _of_parameters(step) and step.collectives()]
         start, *slots = legs_ahead(
             [len(bucket.collectives()) for bucket in leaving], [self.place_of(bucket.conversions) for bucket in leaving]
@@ -122,7 +123,7 @@ class Spmd:
         for step in self.steps:
             if id(step) in slot_of:
                 ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in slot_of[id(step)]]
-            elif not isinstance(step, Step):
+            elif not isinstance(step, OpStep):
                 ordered += [(step, collective) for collective in step.collectives()]
         if in_passes:
             ordered.sort(key=lambda sent: self.is_once(sent[0]), reverse=True)
@@ -131,12 +132,12 @@ class Spmd:
     def backward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
         """Every collective of one backward pass, in order: newest step first, of the conversions ahead of an operator
         those of values before those of parameters, and only those through which a gradient of the loss flows; what
-        gradients send later goes where ``programs.conveyor`` says. ``in_passes``: of one of several, and of what is
-        done behind the last."""
+        gradients send later goes where ``programs.comm_schedule`` says. ``in_passes``: of one of several, and of what
+        is done behind the last."""
         ordered: list[tuple[Conversion | Bucket, Collective]] = []
-        returning: Returning[tuple[tuple[Conversion | Bucket, Collective], ...]] = Returning()
+        returning: GradientReduceQueue[tuple[tuple[Conversion | Bucket, Collective], ...]] = GradientReduceQueue()
         for step in backward_order(self.steps):
-            if isinstance(step, Step) or not any(map(self.receives_gradient, conversions_of(step))):
+            if isinstance(step, OpStep) or not any(map(self.receives_gradient, conversions_of(step))):
                 continue
             sent = [(step, collective) for collective in step.collectives(backward=True)]
             if sent and _of_parameters(step):
@@ -162,7 +163,7 @@ class Spmd:
         reached = set(self.cotangents) | ({self.loss} if self.loss is not None else set())
         grad = self.graph.by_name
         for step in reversed(self.steps):
-            if not isinstance(step, Step):
+            if not isinstance(step, OpStep):
                 reached.update(c.value for c in conversions_of(step) if c.result in reached and c.differentiable)
             elif any(result in reached and grad[result].requires_grad for result in step.placed.op.results):
                 for name, original in zip(step.operands, step.placed.op.operands, strict=True):
@@ -179,15 +180,15 @@ def build_spmd(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     by_block: bool = False,
-) -> Spmd:
+) -> SpmdProgram:
     """What all ranks run under a choice. ``rules``: the divided rules; ``bucket_bytes``: the largest message that
     several parameters share (0: none is shared); ``by_block``: only those of one repeated block of the model do. Raises
-    LayoutError as ``place`` does."""
-    placed, lowered = place(graph, rules, choice.strategies, mesh)
+    LayoutError as ``place_ops`` does."""
+    placed, lowered = place_ops(graph, rules, choice.strategies, mesh)
     return fill(insert_conversions(placed, lowered, choice, mesh), bucket_bytes, by_block=by_block)
 
 
-def place(
+def place_ops(
     graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
 ) -> tuple[tuple[PlacedOp, ...], Graph]:
     """Every operator with its rule and strategy, lowered where its strategy asks for it; and the lowered graph. Raises
@@ -197,7 +198,7 @@ def place(
     return lower_all(graph, rules, strategies, mesh)
 
 
-def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> Spmd:
+def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
     """The program without buckets: the operators of a lowered graph, and every conversion by itself."""
     sources, wanted = choice.sources, choice.delivered
     builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, choice.route, choice.shared)
@@ -211,10 +212,10 @@ def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice,
     cotangents = tuple(delivered_as[name] for name in graph.cotangents or ())
     loss = builder.whole(graph.loss) if graph.loss is not None else None
     mutations = tuple((buffer, builder.convert(value, sources[buffer], "")) for buffer, value in graph.mutations)
-    return Spmd(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
+    return SpmdProgram(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
 
 
-def fill(spmd: Spmd, bucket_bytes: int, original: Graph | None = None, *, by_block: bool = False) -> Spmd:
+def fill(spmd: SpmdProgram, bucket_bytes: int, original: Graph | None = None, *, by_block: bool = False) -> SpmdProgram:
     """The program with its conversions put into buckets (``programs.buckets``). ``original``: the graph whose sources'
     dtypes decide about sharing, where it is another; ``by_block``: as in ``build_spmd``."""
     graph = spmd.graph
@@ -232,22 +233,22 @@ def fill(spmd: Spmd, bucket_bytes: int, original: Graph | None = None, *, by_blo
     return replace(spmd, steps=steps)
 
 
-def _trained(spmd: Spmd) -> set[str]:
+def _trained(spmd: SpmdProgram) -> set[str]:
     """What a training step makes: the loss (all outputs, where there is none), what is sent to other stages, and what
     is written to buffers."""
     ends = {spmd.loss} if spmd.loss is not None else {*refs(spmd.outputs)}
     return {*ends, *spmd.cotangents, *(value for _, value in spmd.mutations)}
 
 
-def with_buckets(spmd: Spmd, buckets: Sequence[Bucket]) -> Spmd:
+def with_buckets(spmd: SpmdProgram, buckets: Sequence[Bucket]) -> SpmdProgram:
     """A program without buckets in which some conversions stand together, where the first of each bucket stood. Raises
     LayoutError where that can not be: a value is not there yet or needed before, or members communicate differently."""
     bucket_of = {conversion.result: bucket for bucket in buckets for conversion in bucket.conversions}
     parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
     available = {source.value for source in spmd.graph.sources}
-    steps: list[Step | Conversion | Bucket] = []
+    steps: list[OpStep | Conversion | Bucket] = []
     for step in spmd.steps:
-        if isinstance(step, Step):
+        if isinstance(step, OpStep):
             available.update(step.placed.op.results)
             steps.append(step)
             continue
@@ -281,14 +282,14 @@ def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parame
         raise LayoutError(f"{members} can not share messages: {why}")
 
 
-def backward_order(steps: Sequence[Step | Conversion | Bucket]) -> list[Step | Conversion | Bucket]:
+def backward_order(steps: Sequence[OpStep | Conversion | Bucket]) -> list[OpStep | Conversion | Bucket]:
     """The steps as backward takes them: from the last to the first, but of the conversions ahead of an operator those
     of values go before buckets of parameters, so that a message of the former travels while gradients of the latter are
     computed."""
-    ordered: list[Step | Conversion | Bucket] = []
-    run: list[Step | Conversion | Bucket] = []
+    ordered: list[OpStep | Conversion | Bucket] = []
+    run: list[OpStep | Conversion | Bucket] = []
     for step in reversed(steps):
-        if isinstance(step, Step):
+        if isinstance(step, OpStep):
             ordered += sorted(run, key=_of_parameters)
             run = []
             ordered.append(step)
@@ -297,11 +298,11 @@ def backward_order(steps: Sequence[Step | Conversion | Bucket]) -> list[Step | C
     return [*ordered, *sorted(run, key=_of_parameters)]
 
 
-def _of_parameters(step: Step | Conversion | Bucket) -> TypeGuard[Bucket]:
+def _of_parameters(step: OpStep | Conversion | Bucket) -> TypeGuard[Bucket]:
     return isinstance(step, Bucket) and step.of_parameters
 
 
-def conversions_of(step: Step | Conversion | Bucket) -> tuple[Conversion, ...]:
+def conversions_of(step: OpStep | Conversion | Bucket) -> tuple[Conversion, ...]:
     """The conversions of a step: none, one, or those of a bucket."""
     if isinstance(step, Bucket):
         return step.conversions
@@ -332,7 +333,7 @@ class Builder:
     ) -> None:
         self.graph, self.mesh, self.layouts = graph, mesh, layouts
         self.route, self.shared = route or fewest_bytes, shared or {}
-        self.steps: list[Step | Conversion] = []
+        self.steps: list[OpStep | Conversion] = []
         self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
         self._results: dict[tuple[str, Layout], str] = {}
         self._count: dict[str, int] = {}
@@ -344,7 +345,7 @@ class Builder:
             for value, layout in zip(placed.op.operands, applied.operands, strict=True)
         )
         layouts = tuple(self.layouts[name] for name in names)
-        self.steps.append(Step(placed, names, layouts, applied.results))
+        self.steps.append(OpStep(placed, names, layouts, applied.results))
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
 
     def whole(self, value: str) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from shardwise.programs.offload import SMALLEST_BYTES
+from shardwise.programs.activation_offload import SMALLEST_BYTES
 
 GROUP_BYTES = 1 << 25  # of parameters; copies are at their full rate long before
 
 Parameter = TypeVar("Parameter")
 
 
-def waits(num_bytes: int) -> bool:
+def is_offloaded(num_bytes: int) -> bool:
     """Whether a state of so many bytes waits on the host; smaller ones stay on the device."""
     return num_bytes >= SMALLEST_BYTES
 
@@ -28,7 +28,7 @@ def state_groups(parameters: Sequence[tuple[Parameter, int]]) -> list[list[Param
     groups: list[list[Parameter]] = []
     group_bytes = 0
     for parameter, num_bytes in parameters:
-        state_bytes = num_bytes * waits(num_bytes)
+        state_bytes = num_bytes * is_offloaded(num_bytes)
         if not groups or (group_bytes and group_bytes + state_bytes > GROUP_BYTES):
             groups.append([])
             group_bytes = 0

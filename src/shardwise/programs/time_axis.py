@@ -29,7 +29,7 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.disjoint import DisjointSets
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import is_random
-from shardwise.layouts.choice import Place, Places, Split, Where
+from shardwise.layouts.choice import ShardPosition, ShardPositions, Split, Where
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
 from shardwise.programs.lower import PlacedOp, lower
@@ -142,7 +142,7 @@ class _Axis:
     once: set[tuple[str, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.places = {op.name: Places.of(self.factored.rules[op.name]) for op in self.graph.ops}
+        self.places = {op.name: ShardPositions.of(self.factored.rules[op.name]) for op in self.graph.ops}
         self.of_inputs = _of_inputs(self.graph)
         for source in self.graph.sources:
             shape = self.graph.by_name[source.value].shape
@@ -154,10 +154,10 @@ class _Axis:
     def is_lowered(self, op: Op) -> bool:
         return self.places[op.name].kinds[self.splits[op.name].factor] == "lowered"
 
-    def _samples(self, value: str) -> Place:
+    def _samples(self, value: str) -> ShardPosition:
         """The major atom of dim 0: the samples, or groups of neighbours among them."""
         atoms = self.factored.atoms[value][0]
-        return Place.of(0, atoms, next(i for i, size in enumerate(atoms) if size > 1))
+        return ShardPosition.of(0, atoms, next(i for i, size in enumerate(atoms) if size > 1))
 
     def _follow(self, op: Op) -> None:
         """Who reads samples splits them; who reads none does the same in every pass."""
@@ -165,7 +165,7 @@ class _Axis:
         wanted: dict[Split | None, str] = {}
         for position, name in enumerate(op.operands):
             where = self.where[name]
-            if isinstance(where, Place):
+            if isinstance(where, ShardPosition):
                 choice = places.choice_of_operand(position, where)
                 wanted.setdefault(choice if isinstance(choice, Split) else None, name)
         if not wanted:
@@ -189,7 +189,7 @@ class _Axis:
         self.of_inputs = _of_inputs(self.graph, without=local)
         for op in self.graph.ops:
             self._sum(op, local, statistics)
-        if isinstance(self.where[loss], Place) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
+        if isinstance(self.where[loss], ShardPosition) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
             raise _refusal(self.graph.producer[loss], "makes a loss that is no sum over samples")
         for buffer, value in self.graph.mutations:
             if self.where[value] != "I" and value not in statistics:
@@ -228,7 +228,7 @@ class _Axis:
 
         def is_inside(name: str) -> bool:
             computed = name in self.graph.producer and name not in apart
-            return computed and not isinstance(self.where[name], Place)
+            return computed and not isinstance(self.where[name], ShardPosition)
 
         for op in self.graph.ops:
             names = op.results if op.name in self.splits else (*op.results, *op.operands)

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from shardwise.dispatch_mode import DispatchMode
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.graph.schema import is_random
-from shardwise.graph.switches import Known
-from shardwise.modes import DispatchMode
+from shardwise.graph.switches import CallCache
 from shardwise.programs.forms import Form
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardKind:
+class ForwardTrace:
     """A call in forward. ``results``: names of what it returns; ``forms``, ``shares``: of these; ``places``: as in
     ``Kernel``; ``kernels``: all that it calls; ``workspace``: bytes beyond its results that it needs in between."""
 
@@ -92,7 +92,7 @@ class ForwardKind:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardKind:
+class BackwardTrace:
     """A call in backward. ``kernels``: in order; ``cotangents``: per operand the name of its cotangent, or None.
     ``needs``: names of forward, operands and results among them, that it reads. ``replayed``: kernels at its start that
     are views of forward made again. ``whole``: whether the forward call can stay the one call that it was, since
@@ -118,39 +118,39 @@ class Untraceable(Exception):
     """What a call does cannot be written down: ``str`` says why."""
 
 
-_FORWARD: Known[ForwardKind] = Known()
-_BACKWARD: Known[BackwardKind] = Known()
+_FORWARD: CallCache[ForwardTrace] = CallCache()
+_BACKWARD: CallCache[BackwardTrace] = CallCache()
 
 
 @dataclass
-class Kinds:
+class VjpCache:
     """The kinds of calls, each traced once; those of PyTorch's own operators once in a process. ``device``: type of
     device whose kernels are meant."""
 
     device: str = "cpu"
-    _forward: dict[object, ForwardKind] = field(default_factory=dict)
-    _backward: dict[object, BackwardKind] = field(default_factory=dict)
-    _traced: dict[object, _Traced] = field(default_factory=dict)  # whose backward nobody has asked for yet
+    _forward: dict[object, ForwardTrace] = field(default_factory=dict)
+    _backward: dict[object, BackwardTrace] = field(default_factory=dict)
+    _traced: dict[object, _TracedKernels] = field(default_factory=dict)  # whose backward nobody has asked for yet
     untraceable: dict[str, str] = field(default_factory=dict)  # target -> why autograd keeps its backward
 
-    def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardKind:
-        key = typed(call), operands, self.device
+    def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardTrace:
+        key = typed_key(call), operands, self.device
         kind = self._forward.get(key) or _FORWARD.get(call[0], key)
         if kind is None:
-            traced = self._traced[key] = _Traced(call, operands, self.device)
+            traced = self._traced[key] = _TracedKernels(call, operands, self.device)
             kind = traced.forward()
             _FORWARD.keep(call[0], key, kind)
         self._forward[key] = kind
         return kind
 
-    def backward(self, call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardKind:
+    def backward(self, call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardTrace:
         """``cotangents``: forms of those of the results, None where there is none."""
-        of_forward = typed(call), operands, self.device
+        of_forward = typed_key(call), operands, self.device
         key = of_forward, cotangents
         kind = self._backward.get(key) or _BACKWARD.get(call[0], key)
         if kind is None:
             try:
-                traced = self._traced.pop(of_forward, None) or _Traced(call, operands, self.device)
+                traced = self._traced.pop(of_forward, None) or _TracedKernels(call, operands, self.device)
                 kind = traced.backward(cotangents)
                 _BACKWARD.keep(call[0], key, kind)
             except Exception as error:  # autograd can do what cannot be traced: see ``programs.opaque``
@@ -172,7 +172,7 @@ def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], 
     return (target, numbered_args, named), tuple(place)
 
 
-def typed(call: Call) -> object:
+def typed_key(call: Call) -> object:
     """A key that tells 1, 1.0 and True apart."""
 
     def typed(arg: Arg) -> object:
@@ -187,7 +187,7 @@ def typed(call: Call) -> object:
 # ------------------------------------------------------------------------------------------------------------- tracing
 
 
-class _Recorder(DispatchMode):
+class _KernelRecorder(DispatchMode):
     """Writes down the kernels that are called. ``prefix``: of the names of their results."""
 
     def __init__(self) -> None:
@@ -267,11 +267,11 @@ def _tensors(returned: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple
             yield from _tensors(item, (*place, i))
 
 
-class _Traced:
+class _TracedKernels:
     """A call that has run on fake operands. Its gradient can be asked for once: autograd lets go what it saved."""
 
     def __init__(self, call: Call, operands: tuple[Form, ...], device: str) -> None:
-        self.recorder, self.device = _Recorder(), device
+        self.recorder, self.device = _KernelRecorder(), device
         with _fake_mode(), torch.enable_grad():
             self.inputs = [form.empty(device) for form in operands]
             for i, tensor in enumerate(self.inputs):
@@ -287,7 +287,7 @@ class _Traced:
             return self.inputs[int(arg.name)]
         return [self._fill(item) for item in arg] if isinstance(arg, tuple) else arg
 
-    def forward(self) -> ForwardKind:
+    def forward(self) -> ForwardTrace:
         names = tuple(self.recorder.name_of(tensor) for _, tensor in self.outputs)
         first: dict[int, str] = {}
         shares: list[str | None] = []
@@ -298,9 +298,9 @@ class _Traced:
         forms = tuple(Form.of(tensor) for _, tensor in self.outputs)
         places = tuple(place for place, _ in self.outputs)
         kernels = tuple(self.kernels)
-        return ForwardKind(names, forms, tuple(shares), places, kernels, _workspace(kernels, names))
+        return ForwardTrace(names, forms, tuple(shares), places, kernels, _workspace(kernels, names))
 
-    def backward(self, cotangents: tuple[Form | None, ...]) -> BackwardKind:
+    def backward(self, cotangents: tuple[Form | None, ...]) -> BackwardTrace:
         recorder = self.recorder
         recorder.prefix, recorder.count = "b", 0
         with _fake_mode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
@@ -313,7 +313,7 @@ class _Traced:
             wanted = [tensor for tensor in self.inputs if tensor.requires_grad]
             none = (None,) * len(self.inputs)
             if not of_results or not wanted:
-                return BackwardKind((), none, none, (), True)
+                return BackwardTrace((), none, none, (), True)
             with recorder:
                 derivatives = iter(
                     torch.autograd.grad(
@@ -341,7 +341,7 @@ def _backward_kind(
     results: frozenset[str],
     gradients: tuple[tuple[str | None, ...], tuple[Form | None, ...]],
     numbers: Mapping[str, int],
-) -> BackwardKind:
+) -> BackwardTrace:
     """``gradients``: names and forms of the cotangents of the operands; ``numbers``: operands that are integers or
     booleans, with their bytes."""
     cotangents, forms = gradients
@@ -376,7 +376,7 @@ def _backward_kind(
         if cotangent is not None and (cotangent[0] == "f" or cotangent.isdigit()):
             need(cotangent)
     every = _without_twins([*dict.fromkeys(replayed.values()), *kernels], cotangents)
-    return BackwardKind(every[0], every[1], forms, tuple(needs), whole)
+    return BackwardTrace(every[0], every[1], forms, tuple(needs), whole)
 
 
 def _made_again(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
@@ -476,8 +476,8 @@ def _workspace(kernels: Sequence[Kernel], results: Sequence[str]) -> int:
 
 
 def _opaque_backward(
-    operands: tuple[Form, ...], forward: ForwardKind, cotangents: tuple[Form | None, ...]
-) -> BackwardKind:
+    operands: tuple[Form, ...], forward: ForwardTrace, cotangents: tuple[Form | None, ...]
+) -> BackwardTrace:
     """Autograd differentiates the call inside of one instruction (``programs.opaque``)."""
     flows = any(
         cotangent is not None and form.requires_grad for cotangent, form in zip(cotangents, forward.forms, strict=True)
@@ -488,7 +488,7 @@ def _opaque_backward(
         Form.contiguous(form.shape, form.dtype) if needed else None
         for form, needed in zip(operands, wanted, strict=True)
     )
-    return BackwardKind((), names, forms, (), False, opaque=True)
+    return BackwardTrace((), names, forms, (), False, opaque=True)
 
 
 @lru_cache(maxsize=1)

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
-from shardwise.layouts.transfer import Block
-from shardwise.runtime.shards import cut_block, join_blocks
+from shardwise.layouts.transfer import TransferBlock
+from shardwise.runtime.local_shards import cut_block, join_blocks
 
 
 def deliver(
-    blocks: Sequence[Block], shards: Mapping[int, Tensor], target: Layout, target_place: Placement
+    blocks: Sequence[TransferBlock], shards: Mapping[int, Tensor], target: Layout, target_place: Placement
 ) -> dict[int, Tensor]:
     """What every rank of the target's placement holds after a transfer. ``held``: what the global ranks of the source
     hold."""
-    messages: dict[int, list[tuple[Block, Tensor]]] = defaultdict(list)
+    messages: dict[int, list[tuple[TransferBlock, Tensor]]] = defaultdict(list)
     for block in blocks:
         messages[block.receiver].append((block, cut_block(shards[block.sender], block)))
     like = next(iter(shards.values()))

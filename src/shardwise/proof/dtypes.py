@@ -19,28 +19,28 @@ import torch
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
-from shardwise.proof.comparison import Difference, Key, Values, is_finite
+from shardwise.proof.errors_by_tensor import Key, TensorError, Values, is_finite
 from shardwise.proof.rounding import disturbed_runs, moved_in_step
-from shardwise.proof.runs import OneDevice, Side, Start
+from shardwise.proof.runs import DirectionCollectives, OneDevice, RunStart
 
 RUNS_MARGIN = 4.0  # the worst of five disturbed runs is not the worst of all
 
 
 @dataclass(frozen=True)
-class InDtypes:
+class DtypeReport:
     """The outcome. ``judged``: every tensor with its bound, those first that come nearest to it; ``wrong_dtypes``:
     results that have another dtype than on one device; ``wrong_messages``: what the plan lists and the ranks sent
     otherwise; ``not_run``: why one device could not run the model in these dtypes; ``not_finite``: the first loss or
     gradient of one device that is not, of which nothing is proven."""
 
-    judged: tuple[tuple[Difference, float], ...] = ()
+    judged: tuple[tuple[TensorError, float], ...] = ()
     wrong_dtypes: tuple[str, ...] = ()
     wrong_messages: str = ""
     not_run: str = ""
     not_finite: str = ""
 
     @property
-    def beyond(self) -> tuple[tuple[Difference, float], ...]:
+    def beyond(self) -> tuple[tuple[TensorError, float], ...]:
         """Tensors that differ by more than rounding explains."""
         return tuple((difference, bound) for difference, bound in self.judged if not difference.error <= bound)
 
@@ -64,7 +64,7 @@ class InDtypes:
         return said + ([f"  wrong messages: {self.wrong_messages}"] if self.wrong_messages else [])
 
 
-class OfPlan(Protocol):
+class PlanRanks(Protocol):
     """The ranks of a plan on virtual clusters: of a call, of passes, of stages."""
 
     def adopt(self, device: OneDevice) -> None:
@@ -73,24 +73,24 @@ class OfPlan(Protocol):
     def step(self, step: int) -> list[Values]:
         """Make a step: what every rank has then."""
 
-    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, Difference]) -> None:
+    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, TensorError]) -> None:
         """Note how far every rank is from what one device has."""
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[DirectionCollectives, ...]:
         """What is listed and what was sent in the last step."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class DtypeComparison:
     """``ranks`` beside one device, which ``alone`` makes. ``passes``: of a step."""
 
-    ranks: OfPlan
-    alone: Callable[[Start], OneDevice] = OneDevice
+    ranks: PlanRanks
+    alone: Callable[[RunStart], OneDevice] = OneDevice
     passes: int = 1
 
 
-def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDtypes:
+def in_dtypes(start: RunStart, compared: DtypeComparison, plan: Plan, steps: int) -> DtypeReport:
     """Compare ``steps`` steps, each from the state of one device. ``start``: in the dtypes of the plan's precision.
 
     One device takes the whole batch at once. A sum over devices or passes is rounded once for each of them, where one
@@ -100,7 +100,7 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
     unit = _unit(start.captured.graph)
     disturbed = disturbed_runs(start, unit, compared.alone)
     margin = RUNS_MARGIN + plan.num_ranks + (compared.passes if compared.passes > 1 else 0)
-    judged: dict[Key, tuple[Difference, float]] = {}
+    judged: dict[Key, tuple[TensorError, float]] = {}
     wrong: dict[str, None] = {}
     messages = not_finite = ""
     for step in range(steps):
@@ -109,7 +109,7 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
         try:
             expected = original.step(step)
         except RuntimeError as error:  # kernels that torch does not have: a batch norm of mixed dtypes, say
-            return InDtypes(not_run=str(error).split("\n", 1)[0])
+            return DtypeReport(not_run=str(error).split("\n", 1)[0])
         actual = ranks.step(step)
         bad = (
             f"{kind} {name}"
@@ -120,7 +120,7 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
         messages = messages or _wrong_messages(ranks.sides)
         for rank, values in enumerate(actual):
             wrong.update(dict.fromkeys(_wrong_dtypes(expected, values, rank)))
-        differences: dict[Key, Difference] = {}
+        differences: dict[Key, TensorError] = {}
         ranks.compare(expected, actual, differences)
         moved = moved_in_step(before, disturbed, expected, step, unit)
         for key, difference in differences.items():
@@ -131,7 +131,7 @@ def in_dtypes(start: Start, compared: Compared, plan: Plan, steps: int) -> InDty
             if key not in judged or _share(difference, bound) > _share(*judged[key]):
                 judged[key] = difference, bound
     ordered = sorted(judged.values(), key=lambda pair: -_share(*pair))
-    return InDtypes(tuple(ordered), tuple(wrong), messages, not_finite=not_finite)
+    return DtypeReport(tuple(ordered), tuple(wrong), messages, not_finite=not_finite)
 
 
 def stored_module(module: torch.nn.Module, plan: Plan) -> torch.nn.Module:
@@ -149,7 +149,7 @@ def _unit(graph: Graph) -> float:
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float64).eps)
 
 
-def _share(difference: Difference, bound: float) -> float:
+def _share(difference: TensorError, bound: float) -> float:
     return difference.error / bound if difference.error == difference.error else float("inf")
 
 
@@ -161,7 +161,7 @@ def _wrong_dtypes(expected: Values, actual: Mapping[Key, torch.Tensor], rank: in
     ]
 
 
-def _wrong_messages(sides: Sequence[Side]) -> str:
+def _wrong_messages(sides: Sequence[DirectionCollectives]) -> str:
     """The first message that is not the program's own: kind, axes and bytes."""
     for side in sides:
         if side.planned != side.performed:

@@ -13,10 +13,10 @@ from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import PARTIAL_KINDS, Layout
 from shardwise.programs.instructions import Compute, Convert, Depart
-from shardwise.programs.rank_program import Program
-from shardwise.programs.spmd import Spmd
-from shardwise.proof.comparison import difference, magnitude
-from shardwise.runtime.shards import shard
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.proof.errors_by_tensor import magnitude, relative_difference
+from shardwise.runtime.local_shards import shard
 
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -27,9 +27,9 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def wrong_result(
-    spmd: Spmd,
+    spmd: SpmdProgram,
     model: Graph,
-    programs: Sequence[Program],
+    programs: Sequence[RankProgram],
     values: Sequence[Mapping[str, Tensor]],
     sources: Mapping[str, Tensor],
     tolerance: float,
@@ -53,13 +53,13 @@ def wrong_result(
                 [magnitude(expected[name]), *(1e-3 * magnitude(expected[operand]) for operand in op.operands)]
             )
             original = producers.get(name, op)
-            if not difference(of_model.get(name, expected[name]), expected[name], largest) <= tolerance:
+            if not relative_difference(of_model.get(name, expected[name]), expected[name], largest) <= tolerance:
                 return f"the result of {original.name} ({original.source}): as it is lowered it differs, on every rank"
             layout = spmd.layouts[name]
             whole = _summed(layout, [tensor for tensor in results if tensor is not None])
             for rank, tensor in enumerate(whole):
                 want = shard(expected[name], replace(layout, states=()), spmd.mesh.coordinates(rank))
-                if not difference(want, tensor, largest) <= tolerance:
+                if not relative_difference(want, tensor, largest) <= tolerance:
                     return f"the result of {op.name} ({op.source}) on rank {rank}"
     return ""
 
@@ -75,13 +75,13 @@ def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
     return f"the gradient of {name}, which {op.name} reads ({op.source}), on rank {wrong[name]}"
 
 
-def without_overwrites(program: Program) -> Program:
+def without_overwrites(program: RankProgram) -> RankProgram:
     """The program with exchanges that leave their operands as they are, so that one can look at them afterwards."""
     forward = (replace(i, overwrites=False) if isinstance(i, (Convert, Depart)) else i for i in program.forward)
     return replace(program, forward=tuple(forward))
 
 
-def _written(program: Program) -> list[str]:
+def _written(program: RankProgram) -> list[str]:
     """Names that a kernel writes over: they no longer hold what they name."""
     return [name for i in program.forward if isinstance(i, Compute) for name in i.writes]
 

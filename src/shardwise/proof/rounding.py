@@ -34,8 +34,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.graph.capture import Capture
-from shardwise.proof.comparison import Difference, Key, Values, compare
-from shardwise.proof.runs import OneDevice, Ranks, Start, as_leaf
+from shardwise.proof.errors_by_tensor import Key, TensorError, Values, compare
+from shardwise.proof.runs import OneDevice, Ranks, RunStart, as_leaf
 
 RUNS = 5
 DISTURBANCE = 2.0**-50  # of every number, up or down: what the sum of some hundred terms in another order may err
@@ -52,8 +52,8 @@ class Rounding:
     before the optimizer only.
     """
 
-    explained: tuple[tuple[Difference, float], ...]
-    unexplained: tuple[tuple[Difference, float | None], ...]
+    explained: tuple[tuple[TensorError, float], ...]
+    unexplained: tuple[tuple[TensorError, float | None], ...]
     by_gradient: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -75,7 +75,7 @@ class Rounding:
         return lines
 
 
-def explain(start: Start, ranks: Ranks, wrong: Sequence[Difference], steps: int, tolerance: float) -> Rounding:
+def explain(start: RunStart, ranks: Ranks, wrong: Sequence[TensorError], steps: int, tolerance: float) -> Rounding:
     """Which of the differences are rounding. ``wrong``: beyond the tolerance after ``steps`` steps, worst first.
     ``ranks`` go through the steps again."""
     beyond, by_gradient = _step_by_step(start, ranks, steps, tolerance)
@@ -87,10 +87,10 @@ def explain(start: Start, ranks: Ranks, wrong: Sequence[Difference], steps: int,
     return Rounding(explained, tuple((d, by) for d, by in both if not d.error <= MARGIN * by), by_gradient)
 
 
-def _moved(start: Start, steps: int) -> dict[Key, float]:
+def _moved(start: RunStart, steps: int) -> dict[Key, float]:
     """How far disturbed runs are from the original after some steps."""
     original, disturbed = OneDevice(start), disturbed_runs(start)
-    worst: dict[Key, Difference] = {}
+    worst: dict[Key, TensorError] = {}
     earlier: list[tuple[Values, list[Values]]] = []
     for number, run in enumerate(disturbed):
         disturb(run, number)
@@ -103,10 +103,10 @@ def _moved(start: Start, steps: int) -> dict[Key, float]:
     return {key: difference.error for key, difference in worst.items()}
 
 
-Unexplained = tuple[tuple[Difference, float | None], ...]
+Unexplained = tuple[tuple[TensorError, float | None], ...]
 
 
-def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> tuple[Unexplained, tuple[str, ...]]:
+def _step_by_step(start: RunStart, ranks: Ranks, steps: int, tolerance: float) -> tuple[Unexplained, tuple[str, ...]]:
     """The differences of the first step that rounding does not explain, every step beginning in the same state, worst
     first; and parameters that were judged by their gradients."""
     original, before, disturbed = OneDevice(start), OneDevice(start), disturbed_runs(start)
@@ -115,7 +115,7 @@ def _step_by_step(start: Start, ranks: Ranks, steps: int, tolerance: float) -> t
         before.adopt(original)
         ranks.adopt(original)
         expected = original.step(step)
-        differences: dict[Key, Difference] = {}
+        differences: dict[Key, TensorError] = {}
         ranks.compare(expected, ranks.step(step), differences)
         wrong = sorted((d for d in differences.values() if not d.error <= tolerance), key=lambda d: -d.error)
         judged = {key: ("gradient", _parameter(key, start.captured)) in expected for key in differences}
@@ -142,7 +142,7 @@ def moved_in_step(
     for number, run in enumerate(disturbed):
         run.adopt(before)
         disturb(run, number, by)
-    worst: dict[Key, Difference] = {}
+    worst: dict[Key, TensorError] = {}
     compare(expected, [run.step(step) for run in disturbed], _itself, worst)
     return {key: difference.error for key, difference in worst.items()}
 
@@ -158,7 +158,7 @@ def _parameter(key: Key, captured: Capture) -> str:
 
 
 def disturbed_runs(
-    start: Start, by: float = DISTURBANCE, alone: Callable[[Start], OneDevice] = OneDevice
+    start: RunStart, by: float = DISTURBANCE, alone: Callable[[RunStart], OneDevice] = OneDevice
 ) -> list[OneDevice]:
     """Runs whose inputs are disturbed, every number by the share ``by``. ``alone``: makes a run."""
     runs = []

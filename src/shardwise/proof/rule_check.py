@@ -32,13 +32,13 @@ from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
 from shardwise.programs.spmd import Choice, build_spmd
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.vjp import VjpCache
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.custom import overload_of
 from shardwise.rules.rule import Dims, OpRule
 from shardwise.rules.tables import rule_of, whole_rule
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 MESHES = (Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2))
 TOLERANCE = 1e-9  # float64, one operator
@@ -127,7 +127,7 @@ def check_rule(
     missing: list[MissingSplit] = []
     errors: list[float] = []
     for number, sample in enumerate(samples):
-        call = _Call.of(target, sample, dtype)
+        call = _SampleCall.of(target, sample, dtype)
         registered = rule_of(call.op, call.graph)
         rules.append(registered)
         rule = registered or whole_rule(call.op, call.graph)
@@ -144,7 +144,7 @@ def check_rule(
 
 
 @dataclass(frozen=True)
-class _Call:
+class _SampleCall:
     """A sample as an op of a graph, with the tensors it is called on and what the whole operator returns."""
 
     op: Op
@@ -156,7 +156,7 @@ class _Call:
     labels: tuple[str, ...]  # of the operands: "weight", "tensors[1]"
 
     @staticmethod
-    def of(target: OpOverload, sample: Any, dtype: torch.dtype | None) -> _Call:
+    def of(target: OpOverload, sample: Any, dtype: torch.dtype | None) -> _SampleCall:
         tensors: list[Tensor] = []
         labels: list[str] = []
 
@@ -199,7 +199,7 @@ class _Call:
             fix = "give it a derivative (torch.library.register_autograd), or pass samples that require no gradient"
             raise ShardwiseError(problem(f"{target} has no derivative for the sample: {error}", fix=fix)) from error
         graph = Graph(tuple(values), sources, (op,), outputs)
-        return _Call(op, graph, tuple(tensors), results, seeds, gradients, tuple(labels))
+        return _SampleCall(op, graph, tuple(tensors), results, seeds, gradients, tuple(labels))
 
 
 def _positional(target: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -237,7 +237,7 @@ def _gradients(
 # ---------------------------------------------------------------------------------------------------- wrong splits
 
 
-def _strategies(rule: OpRule, call: _Call) -> Iterator[tuple[Strategy, Mesh]]:
+def _strategies(rule: OpRule, call: _SampleCall) -> Iterator[tuple[Strategy, Mesh]]:
     """Every factor over every mesh, up to three factors at once, and a partial sum in every linear group."""
     opened = [factor.name for factor in rule.factors if factor.kind != "whole" and factor.size > 1]
     for name in opened:
@@ -252,7 +252,7 @@ def _strategies(rule: OpRule, call: _Call) -> Iterator[tuple[Strategy, Mesh]]:
             yield Strategy.of({"a": PassSum(group)}), MESHES[0]
 
 
-def _run(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
+def _run(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
     """The worst error of the split call on the virtual cluster, and where it is."""
     try:
         return _compare(call, rule, strategy, mesh)
@@ -260,7 +260,7 @@ def _run(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[flo
         return float("inf"), f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
+def _compare(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
     rules = factor_graph(call.graph, {call.op.name: rule}).rules
     rule = rules[call.op.name]
     stored: dict[str, Layout] = {}
@@ -270,7 +270,7 @@ def _compare(call: _Call, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple
     spmd = build_spmd(call.graph, rules, Choice({call.op.name: strategy}, stored), mesh)
     cluster = VirtualCluster(mesh)
     operand_shards = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
-    kinds = Kinds()
+    kinds = VjpCache()
     programs = [differentiate(localize(spmd, rank), kinds, loss_only=False) for rank in range(mesh.num_devices)]
     bindings = [
         {f"x{i}": pieces[rank].clone() for i, pieces in enumerate(operand_shards)} for rank in range(mesh.num_devices)
@@ -349,7 +349,7 @@ _COMBINED: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
 }
 
 
-def _missing(call: _Call, rule: OpRule, tolerance: float) -> Iterator[tuple[tuple[tuple[str, int], ...], str]]:
+def _missing(call: _SampleCall, rule: OpRule, tolerance: float) -> Iterator[tuple[tuple[tuple[str, int], ...], str]]:
     # Not size 2: its slices have size 1, which may broadcast where it means nothing.
     sizes = sorted({size for tensor in call.operands for size in tensor.shape if size > 2})
     for size in sizes:
@@ -394,13 +394,13 @@ def _has(rule: OpRule, dims: Sequence[int | None]) -> bool:
     )
 
 
-def _becomes(call: _Call, dims: Sequence[int | None], size: int, tolerance: float) -> str:
+def _becomes(call: _SampleCall, dims: Sequence[int | None], size: int, tolerance: float) -> str:
     """What the results of the slices are, if they are the same in two and in three slices; else ""."""
     answers = {_put_together(call, dims, size, parts, tolerance) for parts in (2, 3) if parts <= size}
     return answers.pop() if len(answers) == 1 else ""
 
 
-def _put_together(call: _Call, dims: Sequence[int | None], size: int, parts: int, tolerance: float) -> str:
+def _put_together(call: _SampleCall, dims: Sequence[int | None], size: int, parts: int, tolerance: float) -> str:
     bounds = [-(-i * size // parts) for i in range(parts + 1)]
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in call.operands]
     slices = []

@@ -14,27 +14,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
-from shardwise.graph.called import call_module, divide_targets
+from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
-from shardwise.graph.fakes import copied
+from shardwise.graph.fakes import deep_copy
 from shardwise.graph.ir import Graph, Ref, Source
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.precision import Precision
+from shardwise.graph.step_precision import Precision
+from shardwise.graph.to_float64 import WIDE, Dtypes, reference_mode
 from shardwise.graph.trees import flatten, flatten_output
-from shardwise.graph.widen import WIDE, Dtypes, reference_mode
 from shardwise.layouts.conversions import Collective
-from shardwise.programs.check import check_program
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.invariants import check_program
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import Program, delivered_values
-from shardwise.programs.spmd import Spmd
-from shardwise.programs.vjp import Kinds
-from shardwise.proof.comparison import Difference, Key, Values, compare
+from shardwise.programs.rank_program import RankProgram, delivered_values
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.vjp import VjpCache
+from shardwise.proof.errors_by_tensor import Key, TensorError, Values, compare
 from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
-from shardwise.runtime.memory_of_outputs import live, taken_apart, whole_buffers, written_back
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
+from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, whole_buffers, write_buffers
 
 OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -45,12 +45,12 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]]
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """What both runs start from. ``spmd``: the program of all ranks; ``module``: in float64, or as it is stored, and
     never run itself; ``precision``: that of the step, None where everything is float64; ``models_default``: torch's
     default dtype when the module was captured."""
 
-    spmd: Spmd
+    spmd: SpmdProgram
     captured: Capture
     module: torch.nn.Module
     loss: Callable[..., Any] | None
@@ -67,7 +67,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class DirectionCollectives:
     """The collectives of one direction of a step: as a program lists them, and as they were performed."""
 
     name: str
@@ -78,11 +78,11 @@ class Side:
 class OneDevice:
     """The module on one device. ``passes``: the samples of those micro-batches of which batch norm takes statistics."""
 
-    def __init__(self, start: Start, passes: tuple[int, ...] = ()) -> None:
+    def __init__(self, start: RunStart, passes: tuple[int, ...] = ()) -> None:
         self.passes_of_statistics = passes
         self.captured, self.loss, self.precision = start.captured, start.loss, start.precision
         self.args, self.kwargs, self.models_default = start.args, start.kwargs, start.models_default
-        self.module = copied(start.module)
+        self.module = deep_copy(start.module)
         self.optimizer = optimizer_of(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
         # Sources of which ranks return copies, gathered when the module is called.
         layouts = start.spmd.layouts
@@ -180,12 +180,12 @@ class OneDevice:
 class Ranks:
     """The ranks of the virtual cluster, each with its shards and its optimizer."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: RunStart) -> None:
         self.spmd, self.captured, self.start = start.spmd, start.captured, start
         self.inputs = [leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor)]
         spmd = self.spmd
         self.cluster = VirtualCluster(spmd.mesh)
-        kinds = Kinds()
+        kinds = VjpCache()
         reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
         self.programs = [
             differentiate(localize(spmd, rank), kinds, loss_only=False, reached=reached)
@@ -198,7 +198,7 @@ class Ranks:
         self.tensors: list[dict[str, torch.Tensor]] = []
         for rank in range(spmd.mesh.num_devices):
             shards: dict[str, torch.Tensor] = {}
-            for source in stored(spmd):
+            for source in stored_values(spmd):
                 local = self.part(source, self.full[source.names[0]], rank).clone()
                 shards[source.value] = local.requires_grad_(source.kind == "parameter" and source.trainable)
             for source in spmd.graph.sources:
@@ -230,7 +230,7 @@ class Ranks:
         """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
         tensors = device.tensors
         for rank, (shards, optimizer) in enumerate(zip(self.tensors, self.optimizers, strict=True)):
-            for source in stored(self.spmd):
+            for source in stored_values(self.spmd):
                 whole = tensors[source.names[0]]
                 with torch.no_grad():
                     shards[source.value].copy_(self.part(source, whole.detach(), rank))
@@ -242,7 +242,7 @@ class Ranks:
                         state, whole, partial(self.part, source, rank=rank)
                     )
 
-    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, Difference]) -> None:
+    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, TensorError]) -> None:
         """Note how far every rank is from what one device has (``comparison``); outputs are whole."""
         layouts = {source.names[0]: self.spmd.layouts[source.value] for source in self.spmd.graph.sources}
 
@@ -255,11 +255,11 @@ class Ranks:
         compare(expected, actual, local, worst)
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[DirectionCollectives, ...]:
         """What the program lists and what was sent in the last step."""
         return (
-            Side("forward", self.spmd.forward_collectives(), self.forward_record),
-            Side("backward", backward_collectives(self.programs[0]), self.backward_record),
+            DirectionCollectives("forward", self.spmd.forward_collectives(), self.forward_record),
+            DirectionCollectives("backward", backward_collectives(self.programs[0]), self.backward_record),
         )
 
     def part(self, source: Source, whole: torch.Tensor, rank: int) -> torch.Tensor:
@@ -284,7 +284,7 @@ class Ranks:
         """What one device starts from, by the same names."""
         return whole_bindings(self.start, self.spmd.graph, self.full, step)
 
-    def _both(self, values: Sequence[VirtualValues]) -> Iterator[tuple[Program, VirtualValues]]:
+    def _both(self, values: Sequence[VirtualValues]) -> Iterator[tuple[RankProgram, VirtualValues]]:
         return zip(self.programs, values, strict=True)
 
     def _recorded(self) -> tuple[Collective, ...]:
@@ -297,16 +297,16 @@ class Ranks:
         shards, program = self.tensors[rank], self.programs[rank]
         sources_held = {s.value: values[s.value] for s in self.spmd.graph.sources if s.value in values}
         leaves = [values[program.resolve(o.name)] if isinstance(o, Ref) else None for o in self.spmd.outputs]
-        leaves = taken_apart(leaves, self.captured.memories, sources_held)
-        written_back([shards[buffer] for buffer, _ in program.mutations], [values[v] for _, v in program.mutations])
-        leaves = live(
+        leaves = separate_memory(leaves, self.captured.memories, sources_held)
+        write_buffers([shards[buffer] for buffer, _ in program.mutations], [values[v] for _, v in program.mutations])
+        leaves = alias_buffers(
             leaves, self.captured.memories, {name: shards[name] for name in whole_buffers(self.spmd) if name in shards}
         )
         for i, out in enumerate(self.spmd.outputs):
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
                 collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
-        for source in stored(self.spmd):
+        for source in stored_values(self.spmd):
             if source.value in gradients:
                 shards[source.value].grad = gradients[source.value].clone().to(shards[source.value].dtype)
                 collected["gradient", source.names[0]] = gradients[source.value].clone()
@@ -320,10 +320,10 @@ class Ranks:
         shards, optimizer = self.tensors[rank], self.optimizers[rank]
         if optimizer is not None:
             optimizer.step()
-        return {(s.kind, s.names[0]): shards[s.value].detach().clone() for s in stored(self.spmd)}
+        return {(s.kind, s.names[0]): shards[s.value].detach().clone() for s in stored_values(self.spmd)}
 
 
-def whole_bindings(start: Start, graph: Graph, tensors: Mapping[str, torch.Tensor], step: int) -> VirtualValues:
+def whole_bindings(start: RunStart, graph: Graph, tensors: Mapping[str, torch.Tensor], step: int) -> VirtualValues:
     """What a graph starts from on one device. ``tensors``: its parameters and buffers."""
     whole: VirtualValues = {}
     inputs = (leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor))
@@ -350,12 +350,12 @@ def state_of_part(
     }
 
 
-def stored(spmd: Spmd) -> list[Source]:
+def stored_values(spmd: SpmdProgram) -> list[Source]:
     """Parameters and buffers."""
     return [s for s in spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
 
 
-def _ones(program: Program, values: VirtualValues) -> VirtualValues:
+def _ones(program: RankProgram, values: VirtualValues) -> VirtualValues:
     """The cotangent of the loss, if it has one."""
     delivered = zip(program.cotangents, program.delivered, strict=True)
     return {name: torch.ones_like(values[value]) for name, value in delivered if name is not None}
@@ -381,5 +381,5 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def widened_module(module: torch.nn.Module) -> torch.nn.Module:
     """A copy with parameters and buffers in float64 and complex128."""
-    twin: torch.nn.Module = copied(module)._apply(widened)
+    twin: torch.nn.Module = deep_copy(module)._apply(widened)
     return twin

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.widen import widen
-from shardwise.proof.comparison import Key, Values, is_finite, magnitude
-from shardwise.proof.runs import OneDevice, Start, whole_bindings
+from shardwise.graph.to_float64 import to_float64
+from shardwise.proof.errors_by_tensor import Key, Values, is_finite, magnitude
+from shardwise.proof.runs import OneDevice, RunStart, whole_bindings
 
 
 class Substance:
     """What the values of one device, step by step, leave unproven."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: RunStart) -> None:
         self.start = start
         self.fault = ""  # why nothing is proven
         self.not_finite: dict[Key, tuple[int, int]] = {}  # of the first step: infinite elements, and nan
@@ -77,9 +77,9 @@ class Substance:
         return f"{shown} is {what}{at}{f', from {origin}' if origin else ''}"
 
 
-def _origin(start: Start, step: int, key: Key) -> str:
+def _origin(start: RunStart, step: int, key: Key) -> str:
     """The operator, or the source, from which a value that is not finite comes; empty where it is not known."""
-    graph = widen(start.captured.graph)
+    graph = to_float64(start.captured.graph)
     device = OneDevice(start)
     for earlier in range(step):
         device.step(earlier)

@@ -19,34 +19,34 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.autocast import check_ambient
 from shardwise.graph.batch import batch_size
-from shardwise.graph.called import call_arguments
+from shardwise.graph.call_arguments import call_arguments
 from shardwise.graph.capture import Capture, capture
-from shardwise.graph.fakes import copied
+from shardwise.graph.code_reachability import empty_tensor_caches, reachable_code
+from shardwise.graph.fakes import deep_copy
 from shardwise.graph.ir import Graph
-from shardwise.graph.reachable import emptied, reached
 from shardwise.graph.switches import default_dtype
+from shardwise.graph.to_float64 import to_float64
 from shardwise.graph.trees import call_constants, flatten
-from shardwise.graph.widen import widen
 from shardwise.layouts.conversions import Collective
 from shardwise.plans.bind import program_of, same_inputs
-from shardwise.plans.example import Example
+from shardwise.plans.bind_stages import bound, step_graph
+from shardwise.plans.micro_batch_search import Example
 from shardwise.plans.plan import Plan
-from shardwise.plans.stages import bound, step_graph
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.spmd import Spmd
-from shardwise.progress import each, shown
-from shardwise.proof.comparison import Difference, Key, Values
-from shardwise.proof.dtypes import Compared, InDtypes, in_dtypes, stored_module
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.progress import each, show_progress
+from shardwise.proof.dtypes import DtypeComparison, DtypeReport, in_dtypes, stored_module
+from shardwise.proof.errors_by_tensor import Key, TensorError, Values
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
-from shardwise.proof.passes import OneDeviceOfPasses, RanksOfPasses
+from shardwise.proof.micro_batches import OneDeviceMicroBatches, RanksMicroBatches
+from shardwise.proof.pipeline_ranks import PipelineRanks
 from shardwise.proof.rounding import Rounding, explain, of_sources
-from shardwise.proof.runs import OneDevice, Ranks, Start, as_leaf, widened, widened_module
-from shardwise.proof.stages import Pipelined
+from shardwise.proof.runs import OneDevice, Ranks, RunStart, as_leaf, widened, widened_module
 from shardwise.proof.substance import Substance
 from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
-from shardwise.texts import is_number
+from shardwise.untrusted_text import is_number
 
 # float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
 TOLERANCE = 1e-9
@@ -62,7 +62,7 @@ class Report:
     autograd performs inside of one instruction -> why.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[TensorError, ...]
     tolerance: float
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
@@ -72,7 +72,7 @@ class Report:
     untraceable: Mapping[str, str] = field(default_factory=dict)
     rounding: Rounding | None = None  # what rounding does to tensors that differ by more than the tolerance
     first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
-    in_dtypes: InDtypes | None = None  # of a plan with a precision: the comparison in its own dtypes
+    in_dtypes: DtypeReport | None = None  # of a plan with a precision: the comparison in its own dtypes
     not_proven: str = ""  # why equal numbers prove nothing: a loss of nan, gradients of zero
     notes: tuple[str, ...] = ()
 
@@ -153,17 +153,17 @@ def verify(
     if plan.is_pipeline or plan.micro_batches > 1:  # whose steps bring no gradients of inputs
         args, named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
     captured = capture(module, args, named, loss=loss, precision=plan.precision, input_gradients=True)
-    graph, arguments = widen(captured.graph), (args, named)
+    graph, arguments = to_float64(captured.graph), (args, named)
     call = Example(module, arguments, loss, precision=plan.precision)
     constants = call_constants(arguments)
     args, named = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(widened(x), x), arguments)
     initial = with_values(module, seed)
     reference = widened_module(initial)
     stored = None if plan.precision.is_models else stored_module(initial, plan)
-    code = reached(module, loss)
-    with default_dtype(torch.float64) as models_default, emptied(code, keeps=False):
+    code = reachable_code(module, loss)
+    with default_dtype(torch.float64) as models_default, empty_tensor_caches(code, keeps=False):
         start_of = partial(
-            Start,
+            RunStart,
             captured=captured,
             module=reference,
             loss=loss,
@@ -181,16 +181,16 @@ def verify(
             spmds, prelude = _programs(plan, passes, narrow, training=training, constants=constants)
             spmd = spmds[passes.sizes[0]]
             start = start_of(spmd)
-            single: OneDevice = OneDeviceOfPasses(start, passes)
-            ranks: Ranks = RanksOfPasses(start, plan, passes, spmds, prelude)
+            single: OneDevice = OneDeviceMicroBatches(start, passes)
+            ranks: Ranks = RanksMicroBatches(start, plan, passes, spmds, prelude)
         else:
             spmd = program_of(plan, graph, training=training, original=captured.graph, constants=constants)
             start = start_of(spmd)
             single, ranks = OneDevice(start), Ranks(start)
-        substance, worst = Substance(start), dict[Key, Difference]()
+        substance, worst = Substance(start), dict[Key, TensorError]()
         records: list[tuple[Collective, ...]] = []
         earlier: list[tuple[Values, list[Values]]] = []
-        with shown("proving the plan"):
+        with show_progress("proving the plan"):
             for step in each(range(steps), lambda step: f"steps on one device and on {plan.num_ranks} virtual ranks"):
                 expected = single.step(step)
                 actual = ranks.step(step)
@@ -204,17 +204,19 @@ def verify(
         wrong = [difference for difference in differences if not difference.error <= tolerance]
         dtypes_report = None
         if stored is not None:
-            with default_dtype(models_default), emptied(code, keeps=False):
+            with default_dtype(models_default), empty_tensor_caches(code, keeps=False):
                 if is_in_passes:
                     spmds, prelude = _programs(plan, narrow, None, training=training, constants=constants)
                     start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
-                    compared = Compared(
-                        RanksOfPasses(start_in_dtypes, plan, narrow, spmds, prelude), _alone(narrow), len(narrow.sizes)
+                    compared = DtypeComparison(
+                        RanksMicroBatches(start_in_dtypes, plan, narrow, spmds, prelude),
+                        _alone(narrow),
+                        len(narrow.sizes),
                     )
                 else:
                     narrow_spmd = program_of(plan, captured.graph, training=training, constants=constants)
                     start_in_dtypes = _start_in_dtypes(start, narrow_spmd, stored, call, plan)
-                    compared = Compared(Ranks(start_in_dtypes))
+                    compared = DtypeComparison(Ranks(start_in_dtypes))
                 dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
         rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
         return Report(
@@ -237,7 +239,7 @@ def verify(
 def _pipeline_report(
     plan: Plan,
     captured: Capture,
-    start_of: partial[Start],
+    start_of: partial[RunStart],
     stored: torch.nn.Module | None,
     call: Example,
     steps: int,
@@ -248,7 +250,7 @@ def _pipeline_report(
     precision stores it."""
     graph, constants = step_graph(captured.graph), call_constants(call.arguments)
     if plan.micro_batches == 1 or (batch_size(captured.graph) or 0) <= (plan.micro_batch or 0):
-        narrow, passes = Passes.single(graph), Passes.single(widen(graph))
+        narrow, passes = Passes.single(graph), Passes.single(to_float64(graph))
     else:
         narrow, passes = _passes(plan, graph, call, start_of.keywords["models_default"])
     is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
@@ -267,8 +269,8 @@ def _pipeline_report(
     }
     first = bounds[passes.sizes[0]]
     start = start_of(_of_stages(first.spmds))
-    single, ranks = OneDeviceOfPasses(start, passes), Pipelined(start, plan, passes, bounds)
-    substance, worst = Substance(start), dict[Key, Difference]()
+    single, ranks = OneDeviceMicroBatches(start, passes), PipelineRanks(start, plan, passes, bounds)
+    substance, worst = Substance(start), dict[Key, TensorError]()
     for step in range(steps):
         expected = single.step(step)
         ranks.compare(expected, ranks.step(step), worst)
@@ -280,15 +282,18 @@ def _pipeline_report(
     )
     dtypes_report = None
     if stored is not None:
-        with default_dtype(start.models_default), emptied(reached(call.module, call.loss), keeps=False):
+        with (
+            default_dtype(start.models_default),
+            empty_tensor_caches(reachable_code(call.module, call.loss), keeps=False),
+        ):
             narrow_bounds = {
                 size: bound(plan, graph, prelude=narrow.prelude, training=training, constants=constants)
                 for size, graph in narrow.graphs.items()
             }
             spmd = _of_stages(narrow_bounds[narrow.sizes[0]].spmds)
             start_in_dtypes = _start_in_dtypes(start, spmd, stored, call, plan)
-            ranks_in_dtypes = Pipelined(start_in_dtypes, plan, narrow, narrow_bounds)
-            compared = Compared(ranks_in_dtypes, _alone(narrow), len(narrow.sizes))
+            ranks_in_dtypes = PipelineRanks(start_in_dtypes, plan, narrow, narrow_bounds)
+            compared = DtypeComparison(ranks_in_dtypes, _alone(narrow), len(narrow.sizes))
             dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
     forward = tuple(c for record in ranks.forward_records for c in record)
     backward = tuple(c for record in ranks.backward_records for c in record)
@@ -307,7 +312,7 @@ def _pipeline_report(
     )
 
 
-def _of_stages(spmds: Sequence[Spmd]) -> Spmd:
+def _of_stages(spmds: Sequence[SpmdProgram]) -> SpmdProgram:
     """The program of the first stage with the layouts of all."""
     return replace(spmds[0], layouts={name: layout for spmd in spmds for name, layout in spmd.layouts.items()})
 
@@ -318,21 +323,21 @@ def _passes(plan: Plan, graph: Graph, call: Example, models_default: torch.dtype
 
     def wide(samples: int) -> Graph:
         with default_dtype(models_default):
-            return widen(call.graph(samples))
+            return to_float64(call.graph(samples))
 
     with default_dtype(models_default):
         narrow = Passes.of(graph, plan.micro_batch, call.graph)
-    return narrow, Passes.of(widen(graph), plan.micro_batch, wide)
+    return narrow, Passes.of(to_float64(graph), plan.micro_batch, wide)
 
 
-def _alone(passes: Passes) -> Callable[[Start], OneDevice]:
+def _alone(passes: Passes) -> Callable[[RunStart], OneDevice]:
     """What makes the one device that a step in passes is compared with."""
-    return partial(OneDeviceOfPasses, passes=passes)
+    return partial(OneDeviceMicroBatches, passes=passes)
 
 
 def _programs(
     plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None, constants: tuple[str, ...]
-) -> tuple[dict[int, Spmd], Spmd | None]:
+) -> tuple[dict[int, SpmdProgram], SpmdProgram | None]:
     """The programs of passes, by their samples, and that of the prelude. ``narrow``: the passes in the model's dtypes,
     where ``passes`` are in float64."""
     spmds = {
@@ -351,13 +356,15 @@ def _programs(
     return spmds, prelude
 
 
-def _start_in_dtypes(start: Start, spmd: Spmd, stored: torch.nn.Module, call: Example, plan: Plan) -> Start:
+def _start_in_dtypes(
+    start: RunStart, spmd: SpmdProgram, stored: torch.nn.Module, call: Example, plan: Plan
+) -> RunStart:
     """The start of the comparison in the plan's own dtypes."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(x.detach().cpu(), x), call.arguments)
     return replace(start, spmd=spmd, module=stored, args=args, kwargs=kwargs, precision=plan.precision)
 
 
-def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: float) -> str:
+def _first_wrong(start: RunStart, ranks: Ranks, rounding: Rounding, tolerance: float) -> str:
     """Where a program whose results differ goes wrong first."""
     wrong = [difference for difference, _ in rounding.unexplained]
     if not wrong:
@@ -365,12 +372,12 @@ def _first_wrong(start: Start, ranks: Ranks, rounding: Rounding, tolerance: floa
     ranks.adopt(OneDevice(start))
     programs = list(map(without_overwrites, ranks.programs))
     values = run_forward(ranks.cluster, programs, ranks.bindings(0))
-    model = widen(start.captured.graph)
+    model = to_float64(start.captured.graph)
     fault = wrong_result(ranks.spmd, model, ranks.programs, values, ranks.whole(0), tolerance)
     return fault or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
 
 
-def _nothing_split(plan: Plan, spmd: Spmd) -> tuple[str, ...]:
+def _nothing_split(plan: Plan, spmd: SpmdProgram) -> tuple[str, ...]:
     """A note where every rank computes what one device computes."""
     if plan.num_ranks > 1 and not any(layout.positions for layout in spmd.layouts.values()):
         return (f"nothing is split: each of {plan.num_ranks} ranks computes the whole model",)
@@ -405,13 +412,15 @@ def with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """A copy on the CPU with the module's (initial) values."""
     tensors_of_model = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in tensors_of_model):
-        twin = copied(module, {id(t): _empty(t) for t in tensors_of_model})  # not to_empty, which unties shared weights
+        twin = deep_copy(
+            module, {id(t): _empty(t) for t in tensors_of_model}
+        )  # not to_empty, which unties shared weights
         tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
         with torch.no_grad():
             for name, full in full_tensors(module, seed):
                 tensors[name].copy_(full)
     else:
-        twin = copied(module).cpu()
+        twin = deep_copy(module).cpu()
     return twin
 
 
@@ -420,4 +429,4 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
 
 
-__all__ = ["Difference", "Report", "need_values", "verify", "with_values"]
+__all__ = ["Report", "TensorError", "need_values", "verify", "with_values"]

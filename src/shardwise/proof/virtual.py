@@ -21,8 +21,8 @@ from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.moves import LocalMove, local_move
-from shardwise.programs.rank_program import Program
-from shardwise.programs.steps import Conversion
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd_steps import Conversion
 
 Values = dict[str, Any]  # name -> what a rank holds: tensors, and the tapes of calls that were not traced
 
@@ -69,7 +69,7 @@ class VirtualCluster:
         elif isinstance(instruction, Copy):
             values[instruction.result] = values[instruction.value].clone()
         elif isinstance(instruction, Land):
-            pass  # the copy is there at once; ``programs.check`` knows that nothing reads it earlier
+            pass  # the copy is there at once; ``programs.invariants`` knows that nothing reads it earlier
         elif isinstance(instruction, Convert):
             for conversion, operand, result in zip(
                 instruction.conversions, instruction.operands, instruction.results, strict=True
@@ -155,7 +155,7 @@ class VirtualCluster:
         self.record.append(Collective(kind, parts[0].axes, largest))
 
 
-def run_forward(cluster: VirtualCluster, programs: Sequence[Program], sources: Sequence[Values]) -> list[Values]:
+def run_forward(cluster: VirtualCluster, programs: Sequence[RankProgram], sources: Sequence[Values]) -> list[Values]:
     """Every rank's values after forward, by name. ``sources``: per rank."""
     values = [dict(rank_sources) for rank_sources in sources]
     with torch.no_grad():
@@ -164,7 +164,7 @@ def run_forward(cluster: VirtualCluster, programs: Sequence[Program], sources: S
 
 
 def run_backward(
-    cluster: VirtualCluster, programs: Sequence[Program], values: Sequence[Values], cotangents: Sequence[Values]
+    cluster: VirtualCluster, programs: Sequence[RankProgram], values: Sequence[Values], cotangents: Sequence[Values]
 ) -> list[dict[str, Tensor]]:
     """Every rank's gradients by source. ``values``: after forward, of which backward sees what is saved;
     ``cotangents``: per rank by the names in ``program.cotangents``."""

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import PlanError, problem
-from shardwise.plans.bounds import solved
+from shardwise.plans.bounds import minimum_by_value
 from shardwise.plans.printing import format_bytes, format_seconds
-from shardwise.report.choice_names import find, shown, text_of
-from shardwise.search.auto import Search
-from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, Weights
+from shardwise.report.choice_names import find_variable, text_of, variable_name
+from shardwise.search.auto import MeshSearch
+from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, CostWeights
 from shardwise.search.dynamic_programming import EXACT, step_seconds
-from shardwise.search.elimination import TooWide, restricted
+from shardwise.search.elimination import TooWide, fix_variables
 from shardwise.search.k_best import k_best
 
 # How many times ``k`` assignments of least bound are looked at until the k best steps are proven to be among them.
@@ -55,7 +55,7 @@ class RankedPlan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class PlanRanking:
     """The chosen plan, then the others by their additive price. ``exact``: whether these are proven to be the best of
     all plans; otherwise they are the best of those that were looked at."""
 
@@ -96,11 +96,11 @@ def _told(changed: tuple[Change, ...]) -> str:
     return "; ".join([*words, *([f"and {more} more"] if more > 0 else [])])
 
 
-def what_if(search: Search, name: str, choice: str) -> WhatIf:
+def what_if(search: MeshSearch, name: str, choice: str) -> WhatIf:
     """The best plan in which ``name`` has the strategy (or layout) ``choice``, as ``explain`` prints it. Raises
     PlanError for one that there is not."""
     cost = search.cost
-    variable = find(cost, name)
+    variable = find_variable(cost, name)
     texts = [text_of(search, variable, value) for value in range(cost.variables[variable].size)]
     wanted = " ".join(sorted(choice.split()))
     values = [i for i, text in enumerate(texts) if wanted in (text, " ".join(sorted(text.split())))]
@@ -112,7 +112,7 @@ def what_if(search: Search, name: str, choice: str) -> WhatIf:
     return WhatIf(search.prediction(assignment), tuple(_differences(search, search.outcome.assignment, assignment)))
 
 
-def top(search: Search, k: int) -> Ranking:
+def top(search: MeshSearch, k: int) -> PlanRanking:
     """The ``k`` best plans, the chosen one first."""
     cost, chosen = search.cost, tuple(search.outcome.assignment)
     seen = [search.outcome.assignment, *search.outcome.candidates]
@@ -125,7 +125,7 @@ def top(search: Search, k: int) -> Ranking:
         if exact or not bound:
             break
     others = sorted((values for values in price_of if values != chosen), key=lambda values: price_of[values])
-    return Ranking(
+    return PlanRanking(
         tuple(
             RankedPlan(search.prediction(list(values)), tuple(_differences(search, list(chosen), list(values))))
             for values in [chosen, *others][:k]
@@ -134,7 +134,7 @@ def top(search: Search, k: int) -> Ranking:
     )
 
 
-def _listed(search: Search, k: int, factor: int) -> tuple[list[list[int]], float]:
+def _listed(search: MeshSearch, k: int, factor: int) -> tuple[list[list[int]], float]:
     """Some ``k * factor`` of the best assignments, and a bound of the steps of all others; 0: not known, where a graph
     is too densely connected and these are the neighbours of the plan."""
     try:
@@ -144,23 +144,23 @@ def _listed(search: Search, k: int, factor: int) -> tuple[list[list[int]], float
     return [assignment for _, assignment in listed], listed[-1][0] if len(listed) == k * factor else inf
 
 
-def _differences(search: Search, before: list[int], after: list[int]) -> Iterator[Change]:
+def _differences(search: MeshSearch, before: list[int], after: list[int]) -> Iterator[Change]:
     cost = search.cost
     for i, variable in enumerate(cost.variables):
         if before[i] != after[i]:
             texts = text_of(search, i, before[i]), text_of(search, i, after[i])
-            yield Change(variable.kind, shown(cost, variable), *texts)
+            yield Change(variable.kind, variable_name(cost, variable), *texts)
 
 
-def _completed(search: Search, fixed: dict[int, int]) -> list[int]:
+def _completed(search: MeshSearch, fixed: dict[int, int]) -> list[int]:
     """The best assignment found that has some values."""
     cost = search.cost
-    weights = (Weights(1.0, 1.0, 0.0), Weights(1.0, 0.0, 1.0), Weights(1.0, 0.5, 0.5))
-    completed = [solved(restricted(cost.weighted(weighting), fixed)).assignment for weighting in weights]
+    weights = (CostWeights(1.0, 1.0, 0.0), CostWeights(1.0, 0.0, 1.0), CostWeights(1.0, 0.5, 0.5))
+    completed = [minimum_by_value(fix_variables(cost.weighted(weighting), fixed)).assignment for weighting in weights]
     return min(completed, key=lambda assignment: step_seconds(cost.components(assignment)))
 
 
-def _neighbours(search: Search, k: int) -> Iterator[list[int]]:
+def _neighbours(search: MeshSearch, k: int) -> Iterator[list[int]]:
     """The k best assignments that differ from the plan in one choice."""
     cost, assignment = search.cost, search.outcome.assignment
     total = search.cost.components(assignment)

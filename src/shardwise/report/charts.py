@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.costs.ledger import CATEGORIES, Peak
-from shardwise.costs.pipeline import Order, SimulatedPipeline, StageSeconds
+from shardwise.costs.pipeline_simulation import Order, SimulatedPipeline, StageSeconds
 from shardwise.costs.timeline import Event
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.quantities import format_bytes, format_seconds

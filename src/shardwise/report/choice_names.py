@@ -7,14 +7,14 @@ from difflib import get_close_matches
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout
-from shardwise.search.auto import Search
+from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.variables import OperatorVariable, StorageVariable, Variable
 
 
-def find(cost: CostGraph, name: str) -> int:
+def find_variable(cost: CostGraph, name: str) -> int:
     """The variable of an operator, of the storage of a parameter, or of what a stage receives (by its name)."""
-    names = {(v.kind, shown(cost, v)): i for i, v in enumerate(cost.variables)}
+    names = {(v.kind, variable_name(cost, v)): i for i, v in enumerate(cost.variables)}
     plain = ((kind, name) for kind in ("operator", "storage", "shared", "received"))
     for key in (*plain, ("received", f"received {name}")):
         if key in names:
@@ -25,7 +25,7 @@ def find(cost: CostGraph, name: str) -> int:
             raise PlanError(
                 problem(
                     f"{name} only renames dims: it runs in the layout that its operand has",
-                    fix=f"explain {shown(cost, home)}",
+                    fix=f"explain {variable_name(cost, home)}",
                 )
             )
     if name in cost.domains.graph.op_by_name:
@@ -37,7 +37,7 @@ def find(cost: CostGraph, name: str) -> int:
     )
 
 
-def shown(cost: CostGraph, variable: Variable) -> str:
+def variable_name(cost: CostGraph, variable: Variable) -> str:
     """Parameters by their names in the module, values by the operator that computes them."""
     graph = cost.domains.graph
     if isinstance(variable, OperatorVariable):
@@ -48,7 +48,7 @@ def shown(cost: CostGraph, variable: Variable) -> str:
     return f"shared {graph.producer[variable.name].name}"
 
 
-def text_of(search: Search, number: int, value: int) -> str:
+def text_of(search: MeshSearch, number: int, value: int) -> str:
     """What a value of a variable stands for: a strategy, or a layout; axes as the plan calls them."""
     cost, names = search.cost, search.names
     variable = cost.variables[number]
@@ -58,8 +58,8 @@ def text_of(search: Search, number: int, value: int) -> str:
     return format_layout(names.layout(choice), cost.domains.graph.by_name[variable.name].dtype)
 
 
-def named(cost: CostGraph, number: int) -> str:
+def variable_reference(cost: CostGraph, number: int) -> str:
     """A variable in a text about several."""
     variable = cost.variables[number]
-    name = shown(cost, variable)
+    name = variable_name(cost, variable)
     return f"storage of {name}" if isinstance(variable, StorageVariable) else name

@@ -13,7 +13,7 @@ from rich.table import Table
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.prediction import between
 from shardwise.costs.timeline import SimulatedStep
-from shardwise.plans.intervals import said, said_bytes
+from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds
 from shardwise.plans.plan import CollectiveEntry, Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 
@@ -21,7 +21,7 @@ WIDTH = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedPlan:
     """The plan of one search, or why there is none (``error``). ``planning_seconds``: of ``sw.plan``, capture included;
     ``step``: a simulated step of its program, priced in the same way for every search."""
 
@@ -41,17 +41,17 @@ class Compared:
 class Comparison:
     """Searches in the order in which they were asked for, on one cluster."""
 
-    rows: tuple[Compared, ...]
+    rows: tuple[ComparedPlan, ...]
     cluster: Cluster
 
-    def __iter__(self) -> Iterator[Compared]:
+    def __iter__(self) -> Iterator[ComparedPlan]:
         return iter(self.rows)
 
-    def __getitem__(self, search: str) -> Compared:
+    def __getitem__(self, search: str) -> ComparedPlan:
         return next(row for row in self.rows if row.search == search)
 
     @property
-    def best(self) -> Compared | None:
+    def best(self) -> ComparedPlan | None:
         """The row of the fastest simulated step."""
         planned = [row for row in self.rows if row.step is not None]
         return min(planned, key=lambda row: row.step.seconds if row.step else 0.0, default=None)
@@ -72,11 +72,11 @@ class Comparison:
                 row.search,
                 format_seconds(row.planning_seconds),
                 ", ".join(f"{name}={size}" for name, size in row.plan.mesh.axes),
-                said(between(step.seconds, step.compute, self.cluster)),
+                format_interval_seconds(between(step.seconds, step.compute, self.cluster)),
                 format_seconds(step.compute),
                 format_seconds(step.exposed),
                 f"{format_seconds(step.communication)}, {format_bytes(row.num_bytes)}",
-                said_bytes(step.peak_bytes, self.cluster),
+                format_bytes_interval(step.peak_bytes, self.cluster),
                 "" if gap is None else f"{gap:.2%}",
             )
         console = Console(file=StringIO(), width=WIDTH, color_system=None)

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.plans.printing import format_seconds
-from shardwise.report.choice_names import named, text_of
-from shardwise.search.auto import Search
+from shardwise.report.choice_names import text_of, variable_reference
+from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import COMPONENTS
 
 
-def write_cost_graph(search: Search, path: str | Path) -> None:
+def write_cost_graph(search: MeshSearch, path: str | Path) -> None:
     """The cost graph as JSON, or as DOT if the path ends in ``.dot``."""
     path = Path(path)
     text = _dot(search) if path.suffix == ".dot" else json.dumps(_as_data(search), indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _as_data(search: Search) -> dict[str, Any]:
+def _as_data(search: MeshSearch) -> dict[str, Any]:
     """Variables with their values and own prices, and edges with the numbers of their tables."""
     cost, assignment = search.cost, search.outcome.assignment
     tables_of: dict[int, list[int]] = {}
@@ -30,15 +30,15 @@ def _as_data(search: Search) -> dict[str, Any]:
         else:
             edges.append(
                 {
-                    "from": named(cost, scope[0]),
-                    "to": named(cost, scope[1]),
+                    "from": variable_reference(cost, scope[0]),
+                    "to": variable_reference(cost, scope[1]),
                     "prices": kind,
                     **_at(search, scope, kind),
                 }
             )
     variables = [
         {
-            "name": named(cost, i),
+            "name": variable_reference(cost, i),
             "kind": variable.kind,
             "alternatives": [text_of(search, i, value) for value in range(variable.size)],
             "prices": tables_of.get(i, []),
@@ -57,19 +57,19 @@ def _as_data(search: Search) -> dict[str, Any]:
         "bound": search.outcome.bound,
         "variables": variables,
         "edges": edges,
-        "views": [{"operator": view.op, "follows": named(cost, view.home)} for view in cost.folded],
+        "views": [{"operator": view.op, "follows": variable_reference(cost, view.home)} for view in cost.folded],
         "tables": tables,
     }
 
 
-def _at(search: Search, scope: tuple[int, ...], kind: int) -> dict[str, float]:
+def _at(search: MeshSearch, scope: tuple[int, ...], kind: int) -> dict[str, float]:
     """The chosen entry of a table, component by component."""
     at = tuple(search.outcome.assignment[v] for v in scope)
     tables = zip(COMPONENTS, search.cost.kinds[kind], strict=True)
     return {name: float(table[at]) for name, table in tables if table is not None and table[at]}
 
 
-def _dot(search: Search) -> str:
+def _dot(search: MeshSearch) -> str:
     """Chosen strategies as nodes, chosen conversions as edges (bold where they take time)."""
     cost, assignment = search.cost, search.outcome.assignment
     shapes = {"operator": "box", "storage": "cylinder", "shared": "ellipse", "received": "cylinder"}
@@ -81,7 +81,7 @@ def _dot(search: Search) -> str:
             price_of[scope[0]] = price_of.get(scope[0], 0.0) + sum(v for name, v in entry.items() if name != "bytes")
     for i, variable in enumerate(cost.variables):
         label = json.dumps(
-            f"{named(cost, i)}\n{text_of(search, i, assignment[i])}\n"
+            f"{variable_reference(cost, i)}\n{text_of(search, i, assignment[i])}\n"
             f"1 of {variable.size}, {format_seconds(price_of.get(i, 0.0))}"
         )
         lines.append(f"  v{i} [shape={shapes[variable.kind]}, label={label}];")

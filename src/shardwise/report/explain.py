@@ -11,16 +11,16 @@ import numpy as np
 
 from shardwise.layouts.conversions import collective_of
 from shardwise.layouts.routes import Floats
-from shardwise.plans.bounds import bounds
+from shardwise.plans.bounds import step_bounds
 from shardwise.plans.printing import format_bytes, format_seconds
-from shardwise.report.choice_names import find, named, text_of
-from shardwise.search.auto import Search
+from shardwise.report.choice_names import find_variable, text_of, variable_reference
+from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph
 from shardwise.search.variables import OperatorVariable, SharedVariable
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ExplainedMessage:
     """A collective of a conversion, in ``direction`` "forward" or "backward"; ``levels``: the links it crosses."""
 
     kind: str
@@ -47,7 +47,7 @@ class Term:
     compute: float
     traffic: float
     num_bytes: float
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ExplainedMessage, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -122,12 +122,12 @@ def _described(term: Term) -> str:
     return f"{where}: " + "; ".join(filter(None, (seconds, num_bytes)))
 
 
-def explain(search: Search, name: str) -> Explanation:
+def explain(search: MeshSearch, name: str) -> Explanation:
     """Why an operator (or the storage of a parameter) is as it is. Raises PlanError for an unknown name."""
     cost, assignment = search.cost, search.outcome.assignment
-    variable = find(cost, name)
+    variable = find_variable(cost, name)
     local = _local(cost, assignment, variable)
-    least_steps = bounds(search, variable)
+    least_steps = step_bounds(search, variable)
     alternatives = []
     for value in range(cost.variables[variable].size):
         terms = tuple(
@@ -156,7 +156,7 @@ def explain(search: Search, name: str) -> Explanation:
     return Explanation(name, kind, tuple(ordered), text_of(search, variable, alone), decided_by, favour)
 
 
-def _term(neighbour: str, components: Floats, messages: tuple[Message, ...]) -> Term:
+def _term(neighbour: str, components: Floats, messages: tuple[ExplainedMessage, ...]) -> Term:
     exposed, compute, traffic, num_bytes = map(float, components)
     return Term(neighbour, exposed, compute, traffic, num_bytes, messages)
 
@@ -175,17 +175,17 @@ def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[
         for i, table in enumerate(cost.kinds[kind]):
             if table is not None:
                 total[:, i] += table[index]
-    return [(None, "", itself), *((other, named(cost, other), table) for other, table in beside.items())]
+    return [(None, "", itself), *((other, variable_reference(cost, other), table) for other, table in beside.items())]
 
 
-def _messages(search: Search, variable: int, value: int, other: int | None) -> tuple[Message, ...]:
+def _messages(search: MeshSearch, variable: int, value: int, other: int | None) -> tuple[ExplainedMessage, ...]:
     """What is communicated between a variable at a value and a neighbour as it is chosen."""
     if other is None:
         return ()
     cost, assignment = search.cost, list(search.outcome.assignment)
     assignment[variable] = value
     maker, taker = min(variable, other), max(variable, other)
-    messages: list[Message] = []
+    messages: list[ExplainedMessage] = []
     for name, source, target in _conversions(cost, maker, taker, assignment):
         messages.extend(_collectives(search, name, source, target))
     return tuple(messages)
@@ -213,7 +213,7 @@ def _conversions(cost: CostGraph, maker: int, taker: int, assignment: list[int])
             yield conversion
 
 
-def _collectives(search: Search, name: str, source: int, target: int) -> Iterator[Message]:
+def _collectives(search: MeshSearch, name: str, source: int, target: int) -> Iterator[ExplainedMessage]:
     if source == target:
         return
     domains, names = search.cost.domains, search.names
@@ -225,7 +225,7 @@ def _collectives(search: Search, name: str, source: int, target: int) -> Iterato
             collective = collective_of(move, itemsize, backward=backward)
             if collective is not None:
                 seconds = routes.seconds(collective.kind, collective.axes, np.array([float(collective.num_bytes)]))
-                yield Message(
+                yield ExplainedMessage(
                     collective.kind,
                     names.target.format_axes(names.axes(collective.axes)),
                     collective.num_bytes,

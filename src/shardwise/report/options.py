@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.optimizers import ON_HOST, states_of, waits_on_host
+from shardwise.costs.optimizers import ON_HOST, is_on_host, states_of
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
-from shardwise.graph.called import call_arguments
-from shardwise.graph.precision import Precision
+from shardwise.graph.call_arguments import call_arguments
+from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
-from shardwise.plans.joint import figures
+from shardwise.plans.auto_stages import figures
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.plans.refusal import NothingFits
@@ -123,7 +123,7 @@ class Question:
             refused = f"{format_bytes(stays)} of parameters and states do not fit in {format_bytes(room)}"
             return Option(what, step, devices, refused=refused)
         try:
-            with warnings.catch_warnings(), without_mends():
+            with warnings.catch_warnings(), without_suggestions():
                 warnings.simplefilter("ignore" if what else "default")
                 plan = self.find(self.module, args, devices, kwargs=kwargs, **settings)
         except PlanError as error:
@@ -141,7 +141,7 @@ def _stays(module: nn.Module, settings: Mapping[str, Any]) -> int:
     """Bytes of parameters and optimizer's states that all devices together keep from step to step, at least."""
     optimizer = settings.get("optimizer", "adamw")
     dtype = (settings.get("precision") or Precision()).parameter
-    states = 0 if waits_on_host(optimizer) else states_of(optimizer)
+    states = 0 if is_on_host(optimizer) else states_of(optimizer)
     return sum(
         p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize
         * (1 + states * p.requires_grad)
@@ -159,7 +159,7 @@ Variant = tuple[str, Callable[[], Option]]
 
 
 @contextmanager
-def without_mends() -> Iterator[None]:
+def without_suggestions() -> Iterator[None]:
     """In here a plan that does not fit is refused at once."""
     token = _alone.set(True)
     try:
@@ -169,7 +169,7 @@ def without_mends() -> Iterator[None]:
 
 
 @contextmanager
-def naming_mends(find: Callable[..., Plan], arguments: dict[str, Any]) -> Iterator[None]:
+def with_suggestions(find: Callable[..., Plan], arguments: dict[str, Any]) -> Iterator[None]:
     """In here a refusal of what does not fit names mends, each planned, where that takes seconds; else why they were
     not. ``find``: ``sw.plan``; ``arguments``: of it."""
     start = time.process_time()
@@ -183,10 +183,10 @@ def naming_mends(find: Callable[..., Plan], arguments: dict[str, Any]) -> Iterat
     if took > CHEAP_SECONDS:
         why = f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them"
         raise refused.naming([], why) from None
-    raise refused.naming(*_mends_of(find, arguments)) from None
+    raise refused.naming(*_suggestions_of(find, arguments)) from None
 
 
-def _mends_of(find: Callable[..., Plan], arguments: dict[str, Any]) -> tuple[list[str], str]:
+def _suggestions_of(find: Callable[..., Plan], arguments: dict[str, Any]) -> tuple[list[str], str]:
     """What would make a plan fit, a line each, and what to say where nothing would. ``arguments``: those of
     ``sw.plan``."""
     module, inputs, cluster = (arguments.pop(name) for name in ("module", "example_inputs", "cluster"))
@@ -195,20 +195,20 @@ def _mends_of(find: Callable[..., Plan], arguments: dict[str, Any]) -> tuple[lis
     def enough(planned: Sequence[Option]) -> bool:
         return sum(option.fits for option in planned) >= NUM_SHOWN
 
-    options, untried = tried(mends(question), MEND_SECONDS, enough, clock=time.process_time)
+    options, untried = plan_options(suggest_fixes(question), MEND_SECONDS, enough, clock=time.process_time)
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
     left = f"; not planned, for want of time: {'; '.join(untried)}" if untried else ""
-    return [mended_line(option) for option in best], f"none of {len(options)} that were looked at fits{left}"
+    return [suggestion_line(option) for option in best], f"none of {len(options)} that were looked at fits{left}"
 
 
-def mended_line(option: Option) -> str:
+def suggestion_line(option: Option) -> str:
     """What to do, and what a step then takes, where plans are priced."""
     if not option.step_seconds:
         return option.what
     return f"{option.what}: step {format_seconds(option.step_seconds)}, peak {format_bytes(option.peak_bytes)}"
 
 
-def mends(question: Question) -> Iterator[Variant]:
+def suggest_fixes(question: Question) -> Iterator[Variant]:
     """What may make a model fit, the least change first."""
     samples, batch = question.samples, num_samples((question.args, dict(question.kwargs)))
     micro_batch = question.settings.get("micro_batch", 0)
@@ -234,7 +234,7 @@ def mends(question: Question) -> Iterator[Variant]:
     yield from _batches(question, (0.5, 0.25))
 
 
-def changes(question: Question, plan: Plan) -> Iterator[Variant]:
+def suggest_changes(question: Question, plan: Plan) -> Iterator[Variant]:
     """What may make a model that fits run at a lower price. Stages that were chosen stay as they are, but where they
     are what changes."""
     if question.settings.get("stages") == "auto":
@@ -290,7 +290,7 @@ def _sizes(mesh: Mesh) -> Iterator[int]:
     return (size for _, size in mesh.axes)
 
 
-def tried(
+def plan_options(
     variants: Iterator[Variant],
     seconds: float,
     enough: Callable[[Sequence[Option]], bool],
@@ -326,7 +326,7 @@ def _precision(question: Question) -> Iterator[Variant]:
 
 def _states_on_host(question: Question) -> Iterator[Variant]:
     optimizer = question.settings.get("optimizer", "adamw")
-    if question.cluster.device.host_bandwidth and states_of(optimizer) and not waits_on_host(optimizer):
+    if question.cluster.device.host_bandwidth and states_of(optimizer) and not is_on_host(optimizer):
         named = f"{optimizer}{ON_HOST}"
         yield _variant(question, f'the optimizer\'s states on the host (optimizer="{named}")', optimizer=named)
 

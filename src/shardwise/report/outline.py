@@ -160,7 +160,7 @@ def alternatives(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def typed(text: str, meshes: Sequence[Mesh]) -> Markup:
+def mark_axes(text: str, meshes: Sequence[Mesh]) -> Markup:
     """A layout, strategy or conversion with its mesh axes marked, each by a number of its own."""
     names = list(dict.fromkeys(name for mesh in meshes for name, _ in mesh.axes))
 
@@ -184,4 +184,4 @@ def typed(text: str, meshes: Sequence[Mesh]) -> Markup:
     return markup + escape(text[end:])
 
 
-__all__ = ["Module", "Row", "alternatives", "members_of", "rows_of", "tree_of", "typed"]
+__all__ = ["Module", "Row", "alternatives", "mark_axes", "members_of", "rows_of", "tree_of"]

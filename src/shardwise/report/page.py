@@ -23,13 +23,13 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
-from shardwise.plans.intervals import priced_cluster, said, said_bytes
+from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, priced_cluster
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, row_name, schedule_rows, timeline
-from shardwise.report.holdings import holdings
-from shardwise.report.outline import rows_of, tree_of, typed
+from shardwise.report.device_grid import device_grid
+from shardwise.report.outline import mark_axes, rows_of, tree_of
 from shardwise.report.stage_passes import simulated_order
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
@@ -41,7 +41,7 @@ Told = Callable[[str], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Pass:
+class StageFigures:
     """What is known of a stage beside the file of its plan, from the search that chose it. ``step``: a simulated pass;
     ``over``: its memory, operator after operator, with all micro-batches in flight; ``types`` and ``reads``: of the
     results of an operator, and the operators whose results it reads; ``why``: its alternatives."""
@@ -65,11 +65,11 @@ class Share:
 def write_page(
     path: str | Path,
     plan: Plan,
-    known: Sequence[Pass] = (),
+    known: Sequence[StageFigures] = (),
     *,
     profile: StepProfile | PipelineProfile | None = None,
     other: Plan | None = None,
-    other_known: Sequence[Pass] = (),
+    other_known: Sequence[StageFigures] = (),
 ) -> None:
     """Write the page. ``known``: what the search says of every stage, for charts, types and alternatives (empty: there
     is none); ``profile``: a measured step (``par.profile``) to lay over the prediction; ``other``: a plan to set beside
@@ -94,7 +94,7 @@ def write_page(
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters["typed"] = partial(typed, meshes=meshes)
+    environment.filters["typed"] = partial(mark_axes, meshes=meshes)
     loader = environment.loader
     assert loader is not None, "it was just given"
     content = environment.get_template("page.html").render(
@@ -112,9 +112,9 @@ def write_page(
     Path(path).write_text(content, encoding="utf-8")
 
 
-def _looked_at(plan: Plan, known: Sequence[Pass]) -> dict[str, Any]:
+def _looked_at(plan: Plan, known: Sequence[StageFigures]) -> dict[str, Any]:
     """A plan for the template."""
-    passes_or_none: Sequence[Pass | None] = known or (None,) * len(plan.stages)
+    passes_or_none: Sequence[StageFigures | None] = known or (None,) * len(plan.stages)
     stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
     cluster = priced_cluster(plan)
     passes = [
@@ -152,17 +152,17 @@ def _places(plan: Plan) -> list[Share]:
     return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
 
 
-def _pass(known: Pass, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
+def _pass(known: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
     """A simulated pass for the template. The boxes of a page are shared by its stages."""
     step = known.step
     takes = format_seconds(step.seconds)
     return {
-        "seconds": takes if cluster is None else said(between(step.seconds, step.compute, cluster)),
+        "seconds": takes if cluster is None else format_interval_seconds(between(step.seconds, step.compute, cluster)),
         "time": _time(step),
         "messages": _messages(step, mesh),
         "memory": _memory(step.peak),
         "over": memory_over(known.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
-        "peak": f"{said_bytes(step.peak_bytes, cluster)} in {step.peak.where}",
+        "peak": f"{format_bytes_interval(step.peak_bytes, cluster)} in {step.peak.where}",
         "timeline": timeline(step.events, step.seconds, mesh, most=max(MOST_EVENTS // num_stages, 100)),
     }
 
@@ -208,7 +208,7 @@ def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
             f"{len(stage.operators):,}",
             format_seconds(figures.forward),
             format_seconds(figures.backward),
-            said_bytes(figures.peak_bytes, priced_cluster(plan)),
+            format_bytes_interval(figures.peak_bytes, priced_cluster(plan)),
             format_bytes(figures.sent_bytes),
             f"{figures.bubble:.1%}",
         )
@@ -224,7 +224,7 @@ def _schedule(plan: Plan) -> dict[str, Any] | None:
     return schedule_rows(*simulated, [stage.seconds for stage in plan.pipeline.stages])
 
 
-def _stage(stage: Stage, known: Pass | None) -> dict[str, Any]:
+def _stage(stage: Stage, known: StageFigures | None) -> dict[str, Any]:
     names = {operator.name for operator in stage.operators}
     seconds: defaultdict[str, float] | None = None
     if known is not None:
@@ -237,7 +237,7 @@ def _stage(stage: Stage, known: Pass | None) -> dict[str, Any]:
     return {
         "mesh": str(stage.mesh),
         "ranks": len(stage.placement.ranks),
-        "holdings": holdings(stage),
+        "holdings": device_grid(stage),
         "rows": rows,
         "tree": tree_of(rows),
         "delivered": delivered,
@@ -327,4 +327,4 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
     }
 
 
-__all__ = ["Pass", "Share", "write_page"]
+__all__ = ["Share", "StageFigures", "write_page"]

@@ -15,29 +15,29 @@ from shardwise.costs.trace import Track, write_trace
 from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_layout
+from shardwise.plans.auto_stages import AutoStagesReport
 from shardwise.plans.bind import program_of
-from shardwise.plans.chosen import Searched
-from shardwise.plans.joint import Joint
-from shardwise.plans.other_pipelines import ranked
-from shardwise.plans.pipelines import Found
+from shardwise.plans.other_pipelines import rank_pipelines
+from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
-from shardwise.plans.prices import prices_of
+from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.programs.rank_program import Program
-from shardwise.programs.vjp import Kinds
-from shardwise.report.alternatives import Ranking, WhatIf, top, what_if
+from shardwise.plans.stage_planner import StageSearchResult
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
+from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
-from shardwise.report.page import Pass, Told, write_page
-from shardwise.report.pipelines import PipelineRanking
+from shardwise.report.page import StageFigures, Told, write_page
+from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
 from shardwise.report.stage_traces import tracks_of
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
-from shardwise.search.auto import Search
-from shardwise.search.micro_batch import Tried
-from shardwise.texts import shown
+from shardwise.search.auto import MeshSearch
+from shardwise.search.micro_batch import MicroBatchOutcome
+from shardwise.untrusted_text import shorten_repr
 
 MOST_PLANS = 1000  # that are ranked
 
@@ -46,7 +46,7 @@ MOST_PLANS = 1000  # that are ranked
 class MicroBatches:
     """The micro-batches that were tried, in this order, and the one that was taken."""
 
-    tried: tuple[Tried, ...]
+    tried: tuple[MicroBatchOutcome, ...]
     taken: int | None
 
     def __str__(self) -> str:
@@ -60,14 +60,14 @@ class MicroBatches:
 
 
 @dataclass(frozen=True, eq=False)
-class Known(Plan):
+class ExplainedPlan(Plan):
     """A plan of which more is known than its file says: from the search that chose it. Copies for other processes are
     the plan alone."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(entries(self).values())
 
-    def known(self) -> tuple[Pass, ...]:
+    def known(self) -> tuple[StageFigures, ...]:
         """What the search says of the plan, stage by stage, for a page."""
         raise NotImplementedError
 
@@ -78,21 +78,23 @@ class Known(Plan):
         who holds what, and of every operator the types, the messages and the alternatives; a single file without
         anything from a network. ``other``: a plan to set beside this one; ``profile``: a measured step
         (``par.profile``) to lay over the prediction."""
-        beside = other.known() if isinstance(other, Known) else ()
+        beside = other.known() if isinstance(other, ExplainedPlan) else ()
         write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
 
 
 @dataclass(frozen=True, eq=False)
-class Planned(Known):
+class Planned(ExplainedPlan):
     """A plan that can be explained. ``finished_search``: the search that chose it, which is no part of the plan: not of
     its file, not of comparisons, and a copy for another process is the plan alone; ``peak``: of its fullest device."""
 
-    finished_search: Search = field(kw_only=True, repr=False)
+    finished_search: MeshSearch = field(kw_only=True, repr=False)
     peak: Peak = field(kw_only=True, repr=False)
-    tried: tuple[Tried, ...] = field(default=(), kw_only=True, repr=False)  # micro-batches, if one was chosen
+    tried: tuple[MicroBatchOutcome, ...] = field(
+        default=(), kw_only=True, repr=False
+    )  # micro-batches, if one was chosen
 
     @staticmethod
-    def of(plan: Plan, finished_search: Search, peak: Peak) -> Planned:
+    def of(plan: Plan, finished_search: MeshSearch, peak: Peak) -> Planned:
         return Planned(**entries(plan), finished_search=replace(finished_search, called=plan.mesh), peak=peak)
 
     def explain(self, name: str) -> Explanation | MicroBatches:
@@ -108,7 +110,7 @@ class Planned(Known):
         PlanError for a name or a choice that there is not."""
         return what_if(self.finished_search, name, choice)
 
-    def top(self, k: int = 5) -> Ranking:
+    def top(self, k: int = 5) -> PlanRanking:
         """The best ``k`` plans of the search (up to ``MOST_PLANS``), by the same prices."""
         return top(self.finished_search, _checked_count(k))
 
@@ -124,24 +126,24 @@ class Planned(Known):
         lines = {op.name: op.source for op in program.spmd.graph.ops}
         write_trace(path, [Track.of(f"a rank of {self.mesh}, simulated", step.events, self.mesh, lines, over)])
 
-    def known(self) -> tuple[Pass, ...]:
+    def known(self) -> tuple[StageFigures, ...]:
         """What the search says of the plan, for a page."""
         program, step, over = self._simulated()
 
         def why(name: str) -> Mapping[str, Any]:
             return alternatives_of(self.finished_search, name)
 
-        return (Pass(step, over, *_told_by(self.finished_search.cost.domains.graph, program), why),)
+        return (StageFigures(step, over, *_told_by(self.finished_search.cost.domains.graph, program), why),)
 
-    def _simulated(self) -> tuple[Program, SimulatedStep, tuple[Peak, ...]]:
+    def _simulated(self) -> tuple[RankProgram, SimulatedStep, tuple[Peak, ...]]:
         """The program of the fullest rank, a pass of it, and the most that is held at every operator."""
-        program = busiest_program(program_of(self, self.finished_search.cost.domains.graph), Kinds())
+        program = busiest_program(program_of(self, self.finished_search.cost.domains.graph), VjpCache())
         prices = prices_of(self)
         return program, simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
 
 
 @dataclass(frozen=True, slots=True)
-class InStage:
+class StageExplanation:
     """Why something is as it is in its ``stage``. ``alike``: what it is called in the first of equal stages, whose
     search this is; empty: by its own name."""
 
@@ -155,7 +157,7 @@ class InStage:
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIfInStage:
+class StageWhatIf:
     """The best plan of a ``stage`` in which one of its choices is another; predicted is a pass of that stage."""
 
     stage: int
@@ -163,18 +165,18 @@ class WhatIfInStage:
 
 
 @dataclass(frozen=True, eq=False)
-class Staged(Known):
+class StagedPlan(ExplainedPlan):
     """The plan of a pipeline. ``searched``: the search for each stage; ``found``: how it was found. Both are no part of
     the plan."""
 
-    searched: tuple[Searched | None, ...] = field(default=(), kw_only=True, repr=False)
-    found: Found = field(kw_only=True, repr=False)
+    searched: tuple[StageSearchResult | None, ...] = field(default=(), kw_only=True, repr=False)
+    found: PipelineResult = field(kw_only=True, repr=False)
 
     @staticmethod
-    def of(found: Found) -> Staged:
+    def of(found: PipelineResult) -> StagedPlan:
         """Equal stages have one search, and equal meshes have equal names."""
         plan = found.plan
-        called: dict[int, Search] = {}
+        called: dict[int, MeshSearch] = {}
         searches = tuple(
             None
             if searched is None
@@ -183,17 +185,17 @@ class Staged(Known):
             )
             for stage, searched in zip(plan.stages, found.searched, strict=True)
         )
-        return Staged(**entries(plan), searched=searches, found=found)
+        return StagedPlan(**entries(plan), searched=searches, found=found)
 
-    def explain(self, name: str) -> InStage:
+    def explain(self, name: str) -> StageExplanation:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
         crosses between stages, and parameters that several have, were brought together afterwards. Raises PlanError for
         an unknown name, and where no stage was chosen by price."""
         number, searched = self._home(name)
         called = searched.names[name]
-        return InStage(number, "" if called == name else called, explain(searched.search, called))
+        return StageExplanation(number, "" if called == name else called, explain(searched.search, called))
 
-    def what_if(self, name: str, choice: str) -> WhatIfInStage:
+    def what_if(self, name: str, choice: str) -> StageWhatIf:
         """What the best plan of its stage would be if an operator had the strategy (or a parameter the layout)
         ``choice``: as ``Planned.what_if``, of a pass of that stage. The other stages, and what crosses between them,
         stay as they are. Raises as ``explain`` does, and for a choice that there is not."""
@@ -206,16 +208,16 @@ class Staged(Known):
             return f"{kind}{space}{names.get(called, called)}"
 
         changed = tuple(change._replace(name=in_stage(change.name)) for change in answer.changed)
-        return WhatIfInStage(number, replace(answer, changed=changed))
+        return StageWhatIf(number, replace(answer, changed=changed))
 
-    def top(self, k: int = 5, *, joint: Joint | None = None) -> PipelineRanking:
+    def top(self, k: int = 5, *, joint: AutoStagesReport | None = None) -> PipelineRanking:
         """The best ``k`` pipelines (up to ``MOST_PLANS``) of those that are near: every cut moved by a block (or an
         operator, where there are none), and micro-batches of the other sizes that were looked at; each is planned and
         simulated as the chosen one was. ``joint``: the settings of a joint search, which are compared as well. Raises
         PlanError where no stage was chosen by price."""
-        return PipelineRanking(*ranked(self.found, _checked_count(k), joint))
+        return PipelineRanking(*rank_pipelines(self.found, _checked_count(k), joint))
 
-    def _home(self, name: str) -> tuple[int, Searched]:
+    def _home(self, name: str) -> tuple[int, StageSearchResult]:
         """The stage that has an operator or a parameter, and its search."""
         for number, searched in enumerate(self.searched):
             if searched is not None and name in searched.names:
@@ -236,7 +238,7 @@ class Staged(Known):
         and the memory that a device holds meanwhile. Raises PlanError for stages that were not chosen by price."""
         write_trace(path, tracks_of(self, self.passes()))
 
-    def known(self) -> tuple[Pass, ...]:
+    def known(self) -> tuple[StageFigures, ...]:
         """Of every stage a simulated pass; of its operators the types, what they read and the alternatives there."""
         if self.pipeline is None:
             return ()
@@ -259,10 +261,10 @@ class Staged(Known):
             waiting = stage_peak(self, number, of_stage.step).num_bytes - of_stage.step.peak_bytes
             with_waiting = tuple(with_saved(peak, waiting) for peak in over)
             step = replace(of_stage.step, peak=with_saved(of_stage.step.peak, waiting))
-            passes.append(Pass(step, with_waiting, *_told_by(of_stage.graph, of_stage.program), why))
+            passes.append(StageFigures(step, with_waiting, *_told_by(of_stage.graph, of_stage.program), why))
         return tuple(passes)
 
-    def _searched_as(self, name: str) -> tuple[Searched, str] | None:
+    def _searched_as(self, name: str) -> tuple[StageSearchResult, str] | None:
         """The search for the stage of an operator, and what the operator is called there."""
         for searched in self.searched:
             if searched is not None and searched.names.get(name) in searched.search.cost.domains.graph.op_by_name:
@@ -270,7 +272,7 @@ class Staged(Known):
         return None
 
 
-def _told_by(graph: Graph, program: Program) -> tuple[Told, Told]:
+def _told_by(graph: Graph, program: RankProgram) -> tuple[Told, Told]:
     """The types of the results of an operator, and the operators whose results it reads."""
     makers = {name: op.name for op in graph.ops for name in op.results}
     layouts = program.spmd.layouts
@@ -288,11 +290,11 @@ def _told_by(graph: Graph, program: Program) -> tuple[Told, Told]:
 def _checked_count(k: int) -> int:
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
         fix = f"a whole number from 1 to {MOST_PLANS:,}"
-        raise PlanError(problem(f"the best {shown(k)} plans are asked for", fix=fix))
+        raise PlanError(problem(f"the best {shorten_repr(k)} plans are asked for", fix=fix))
     return k
 
 
-def alternatives_of(search: Search, name: str) -> Mapping[str, Any]:
+def alternatives_of(search: MeshSearch, name: str) -> Mapping[str, Any]:
     """Rows for a page; or, of an operator that has no choice of its own, a sentence that says so."""
     try:
         return alternatives(explain(search, name))

@@ -25,8 +25,8 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes
-from shardwise.programs.spmd import Spmd
-from shardwise.programs.steps import Step
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.spmd_steps import OpStep
 from shardwise.rules.rule import base_name
 from shardwise.rules.tables import rule_of
 
@@ -86,7 +86,7 @@ def share_of_plan(plan: Plan, graph: Graph) -> SplitShare:
     return split_share(program_of(plan, graph))
 
 
-def split_share(spmd: Spmd, *, data_axes: tuple[str, ...] | None = None) -> SplitShare:
+def split_share(spmd: SpmdProgram, *, data_axes: tuple[str, ...] | None = None) -> SplitShare:
     """The share that a program splits. ``data_axes``: the sub-axes that need not split parameters; by default those
     that split the inputs."""
     mesh, graph = spmd.mesh, spmd.graph
@@ -108,10 +108,10 @@ def split_share(spmd: Spmd, *, data_axes: tuple[str, ...] | None = None) -> Spli
     )
 
 
-def _flops(spmd: Spmd) -> tuple[float | None, tuple[Unsplit, ...]]:
+def _flops(spmd: SpmdProgram) -> tuple[float | None, tuple[Unsplit, ...]]:
     """The share of the operations, and the operators that are not fully split. Equal operators are worked out once."""
     mesh = spmd.mesh
-    steps = [step for step in spmd.steps if isinstance(step, Step) and step.placed.op.target in FLOPS]
+    steps = [step for step in spmd.steps if isinstance(step, OpStep) and step.placed.op.target in FLOPS]
     kinds = {_kind(step): step for step in steps}
     coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
     whole: dict[object, int] = {}
@@ -135,7 +135,7 @@ def _flops(spmd: Spmd) -> tuple[float | None, tuple[Unsplit, ...]]:
     return _share(total, busiest, mesh.num_devices), tuple(sorted(unsplit, key=lambda item: -item.lost))
 
 
-def _parameters(spmd: Spmd, data_axes: tuple[str, ...]) -> tuple[float | None, tuple[Unsplit, ...]]:
+def _parameters(spmd: SpmdProgram, data_axes: tuple[str, ...]) -> tuple[float | None, tuple[Unsplit, ...]]:
     """The share of the parameter bytes, and the parameters that are not fully split, over the other axes."""
     mesh = spmd.mesh
     axes = tuple(axis for axis in mesh.sub_axes if axis not in data_axes)
@@ -171,7 +171,7 @@ def _scale(total: int, devices: int) -> float:
     return 1 / (total * (1 - 1 / devices)) if total and devices > 1 else 0.0
 
 
-def _kind(step: Step) -> tuple[object, ...]:
+def _kind(step: OpStep) -> tuple[object, ...]:
     """What the operations of a step depend on."""
     op = step.placed.op
     constants = tuple(arg for arg in op.args if isinstance(arg, str))  # the equation of an einsum
@@ -195,7 +195,7 @@ def _without(layout: Layout, axes: tuple[str, ...]) -> Layout:
     return replace(layout, dims=dims)
 
 
-def _reason_of_step(step: Step, mesh: Mesh) -> str:
+def _reason_of_step(step: OpStep, mesh: Mesh) -> str:
     """``whole over tp``, or ``h: 8 over 3`` for a factor whose size does not divide."""
     strategy = step.placed.strategy
     idle = tuple(axis for axis in mesh.sub_axes if not any(axis in axes for _, axes in strategy.factors))
@@ -221,7 +221,7 @@ def _reason(idle: tuple[str, ...], uneven: list[str], mesh: Mesh) -> str:
     return ", ".join([f"whole over {mesh.format_axes(idle)}"] * bool(idle) + uneven)
 
 
-def _bytes_sent(spmd: Spmd) -> BytesSent:
+def _bytes_sent(spmd: SpmdProgram) -> BytesSent:
     forward = backward = delivered = 0.0
     for conversion in spmd.conversions:
         sent = conversion.itemsize * sum(move.num_sent() for move in conversion.moves)

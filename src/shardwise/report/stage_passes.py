@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import CATEGORIES, Peak
 from shardwise.costs.memory import busiest_program
-from shardwise.costs.pipeline import Order, SimulatedPipeline, StageSeconds, simulate_pipeline
+from shardwise.costs.pipeline_simulation import Order, SimulatedPipeline, StageSeconds, simulate_pipeline
 from shardwise.costs.prediction import Interval
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.graph.ir import Graph
+from shardwise.plans.bind_stages import bound
 from shardwise.plans.plan import Plan
-from shardwise.plans.prices import prices_of
+from shardwise.plans.price_scope import prices_of
 from shardwise.plans.schedule import schedule_of
-from shardwise.plans.stages import bound
-from shardwise.programs.rank_program import Program
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.torch_schedules import order_of
-from shardwise.search.orders import Work
+from shardwise.search.orders import OrderProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +33,14 @@ class StagePass:
     """A stage by itself. ``graph``: what it computes; ``program``: that of its fullest rank, ``step``: a pass of it."""
 
     graph: Graph
-    program: Program
+    program: RankProgram
     prices: Prices
     step: SimulatedStep
 
 
 def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[StagePass, ...]:
     """All stages of a plan. ``graph``: of a pass of its step; ``prelude``: what that computes ahead of its passes."""
-    stages, kinds, passes = bound(plan, graph, prelude=prelude, training=plan.training), Kinds(), []
+    stages, kinds, passes = bound(plan, graph, prelude=prelude, training=plan.training), VjpCache(), []
     for number, (part, spmd) in enumerate(zip(stages.cut.parts, stages.spmds, strict=True)):
         program, prices = busiest_program(spmd, kinds), prices_of(plan.alone(number))
         passes.append(StagePass(part, program, prices, simulate_program(program, prices)))
@@ -113,7 +113,7 @@ def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
     place_of, order = places_of(plan), order_in(plan)
     kept = [float(stage_pass.step.kept_bytes) for stage_pass in passes]
     seconds = tuple(StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0) for _ in passes)
-    work = Work(seconds, place_of, plan.micro_batches, tuple(kept), (0.0,) * len(order))
+    work = OrderProblem(seconds, place_of, plan.micro_batches, tuple(kept), (0.0,) * len(order))
     peaks = []
     for place, in_flight in enumerate(work.peaks(order)):
         parts = Counter[str](dict.fromkeys(CATEGORIES, 0))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shardwise.costs.pipeline import Action, Order, SimulatedPipeline, StageSeconds
+from shardwise.costs.pipeline_simulation import Action, Order, SimulatedPipeline, StageSeconds
 from shardwise.costs.timeline import Event
 from shardwise.costs.trace import Held, Track, by_stream
 from shardwise.errors import PlanError, problem

@@ -28,7 +28,7 @@ class Factored:
     atoms: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
-class _Cuts:
+class _DivisorChain:
     """A set of strides in a dim of known size that form a divisor chain."""
 
     __slots__ = ("size", "strides")
@@ -56,14 +56,14 @@ def factor_graph(
 ) -> Factored:
     """Divide the factors of all rules at the fixed point of the graph's cut points. ``fixed_atoms``: those
     that some values have from outside."""
-    value_cuts = {v.name: tuple(_Cuts(size) for size in v.shape) for v in graph.values}
+    value_cuts = {v.name: tuple(_DivisorChain(size) for size in v.shape) for v in graph.values}
     for name, sizes_of_dims in (fixed_atoms or {}).items():
         for cuts, sizes in zip(value_cuts[name], sizes_of_dims, strict=True):
             stride = 1
             for size in reversed(sizes):
                 stride *= size
                 cuts.add(stride)
-    factor_cuts = {name: {f.name: _Cuts(f.size) for f in rule.factors} for name, rule in rules.items()}
+    factor_cuts = {name: {f.name: _DivisorChain(f.size) for f in rule.factors} for name, rule in rules.items()}
     queue = deque(graph.ops)
     queued = {op.name for op in graph.ops}
     neighbours = {
@@ -107,7 +107,7 @@ def factor_graph(
     return Factored(refined, atoms)
 
 
-def _divide(rule: OpRule, cuts: Mapping[str, _Cuts]) -> OpRule:
+def _divide(rule: OpRule, cuts: Mapping[str, _DivisorChain]) -> OpRule:
     """The rule with every factor replaced by its parts. Of a factor that others are windows of, only the major part can
     be split: the rows of any other are not contiguous."""
     seen_through = {window.factor for _, window in rule.windows}

@@ -7,18 +7,18 @@ from functools import partial
 
 import torch
 
+from shardwise.graph.attention_within import ATTENTION_WITHIN, blocks_at
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
-from shardwise.graph.within import ATTENTION_WITHIN, blocks_at
+from shardwise.rules.arguments import flat_pieces, operand_positions, replace_arguments, same_call
+from shardwise.rules.attention_bands import EVERYTHING, Band, band_between, band_of
 from shardwise.rules.attention_kernels import ATTENTION_ROWS
-from shardwise.rules.bands import EVERYTHING, Band, band_between, band_of
 from shardwise.rules.binding import RuleTable, build, leading_names
-from shardwise.rules.calls import flat_pieces, operand_positions, replaced, unchanged
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.kernels import global_index
+from shardwise.rules.local_kernels import global_index
 from shardwise.rules.lowerings import attention as lowerings
 from shardwise.rules.ring import Ring, RingWithin, zigzag
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Lowering, OpRule
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, Lowering, OpRule
 
 aten = torch.ops.aten
 
@@ -119,30 +119,30 @@ def _lowering(op: Op, ring: str, band: Band) -> Lowering:
     return zigzag if ring == "zigzag" else RingWithin(band) if is_within else Ring(band)
 
 
-def _localize(op: Op, context: LocalContext) -> Call:
+def _localize(op: Op, context: LocalContext) -> LocalOpCall:
     """Kernels of attention count rows from the first, and blocks are of all rows."""
     args = arguments(op)
     if not context.is_split("t"):
-        return unchanged(op)
+        return same_call(op)
     pieces = flat_pieces(context.pieces["t"])
     if op.target is ATTENTION_WITHIN:
         index = global_index(*pieces, "cpu")
         rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])
-        return replaced(op, rows=rows, firsts=firsts, ends=ends)
-    return _rows(unchanged(op), *pieces) if args["is_causal"] else unchanged(op)
+        return replace_arguments(op, rows=rows, firsts=firsts, ends=ends)
+    return _rows(same_call(op), *pieces) if args["is_causal"] else same_call(op)
 
 
-def _kernel(call: Call) -> Call:
+def _kernel(call: LocalOpCall) -> LocalOpCall:
     """Not all kernels of attention know groups of heads."""
     is_plain = call.target is aten.scaled_dot_product_attention.default
     return _rows(call, (), (), ()) if is_plain and arguments(call)["enable_gqa"] else call
 
 
-def _rows(call: Call, *rows: tuple[int, ...]) -> Call:
+def _rows(call: LocalOpCall, *rows: tuple[int, ...]) -> LocalOpCall:
     """Attention of the rows of pieces; of all rows without any."""
     args = arguments(call)
     names = ("query", "key", "value", "attn_mask", "is_causal", "enable_gqa", "scale")
-    return Call(ATTENTION_ROWS, (*(args[name] for name in names), *rows))
+    return LocalOpCall(ATTENTION_ROWS, (*(args[name] for name in names), *rows))
 
 
 _BY_PARTS = zeros_if_empty(_attention)

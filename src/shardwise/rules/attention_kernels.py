@@ -10,9 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.graph.within import attended
-from shardwise.rules.calls import block_offset
-from shardwise.rules.kernels import _ATOMS, _define, global_index
+from shardwise.graph.attention_within import attend
+from shardwise.rules.arguments import block_offset
+from shardwise.rules.local_kernels import _ATOMS, _define, global_index
 from shardwise.rules.rule import Piece
 
 
@@ -42,7 +42,7 @@ def _attention_rows(
         key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
         is_causal = first == 0
         attn_mask = None if is_causal else torch.arange(seen, device=device) <= rows.unsqueeze(-1)
-    return attended(query, key, value, attn_mask, is_causal, enable_gqa, scale)
+    return attend(query, key, value, attn_mask, is_causal, enable_gqa, scale)
 
 
 def _last_row(pieces: Sequence[Piece]) -> int:

@@ -6,10 +6,10 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, operator_name
+from shardwise.rules.arguments import any_split, block_offset, flat_pieces, replace_arguments, same_call
 from shardwise.rules.binding import RuleTable, build, dim_names, single, whole_rule
-from shardwise.rules.calls import any_split, block_offset, flat_pieces, replaced, unchanged
-from shardwise.rules.kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
-from shardwise.rules.rule import Call, FactorKind, LocalContext, OpRule
+from shardwise.rules.local_kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
+from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
 
 aten = torch.ops.aten
 
@@ -18,8 +18,8 @@ def _filled(op: Op, graph: Graph) -> OpRule:
     """zeros, ones, full, empty: only the size changes."""
     names = dim_names(len(graph.by_name[op.results[0]].shape))
 
-    def localize(op: Op, context: LocalContext) -> Call:
-        return replaced(op, size=context.result_shapes[0])
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        return replace_arguments(op, size=context.result_shapes[0])
 
     return build(op, graph, [], [single(names)], localize=localize)
 
@@ -30,8 +30,8 @@ def _new(op: Op, graph: Graph) -> OpRule:
     model = graph.by_name[op.operands[0]].shape
     names = tuple(f"x{i}" for i in range(len(model)))
 
-    def localize(op: Op, context: LocalContext) -> Call:
-        return replaced(op, size=context.result_shapes[0])
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        return replace_arguments(op, size=context.result_shapes[0])
 
     kinds: dict[str, FactorKind] = dict.fromkeys(names, "whole")
     linear = ((0,),) if "zeros" in operator_name(op.target) else ()
@@ -45,17 +45,17 @@ def _range(op: Op, graph: Graph) -> OpRule:
     value = graph.by_name[op.results[0]]
     start, step = args.get("start", 0), args.get("step", 1)
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("n"):
-            return unchanged(op)
+            return same_call(op)
         pieces = context.pieces["n"]
         offset, length = block_offset(pieces), context.result_shapes[0][0]
         integers = all(isinstance(number, int) for number in (start, step))
 
         if offset is not None and integers and not value.dtype.is_floating_point:
             bounds = (start + offset * step, start + (offset + length) * step, step)
-            return Call(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", args["device"])))
-        return Call(RANGE_BLOCK, (start, step, *flat_pieces(pieces), value.dtype, args["device"]))
+            return LocalOpCall(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", args["device"])))
+        return LocalOpCall(RANGE_BLOCK, (start, step, *flat_pieces(pieces), value.dtype, args["device"]))
 
     return build(op, graph, [], [single(["n"])], localize=localize)
 
@@ -63,11 +63,11 @@ def _range(op: Op, graph: Graph) -> OpRule:
 def _linspace(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("n"):
-            return unchanged(op)
+            return same_call(op)
         ends = (args["start"], args["end"], args["steps"])
-        return Call(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, args["device"]))
+        return LocalOpCall(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, args["device"]))
 
     return build(op, graph, [], [single(["n"])], localize=localize)
 
@@ -90,11 +90,11 @@ def _spaced(op: Op, graph: Graph) -> OpRule:
 def _eye(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, ("m", "n")):
-            return unchanged(op)
+            return same_call(op)
         rows, columns = flat_pieces(context.pieces["m"]), flat_pieces(context.pieces["n"])
-        return Call(EYE_BLOCK, (*rows, *columns, dtype, args["device"]))
+        return LocalOpCall(EYE_BLOCK, (*rows, *columns, dtype, args["device"]))
 
     return build(op, graph, [], [single(["m", "n"])], localize=localize)
 

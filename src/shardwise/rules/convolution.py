@@ -16,10 +16,10 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import any_split, local_size, operand_positions, replace_arguments, same_call
 from shardwise.rules.binding import Linear, RuleTable, build, single
-from shardwise.rules.calls import any_split, local_size, operand_positions, replaced, unchanged
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule, Window
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
 from shardwise.rules.window_kernels import CONV_TRANSPOSE_WINDOW, CONV_WINDOW, IM2COL_WINDOW
 from shardwise.rules.windows import Sliding, part_of
 
@@ -60,10 +60,10 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         for i, sliding_map in sliding.items()
     }
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         own_groups = local_size(context, "g") if group else 1
         if not any_split(context, [f"y{i}" for i in sliding]):
-            return replaced(op, groups=own_groups)
+            return replace_arguments(op, groups=own_groups)
         tensors = (Ref(op.operands[0]), Ref(op.operands[1]), Ref(op.operands[2]) if bias else None)
         strides, dilations = (
             tuple(sliding_map.stride for sliding_map in maps),
@@ -80,10 +80,10 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
                 parts[i][0] + sliding_map.before - low[i] * sliding_map.stride for i, sliding_map in enumerate(maps)
             )
             lengths = tuple(length for _, length in parts.values())
-            return Call(CONV_TRANSPOSE_WINDOW, (*tensors, strides, dilations, own_groups, fronts, lengths))
+            return LocalOpCall(CONV_TRANSPOSE_WINDOW, (*tensors, strides, dilations, own_groups, fronts, lengths))
         pads = [sliding_map.padding(*parts[i]) if i in sliding else (0, 0) for i, sliding_map in enumerate(maps)]
         ends = tuple(zip(*pads, strict=True))
-        return Call(CONV_WINDOW, (*tensors, strides, *ends, dilations, own_groups))
+        return LocalOpCall(CONV_WINDOW, (*tensors, strides, *ends, dilations, own_groups))
 
     linear: Linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
     return build(
@@ -162,12 +162,12 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
     sizes |= {f"y{i}": (maps[i].size + 2 * padding[i] - maps[i].span) // stride[i] + 1 for i in range(2)}
     assert sizes["y0"] * sizes["y1"] == after[-1], f"{op.target}: {sizes} are not {after[-1]} windows"
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, ("y0", "y1")):
-            return unchanged(op)
+            return same_call(op)
         pads = [sliding_map.padding(*part_of(context, f"y{i}")) for i, sliding_map in enumerate(maps)]
         ends = tuple(zip(*pads, strict=True))
-        return Call(IM2COL_WINDOW, (Ref(op.operands[0]), kernel, dilation, *ends, stride))
+        return LocalOpCall(IM2COL_WINDOW, (Ref(op.operands[0]), kernel, dilation, *ends, stride))
 
     return build(
         op,

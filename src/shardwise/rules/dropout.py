@@ -9,9 +9,9 @@ from math import prod
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.operators import dropout, uniform
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import flat_pieces, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import flat_pieces, replaced
-from shardwise.rules.rule import Call, LocalContext, OpRule, Piece
+from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule, Piece
 
 
 def dropout_rule(op: Op, graph: Graph) -> OpRule:
@@ -19,9 +19,9 @@ def dropout_rule(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(graph.by_name[op.operands[0]].shape))
     dims = single(names)
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         sizes, offsets, lengths = _place(op, names, context)
-        return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths)
+        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
 
     return build(op, graph, [dims, *[()] * (len(op.operands) - 1)], [dims], linear=((0,),), localize=localize)
 
@@ -30,9 +30,9 @@ def uniform_rule(op: Op, graph: Graph) -> OpRule:
     """The seed is everywhere, every dim of the result is parallel."""
     names = dim_names(len(graph.by_name[op.results[0]].shape))
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         sizes, offsets, lengths = _place(op, names, context)
-        return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths, shape=context.result_shapes[0])
+        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths, shape=context.result_shapes[0])
 
     return build(op, graph, [()] * len(op.operands), [single(names)], localize=localize)
 

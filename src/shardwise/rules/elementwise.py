@@ -9,8 +9,8 @@ from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import operand_positions
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import operand_positions
 from shardwise.rules.rule import Dims, FactorKind, Localize, OpRule
 
 aten = torch.ops.aten

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import wraps
 
 from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.rules.arguments import same_call
 from shardwise.rules.binding import RuleFunction
-from shardwise.rules.calls import unchanged
-from shardwise.rules.kernels import NOTHING
-from shardwise.rules.rule import Call, LocalContext, OpRule
+from shardwise.rules.local_kernels import NOTHING
+from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
 
 
 def zeros_if_empty(function: RuleFunction) -> RuleFunction:
@@ -41,12 +41,12 @@ def zeros_if_empty(function: RuleFunction) -> RuleFunction:
                 for size, factors in zip(shape, dims, strict=True)
             )
 
-        def localize(op: Op, context: LocalContext) -> Call:
+        def localize(op: Op, context: LocalContext) -> LocalOpCall:
             if not is_empty(context):
-                return inner(op, context) if inner is not None else unchanged(op)
+                return inner(op, context) if inner is not None else same_call(op)
             sizes = tuple(size for shape in context.result_shapes for size in shape)
             ranks = tuple(map(len, context.result_shapes))
-            return Call(NOTHING, (tuple(map(Ref, op.operands)), sizes, ranks, dtypes, differentiable))
+            return LocalOpCall(NOTHING, (tuple(map(Ref, op.operands)), sizes, ranks, dtypes, differentiable))
 
         return replace(rule, localize=localize)
 

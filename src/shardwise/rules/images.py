@@ -8,13 +8,13 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import any_split, local_size, normal_dim, replace_arguments, same_call
 from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import any_split, local_size, normal_dim, replaced, unchanged
 from shardwise.rules.convolution import spatial
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule, Window
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
 from shardwise.rules.window_kernels import COL2IM_WINDOW
-from shardwise.rules.windows import Run, Sliding, part_of, windows_of_runs
+from shardwise.rules.windows import RowRun, Sliding, part_of, windows_of_runs
 
 aten = torch.ops.aten
 
@@ -39,8 +39,8 @@ def _channel_shuffle(op: Op, graph: Graph) -> OpRule:
     """``n (g c) ... -> n (c g) ...``."""
     rest = single(dim_names(len(_shape(op, graph)) - 2))
 
-    def localize(op: Op, context: LocalContext) -> Call:
-        return replaced(op, groups=local_size(context, "g"))
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        return replace_arguments(op, groups=local_size(context, "g"))
 
     sizes = {"g": arguments(op)["groups"]}
     before, after = (("n",), ("g", "c"), *rest), (("n",), ("c", "g"), *rest)
@@ -58,7 +58,8 @@ def _rot90(op: Op, graph: Graph) -> OpRule:
         result[first], result[second] = names[second], names[first]
     reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
     windows = {
-        names[dim]: Window(f"y{dim}", windows_of_runs((Run(shape[dim], shape[dim] - 1, -1),))) for dim in reversed_dims
+        names[dim]: Window(f"y{dim}", windows_of_runs((RowRun(shape[dim], shape[dim] - 1, -1),)))
+        for dim in reversed_dims
     }
     renamed = [f"y{name[1:]}" if name in windows else name for name in result]
     return build(op, graph, [single(names)], [single(renamed)], linear=((0,),), windows=windows)
@@ -74,9 +75,9 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
     assert prod(counts) == shape[-1], f"{op.target}: {counts} are not {shape[-1]} windows"
     maps = [Sliding(counts[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(2)]
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, ("y0", "y1")):
-            return unchanged(op)
+            return same_call(op)
         parts = [part_of(context, f"y{i}") for i in range(2)]
         part_lengths = [
             sliding_map.transposed(*part) if context.is_split(f"y{i}") else ((0, sliding_map.size),)
@@ -89,7 +90,7 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
             for sliding_map, part, (start, _) in zip(maps, parts, rows, strict=True)
         )
         lengths = tuple(length for _, length in parts)
-        return Call(COL2IM_WINDOW, (Ref(op.operands[0]), kernel, dilation, stride, numbers, fronts, lengths))
+        return LocalOpCall(COL2IM_WINDOW, (Ref(op.operands[0]), kernel, dilation, stride, numbers, fronts, lengths))
 
     batch: Dims = (("n",),) if len(shape) == 3 else ()
     return build(

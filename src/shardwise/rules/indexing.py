@@ -8,9 +8,9 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import any_split, broadcast_shape, flat_pieces, normal_dim, same_call
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
-from shardwise.rules.calls import any_split, broadcast_shape, flat_pieces, normal_dim, unchanged
-from shardwise.rules.kernels import (
+from shardwise.rules.local_kernels import (
     EMBEDDING_ROWS,
     GATHER_ROWS,
     INDEX_ROWS,
@@ -19,7 +19,7 @@ from shardwise.rules.kernels import (
     TAKE_ROWS,
 )
 from shardwise.rules.lowerings import indexing as lowerings
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule
 
 aten = torch.ops.aten
 
@@ -39,11 +39,11 @@ def embedding_rule(op: Op, graph: Graph) -> OpRule:
     if args["scale_grad_by_freq"]:  # the frequencies are those of the whole batch
         kinds = dict.fromkeys(("v", *leading), "whole")
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("v"):
-            return unchanged(op)
+            return same_call(op)
         table, ids = op.operands
-        return Call(EMBEDDING_ROWS, (Ref(table), Ref(ids), padding, *flat_pieces(context.pieces["v"])))
+        return LocalOpCall(EMBEDDING_ROWS, (Ref(table), Ref(ids), padding, *flat_pieces(context.pieces["v"])))
 
     result = single([*leading, "e"])
     operands = [single(["v", "e"]), single(leading)]
@@ -78,11 +78,11 @@ def gather_rule(op: Op, graph: Graph) -> OpRule | None:
     place = normal_dim(arguments(op)["dim"], len(shape))
     operand, indices, kinds = aligned_dims(shape, index, place)
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("v"):
-            return unchanged(op)
+            return same_call(op)
         x, ids = op.operands
-        return Call(GATHER_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
+        return LocalOpCall(GATHER_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
 
     kinds |= {"v": "sum"}
     return build(op, graph, [operand, indices], [indices], kinds=kinds, linear=_FIRST, localize=localize)
@@ -112,11 +112,11 @@ def take_along_rule(op: Op, graph: Graph) -> OpRule | None:
             for i, (name, size, total) in enumerate(zip(names, sizes, result, strict=True))
         )
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("v"):
-            return unchanged(op)
+            return same_call(op)
         x, ids = op.operands
-        return Call(TAKE_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
+        return LocalOpCall(TAKE_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
 
     operands = [dims(shape, "v"), dims(index, "i")]
     results = [dims(result, "i")]
@@ -133,11 +133,11 @@ def index_select_rule(op: Op, graph: Graph) -> OpRule:
     def along(name: str) -> Dims:
         return single([name if i == place else dim_name for i, dim_name in enumerate(names)])
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("v"):
-            return unchanged(op)
+            return same_call(op)
         x, ids = op.operands
-        return Call(INDEX_SELECT_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
+        return LocalOpCall(INDEX_SELECT_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
 
     operands = [along("v"), single(["i"])]
     return build(op, graph, operands, [along("i")], kinds={"v": "sum"}, linear=_FIRST, localize=localize)
@@ -188,13 +188,13 @@ def index_rule(op: Op, graph: Graph) -> OpRule | None:
     indexed = [f"v{i}" for i in range(len(places))]
     kinds: dict[str, FactorKind] = dict.fromkeys(indexed, "sum")
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, indexed):
-            return unchanged(op)
+            return same_call(op)
         ids = tuple(item for item in arguments(op)["indices"] if item is not None)
         counts = tuple(len(context.pieces[name]) for name in indexed)
         pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
-        return Call(INDEX_ROWS, (Ref(op.operands[0]), ids, tuple(places), counts, *pieces))
+        return LocalOpCall(INDEX_ROWS, (Ref(op.operands[0]), ids, tuple(places), counts, *pieces))
 
     return build(op, graph, [operand, *indices], [result], kinds=kinds, linear=_FIRST, localize=localize)
 
@@ -205,10 +205,10 @@ def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
         return None
     names = dim_names(len(_shapes(op, graph)[0]))
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("c"):
-            return unchanged(op)
-        return Call(ONE_HOT_CLASSES, (Ref(op.operands[0]), *flat_pieces(context.pieces["c"])))
+            return same_call(op)
+        return LocalOpCall(ONE_HOT_CLASSES, (Ref(op.operands[0]), *flat_pieces(context.pieces["c"])))
 
     return build(op, graph, [single(names)], [single([*names, "c"])], localize=localize)
 

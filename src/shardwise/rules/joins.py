@@ -16,10 +16,10 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import local_size, normal_dim, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import local_size, normal_dim, replaced
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule, Window
-from shardwise.rules.windows import Sliding, part_of, shifted
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
+from shardwise.rules.windows import Sliding, part_of, shift_rows
 
 aten = torch.ops.aten
 
@@ -55,9 +55,9 @@ def parts_rule(op: Op, graph: Graph) -> OpRule:
     results = [_with(names, place, _part(number, unit, f"{_PARTS}{i}")) for i, number in enumerate(numbers)]
     kinds: dict[str, FactorKind] = {name: "whole" for name in sizes if name != _UNIT}
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         local = tuple(number * _local_unit(context, unit) for number in numbers)
-        return Call(aten.split_with_sizes.default, (Ref(op.operands[0]), local, place))
+        return LocalOpCall(aten.split_with_sizes.default, (Ref(op.operands[0]), local, place))
 
     operand = _with(names, place, _part(sum(numbers), unit, _PARTS))
     linear = ((0,),)
@@ -106,11 +106,13 @@ def slice_rule(op: Op, graph: Graph) -> OpRule:
     # In units of the operand and of the result.
     sliding_map = Sliding(sizes.get(_PARTS, 1), 1, step, before=-(start // sizes.get(_UNIT, 1) if step == 1 else start))
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if slides and context.is_split("y"):
-            return Call(aten.slice.Tensor, (Ref(op.operands[0]), place, 0, context.operand_shapes[0][place], step))
+            return LocalOpCall(
+                aten.slice.Tensor, (Ref(op.operands[0]), place, 0, context.operand_shapes[0][place], step)
+            )
         first, last = _local_bounds(context, start, length, step, sizes)
-        return Call(aten.slice.Tensor, (Ref(op.operands[0]), place, first, last, step))
+        return LocalOpCall(aten.slice.Tensor, (Ref(op.operands[0]), place, first, last, step))
 
     dims = [_with(names, place, operand)]
     return build(
@@ -147,14 +149,14 @@ def _slice_scatter(op: Op, graph: Graph) -> OpRule:
     slides = step == 1 and _PARTS in whole_dim and "y" in part
     before = start // sizes.get(_UNIT, 1)
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         first, last = _local_bounds(context, start, length, step, sizes)
         if slides and context.is_split(_PARTS):
             offset, num_rows = part_of(context, _PARTS)
             unit = _local_unit(context, sizes[_UNIT])
             first = min(max(before - offset, 0), num_rows) * unit
             last = first + context.operand_shapes[1][place]
-        return replaced(op, dim=place, start=first, end=last)
+        return replace_arguments(op, dim=place, start=first, end=last)
 
     target = _with(names, place, whole_dim)
     return build(
@@ -166,7 +168,7 @@ def _slice_scatter(op: Op, graph: Graph) -> OpRule:
         sizes=sizes,
         linear=((0, 1),),
         localize=localize,
-        windows={"y": Window(_PARTS, shifted(-before, sizes["y"]))} if slides else {},
+        windows={"y": Window(_PARTS, shift_rows(-before, sizes["y"]))} if slides else {},
     )
 
 
@@ -201,7 +203,7 @@ def _cat(op: Op, graph: Graph) -> OpRule | None:
     operands = [_with(names, place, (f"{_PARTS}{i}", *((_UNIT,) if unit != 1 else ()))) for i in range(len(numbers))]
     result = _with(names, place, (_PARTS, *((_UNIT,) if unit != 1 else ())))
     together = (tuple(range(len(operands))),)
-    windows = {f"{_PARTS}{i}": Window(_PARTS, shifted(-starts[i], number)) for i, number in enumerate(numbers)}
+    windows = {f"{_PARTS}{i}": Window(_PARTS, shift_rows(-starts[i], number)) for i, number in enumerate(numbers)}
     return build(op, graph, operands, [result], sizes=sizes, linear=together, windows=windows)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.ir import Graph, Op
+from shardwise.rules.arguments import replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import replaced
-from shardwise.rules.kernels import local_index
-from shardwise.rules.rule import Call, LocalContext, OpRule
+from shardwise.rules.local_kernels import local_index
+from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
 
 
 @torch.library.custom_op(
@@ -38,7 +38,7 @@ def label_terms(
 
     ``scores`` [..., C, ...] floating point; ``maximum`` likewise with 1 in place of C, a constant; ``index`` without
     that dim, int64, global: ``sizes``, ``offsets`` and ``lengths`` say which classes ``scores`` has
-    (``rules.kernels``), and an entry that it does not have is 0. Both results have the shape of ``index``.
+    (``rules.local_kernels``), and an entry that it does not have is 0. Both results have the shape of ``index``.
     """
     total = (scores - maximum).exp_().sum(dim)
     if scores.shape[dim] == 0:
@@ -80,9 +80,9 @@ def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     rest = single([name for name in names if name != "c"])
     maximum = tuple(() if name == "c" else (name,) for name in names)
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         pieces = context.pieces["c"]
-        return replaced(
+        return replace_arguments(
             op,
             sizes=tuple(piece.size for piece in pieces),
             offsets=tuple(piece.offset for piece in pieces),

@@ -8,8 +8,8 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import broadcast_shape, normal_dim
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import broadcast_shape, normal_dim
 from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Dims, FactorKind, OpRule

@@ -12,8 +12,8 @@ from torch._ops import OpOverload
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.graph.stand_ins import ctc_loss
+from shardwise.rules.arguments import broadcast_shape
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import broadcast_shape
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.lowerings import losses as lowerings
 from shardwise.rules.lowerings.losses import MEAN, NONE

@@ -6,11 +6,11 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import local_size, operand_positions, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
-from shardwise.rules.calls import local_size, operand_positions, replaced
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import normalization as lowerings
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Lowering, OpRule
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, Lowering, OpRule
 
 aten = torch.ops.aten
 
@@ -60,8 +60,8 @@ def _group_norm(op: Op, graph: Graph) -> OpRule:
     )
 
 
-def _local_groups(op: Op, context: LocalContext) -> Call:
-    return replaced(op, num_groups=local_size(context, "g"))
+def _local_groups(op: Op, context: LocalContext) -> LocalOpCall:
+    return replace_arguments(op, num_groups=local_size(context, "g"))
 
 
 def _channel_norm(op: Op, graph: Graph, averaged: tuple[str, ...], lowering: Lowering | None) -> OpRule:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import NotationError, caret
 from shardwise.rules.rule import Dims
-from shardwise.texts import check_notation, shown
+from shardwise.untrusted_text import check_notation, shorten_repr
 
 ELLIPSIS = "..."
 _MOST_CHARACTERS = 2**12  # of a rule
@@ -50,7 +50,7 @@ def format_dims(dims: Dims) -> str:
 
 def parse_rule(text: str) -> Pattern:
     """Parse ``"m k, k n -> m n"``. Raises NotationError with a caret under the offending column."""
-    reader = _Reader(check_notation(text, "a rule reads m k, k n -> m n", _MOST_CHARACTERS))
+    reader = _TokenCursor(check_notation(text, "a rule reads m k, k n -> m n", _MOST_CHARACTERS))
     operands = reader.tensors(stop="->")
     reader.expect("->")
     results = reader.tensors(stop="")
@@ -68,11 +68,11 @@ def _reject_repetition(text: str, dims: Dims) -> None:
         if count > 1:
             column = text.find(name)
             raise NotationError(
-                caret(text, column, f"{shown(name)} appears twice in the tensor {format_dims(dims)[:60]}")
+                caret(text, column, f"{shorten_repr(name)} appears twice in the tensor {format_dims(dims)[:60]}")
             )
 
 
-class _Reader:
+class _TokenCursor:
     """A cursor over the tokens of one text."""
 
     __slots__ = ("_next", "column", "text", "token")

@@ -16,12 +16,12 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import any_split, same_call
 from shardwise.rules.binding import RuleFunction, RuleTable, build, single
-from shardwise.rules.calls import any_split, unchanged
 from shardwise.rules.convolution import per_dim, spatial
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings.reductions import max_dim
-from shardwise.rules.rule import Call, FactorKind, LocalContext, Localize, Lowering, OpRule, Ranges, Window
+from shardwise.rules.rule import FactorKind, LocalContext, Localize, LocalOpCall, Lowering, OpRule, Ranges, Window
 from shardwise.rules.window_kernels import (
     ADAPTIVE_AVG_POOLS,
     ADAPTIVE_AVG_WINDOW,
@@ -33,7 +33,7 @@ from shardwise.rules.window_kernels import (
     Resampling,
     sample_points,
 )
-from shardwise.rules.windows import Sliding, clipped, part_of
+from shardwise.rules.windows import Sliding, clip_rows, part_of
 
 aten = torch.ops.aten
 
@@ -58,8 +58,8 @@ def _over_maps(
     windows = {f"x{i}": Window(f"y{i}", rows[i]) for i in range(count) if f"x{i}" not in kinds}
     kinds = kinds | {f"y{name[1:]}": "whole" for name in kinds}
 
-    def local(op: Op, context: LocalContext) -> Call:
-        return localize(op, context) if any_split(context, spatial("y", count)) else unchanged(op)
+    def local(op: Op, context: LocalContext) -> LocalOpCall:
+        return localize(op, context) if any_split(context, spatial("y", count)) else same_call(op)
 
     return build(
         op,
@@ -96,7 +96,7 @@ def _pooling(count: int) -> RuleFunction:
         rows: list[_Rows] = [sliding_map.aligned for sliding_map in maps]
         averages = "dilation" not in args
 
-        def localize(op: Op, context: LocalContext) -> Call:
+        def localize(op: Op, context: LocalContext) -> LocalOpCall:
             parts = [part_of(context, f"y{i}") for i in range(count)]
             split = [context.is_split(f"y{i}") for i in range(count)]
             fronts = tuple(
@@ -107,11 +107,11 @@ def _pooling(count: int) -> RuleFunction:
             x = Ref(op.operands[0])
             if averages:
                 options = (args["ceil_mode"], args["count_include_pad"], args.get("divisor_override"))
-                return Call(AVG_POOL_WINDOW, (x, kernel, stride, padding, *options, fronts, lengths))
+                return LocalOpCall(AVG_POOL_WINDOW, (x, kernel, stride, padding, *options, fronts, lengths))
             known = (x, kernel, stride, padding, dilation, args["ceil_mode"], fronts, lengths)
             if len(op.results) == 1:
-                return Call(MAX_POOL_VALUES_WINDOW, known)
-            return Call(MAX_POOL_WINDOW, (*known, _starts(context, rows), sizes))
+                return LocalOpCall(MAX_POOL_VALUES_WINDOW, known)
+            return LocalOpCall(MAX_POOL_WINDOW, (*known, _starts(context, rows), sizes))
 
         return _over_maps(op, graph, count, rows, localize, linear=averages)
 
@@ -134,11 +134,11 @@ def _adaptive(count: int) -> RuleFunction:
 
         def window(i: int, offset: int, length: int) -> Ranges:
             own_range = bins(i, offset, length)
-            return clipped(own_range[0][0], own_range[-1][1], sizes[i])
+            return clip_rows(own_range[0][0], own_range[-1][1], sizes[i])
 
         rows: list[_Rows] = [partial(window, i) for i in range(count)]
 
-        def localize(op: Op, context: LocalContext) -> Call:
+        def localize(op: Op, context: LocalContext) -> LocalOpCall:
             starts, bins_here = _starts(context, rows), []
             for i in range(count):
                 uneven = context.is_split(f"y{i}") and sizes[i] % after[i] != 0
@@ -147,7 +147,11 @@ def _adaptive(count: int) -> RuleFunction:
             begins = tuple(begin - starts[i] for i, ranges in enumerate(bins_here) for begin, _ in ranges)
             ends = tuple(end - starts[i] for i, ranges in enumerate(bins_here) for _, end in ranges)
             known = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, bins_here)))
-            return Call(ADAPTIVE_AVG_WINDOW, known) if averages else Call(ADAPTIVE_MAX_WINDOW, (*known, starts, sizes))
+            return (
+                LocalOpCall(ADAPTIVE_AVG_WINDOW, known)
+                if averages
+                else LocalOpCall(ADAPTIVE_MAX_WINDOW, (*known, starts, sizes))
+            )
 
         single_bins = [f"x{i}" for i in range(count) if after[i] == 1]
         lowered = averages or len(single_bins) == count
@@ -196,16 +200,18 @@ def _resampling(count: int, mode: str) -> RuleFunction:
                 for dtype in (torch.float32, torch.float64)
                 for index, _ in sample_points(how, y, 1, dtype, torch.device("cpu"))
             ]
-            return clipped(min(rows), max(rows) + 1, sizes[i])
+            return clip_rows(min(rows), max(rows) + 1, sizes[i])
 
         rows: list[_Rows] = [partial(window, i) for i in range(count)]
 
-        def localize(op: Op, context: LocalContext) -> Call:
+        def localize(op: Op, context: LocalContext) -> LocalOpCall:
             parts = [part_of(context, f"y{i}") for i in range(count)]
             split = tuple(context.is_split(f"y{i}") for i in range(count))
             output = tuple(length for _, length in parts)
             where = (split, tuple(offset for offset, _ in parts), output, _starts(context, rows))
-            return Call(RESAMPLE_WINDOW, (Ref(op.operands[0]), mode, align, output, sizes, after, scales, *where))
+            return LocalOpCall(
+                RESAMPLE_WINDOW, (Ref(op.operands[0]), mode, align, output, sizes, after, scales, *where)
+            )
 
         copies = mode.startswith("nearest") or graph.by_name[op.results[0]].dtype.is_floating_point
         whole = () if copies else [f"y{i}" for i in range(count)]  # means of integers are rounded as the operator likes

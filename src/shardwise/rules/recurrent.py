@@ -6,8 +6,8 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import operand_positions
 from shardwise.rules.binding import RuleTable, build, single
-from shardwise.rules.calls import operand_positions
 from shardwise.rules.rule import Dims, FactorKind, OpRule
 
 aten = torch.ops.aten

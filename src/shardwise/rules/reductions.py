@@ -10,22 +10,22 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import (
+from shardwise.rules.arguments import (
     any_split,
     broadcast_shape,
     dims_of,
     flat_pieces,
     normal_dim,
     operand_positions,
-    unchanged,
+    same_call,
 )
+from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.kernels import CUMULATED
+from shardwise.rules.local_kernels import CUMULATED
 from shardwise.rules.lowerings import reductions as lowerings
 from shardwise.rules.lowerings import scans, softmax
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, Lowering, OpRule, Window
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, Localize, LocalOpCall, Lowering, OpRule, Window
 from shardwise.rules.windows import Sliding
 
 aten = torch.ops.aten
@@ -103,10 +103,10 @@ def _neutral_if_empty(kind: FactorKind, dtype: torch.dtype) -> Localize:
     else:
         bound = torch.iinfo(dtype).min if kind == "max" else torch.iinfo(dtype).max
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if 0 not in context.operand_shapes[0]:
-            return unchanged(op)
-        return Call(aten.new_full.default, (Ref(op.operands[0]), context.result_shapes[0], bound))
+            return same_call(op)
+        return LocalOpCall(aten.new_full.default, (Ref(op.operands[0]), context.result_shapes[0], bound))
 
     return localize
 
@@ -175,11 +175,11 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
     def along(name: str) -> Dims:
         return single([name if i == dim else dim_name for i, dim_name in enumerate(names)])
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, ("s", "t")):
-            return unchanged(op)
+            return same_call(op)
         rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
-        return Call(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
+        return LocalOpCall(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
 
     return build(op, graph, [along("s")], [along("t")], kinds={"s": "sum"}, linear=((0,),), localize=localize)
 

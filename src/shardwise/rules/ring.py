@@ -9,9 +9,9 @@ around in the other direction.
 In the language of rules a ring is nothing special: the blocks are a dim of N, and handing on is ``roll`` along it,
 which exchanges windows of one block (``rules/windows.py``).
 
-Of a mask it may be known that queries see keys at some distances alone (``rules/bands.py``). Steps in which no block
-sees anything are left out, with their messages; where only the blocks behind see those before them, nothing is handed
-from the last block to the first.
+Of a mask it may be known that queries see keys at some distances alone (``rules/attention_bands.py``). Steps in which
+no block sees anything are left out, with their messages; where only the blocks behind see those before them, nothing is
+handed from the last block to the first.
 
 Under a causal mask the device of the last block has all the work. ``ZIGZAG`` balances it (Zhu, zigzag ring attention,
 2024): the sequence is 2N chunks, and device i works on chunks i and 2N - 1 - i. Every pair of devices then has two
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.rules.bands import CAUSAL, EVERYTHING, Band
+from shardwise.rules.attention_bands import CAUSAL, EVERYTHING, Band
 from shardwise.rules.lowerings.attention import attention_within, by_group, scaled_dot_product_attention
 from shardwise.rules.lowerings.precision import cast, wide
 
@@ -188,9 +188,12 @@ def zigzag(
             return torch.where(before, first, second)
 
         met = _met(
-            _Seen(*map(chosen, first, last)), chosen(first_q, last_q), chosen(first_k, last_k), chosen(first_v, last_v)
+            _SoftmaxState(*map(chosen, first, last)),
+            chosen(first_q, last_q),
+            chosen(first_k, last_k),
+            chosen(first_v, last_v),
         )
-        first, last = _Seen(*map(chosen, met, first)), _Seen(*map(chosen, last, met))
+        first, last = _SoftmaxState(*map(chosen, met, first)), _SoftmaxState(*map(chosen, last, met))
     result = torch.stack((_attended(first), _attended(last)), -3).flatten(-4, -2)
     result = _chunks(result, sorted(range(2 * number), key=order.__getitem__), chunk)
     return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
@@ -199,7 +202,7 @@ def zigzag(
 # ------------------------------------------------------------------------------------------------------ online softmax
 
 
-class _Seen(NamedTuple):
+class _SoftmaxState(NamedTuple):
     """Of the keys that rows have met: the largest score, the sum of the weights and of the weighted values."""
 
     top: Tensor
@@ -207,14 +210,14 @@ class _Seen(NamedTuple):
     result: Tensor
 
 
-def _nothing(q: Tensor) -> _Seen:
+def _nothing(q: Tensor) -> _SoftmaxState:
     zero = torch.zeros((), dtype=q.dtype, device=q.device)
-    return _Seen(torch.full((), -inf, dtype=q.dtype, device=q.device), zero, zero)
+    return _SoftmaxState(torch.full((), -inf, dtype=q.dtype, device=q.device), zero, zero)
 
 
 def _met(
-    seen: _Seen, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, mask: Tensor | None = None
-) -> _Seen:
+    seen: _SoftmaxState, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, mask: Tensor | None = None
+) -> _SoftmaxState:
     """What rows have seen after they met other keys, but for those that are ``hidden`` or that the mask hides."""
     scores = torch.matmul(q, k.transpose(-2, -1))
     if hidden is not None:
@@ -225,10 +228,10 @@ def _met(
     settled = torch.where(higher == -inf, 0, higher)  # nothing seen yet: any number will do
     weights, kept = torch.exp(scores - settled), torch.exp(seen.top - settled)
     total = seen.total * kept + weights.sum(-1, keepdim=True)
-    return _Seen(higher, total, seen.result * kept + torch.matmul(weights, v))
+    return _SoftmaxState(higher, total, seen.result * kept + torch.matmul(weights, v))
 
 
-def _attended(seen: _Seen) -> Tensor:
+def _attended(seen: _SoftmaxState) -> Tensor:
     return seen.result / torch.where(seen.total == 0, 1, seen.total)  # a row that sees nothing is 0, as in PyTorch
 
 

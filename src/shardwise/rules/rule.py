@@ -73,7 +73,7 @@ class LocalContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LocalOpCall:
     """A local operator call: what a rank executes in place of the op. ``target`` is an OpOverload (ATen or
     ``shardwise::``)."""
 
@@ -96,7 +96,7 @@ class Window:
     ranges: Callable[[int, int], Ranges]
 
 
-Localize = Callable[[Op, LocalContext], Call]
+Localize = Callable[[Op, LocalContext], LocalOpCall]
 # A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the
 # same result with operators that all have rules. It is traced with fake tensors; its operators are then split like any
 # others.
@@ -135,7 +135,7 @@ class OpRule:
     lowering: Lowering | None = None
     windows: tuple[tuple[str, Window], ...] = ()
     variants: tuple[tuple[str, OpRule], ...] = ()
-    kernel: Callable[[Call], Call] | None = None
+    kernel: Callable[[LocalOpCall], LocalOpCall] | None = None
 
     def factor(self, name: str) -> Factor:
         for factor in self.factors:

@@ -10,21 +10,29 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import (
+    any_split,
+    block_offset,
+    flat_pieces,
+    local_size,
+    normal_dim,
+    replace_arguments,
+    same_call,
+)
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.calls import any_split, block_offset, flat_pieces, local_size, normal_dim, replaced, unchanged
 from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.kernels import TRIANGLE
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, Localize, OpRule, Ranges, Window
+from shardwise.rules.local_kernels import TRIANGLE
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, Localize, LocalOpCall, OpRule, Ranges, Window
 from shardwise.rules.window_kernels import COPIED_RUNS
 from shardwise.rules.windows import (
-    Run,
+    RowRun,
     Sliding,
     cut_runs,
     part_of,
     ranges_of_runs,
     runs_within,
-    shifted,
+    shift_rows,
     windows_of_runs,
 )
 
@@ -126,8 +134,8 @@ def reshape_rule(op: Op, graph: Graph) -> OpRule | None:
     return build(op, graph, operands, [result], kinds=kinds, sizes=sizes, linear=_FIRST, localize=_local_reshape)
 
 
-def _local_reshape(op: Op, context: LocalContext) -> Call:
-    return Call(aten.reshape.default, (Ref(op.operands[0]), context.result_shapes[0]))
+def _local_reshape(op: Op, context: LocalContext) -> LocalOpCall:
+    return LocalOpCall(aten.reshape.default, (Ref(op.operands[0]), context.result_shapes[0]))
 
 
 # -- reordering --------------------------------------------------------------------------------------------------------
@@ -189,8 +197,8 @@ def _squeeze(op: Op, graph: Graph) -> OpRule:
     dims = broadcast_dims(shape, shape, dim_names(len(shape)))
     kept = tuple(dim for i, dim in enumerate(dims) if i not in gone)
 
-    def localize(op: Op, context: LocalContext) -> Call:
-        return Call(aten.squeeze.dims, (Ref(op.operands[0]), gone))
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        return LocalOpCall(aten.squeeze.dims, (Ref(op.operands[0]), gone))
 
     return build(op, graph, [dims], [kept], linear=_FIRST, localize=localize)
 
@@ -244,8 +252,8 @@ def _complex_pairs(op: Op, graph: Graph) -> OpRule:
 def _expand(op: Op, graph: Graph) -> OpRule:
     """A broadcast dim is a factor of the result alone: each part repeats the operand as often as it needs."""
 
-    def localize(op: Op, context: LocalContext) -> Call:
-        return Call(aten.expand.default, (Ref(op.operands[0]), context.result_shapes[0]))
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        return LocalOpCall(aten.expand.default, (Ref(op.operands[0]), context.result_shapes[0]))
 
     return pointwise_rule(op, graph, _FIRST, localize)
 
@@ -267,9 +275,9 @@ def _repeat(argument: str) -> RuleFunction:
         )
         sizes = {f"r{i}": number for i, number in enumerate(times) if number != 1}
 
-        def localize(op: Op, context: LocalContext) -> Call:
+        def localize(op: Op, context: LocalContext) -> LocalOpCall:
             local = tuple(local_size(context, f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(times)))
-            return Call(aten.repeat.default, (Ref(op.operands[0]), local))
+            return LocalOpCall(aten.repeat.default, (Ref(op.operands[0]), local))
 
         return build(op, graph, [dims], [repeated], sizes=sizes, linear=_FIRST, localize=localize)
 
@@ -288,8 +296,8 @@ def _repeat_interleave(op: Op, graph: Graph) -> OpRule:
         place = normal_dim(args["dim"], len(shape))
         result = tuple((*dim, "r") if i == place else dim for i, dim in enumerate(dims))
 
-    def localize(op: Op, context: LocalContext) -> Call:
-        return replaced(op, repeats=local_size(context, "r"), output_size=None)
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        return replace_arguments(op, repeats=local_size(context, "r"), output_size=None)
 
     sizes = {"r": args["repeats"]}
     return build(op, graph, [dims], [result], sizes=sizes, linear=_FIRST, localize=localize)
@@ -309,21 +317,21 @@ def _meshgrid(op: Op, graph: Graph) -> OpRule:
 # -- moving along a dim ------------------------------------------------------------------------------------------------
 
 
-def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[Run]], plain: Call | None = None) -> OpRule:
+def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[RowRun]], plain: LocalOpCall | None = None) -> OpRule:
     """Operators whose results are copies of rows: ``runs`` per dim along which they move. ``plain``: the call where
     none of these is split, if it is not the operator's own."""
     names = dim_names(_rank(op, graph))
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, [f"y{dim}" for dim in runs]):
-            return plain or unchanged(op)
-        local: list[tuple[Run, ...]] = []
+            return plain or same_call(op)
+        local: list[tuple[RowRun, ...]] = []
         for dim, lengths in runs.items():
             part = cut_runs(lengths, *part_of(context, f"y{dim}"))
             local.append(runs_within(part, ranges_of_runs(part)) if context.is_split(f"y{dim}") else part)
         flat = [run for runs_of_dim in local for run in runs_of_dim]
         columns = (tuple(run.length for run in flat), tuple(run.first for run in flat), tuple(run.step for run in flat))
-        return Call(COPIED_RUNS, (Ref(op.operands[0]), tuple(runs), tuple(map(len, local)), *columns))
+        return LocalOpCall(COPIED_RUNS, (Ref(op.operands[0]), tuple(runs), tuple(map(len, local)), *columns))
 
     return moved_rule(
         op, graph, {dim: windows_of_runs(lengths_of_runs) for dim, lengths_of_runs in runs.items()}, localize, names
@@ -332,7 +340,7 @@ def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[Run]], plain: 
 
 def _copied_runs(op: Op, graph: Graph) -> OpRule:
     args = arguments(op)
-    runs = iter([Run(*run) for run in zip(args["lengths"], args["firsts"], args["steps"], strict=True)])
+    runs = iter([RowRun(*run) for run in zip(args["lengths"], args["firsts"], args["steps"], strict=True)])
     counts = dict(zip(args["dims"], args["counts"], strict=True))
     return copied_rule(op, graph, {dim: tuple(islice(runs, number)) for dim, number in counts.items()})
 
@@ -374,9 +382,11 @@ def _roll(op: Op, graph: Graph) -> OpRule:
     moved = {dim: shift for dim, shift in shifts.items() if shift}  # a whole turn would be none of a part
     x = Ref(op.operands[0])
     plain = (
-        Call(aten.roll.default, (x, tuple(moved.values()), tuple(moved))) if moved else Call(aten.alias.default, (x,))
+        LocalOpCall(aten.roll.default, (x, tuple(moved.values()), tuple(moved)))
+        if moved
+        else LocalOpCall(aten.alias.default, (x,))
     )
-    runs = {d: (Run(shift, shape[d] - shift, 1), Run(shape[d] - shift, 0, 1)) for d, shift in moved.items()}
+    runs = {d: (RowRun(shift, shape[d] - shift, 1), RowRun(shape[d] - shift, 0, 1)) for d, shift in moved.items()}
     return copied_rule(op, graph, runs, plain)
 
 
@@ -385,7 +395,7 @@ def _flip(op: Op, graph: Graph) -> OpRule:
     shape = graph.by_name[op.operands[0]].shape
     fixed_dims = {aten.fliplr.default: (1,), aten.flipud.default: (0,)}.get(op.target)
     dims = dims_in_order(fixed_dims or tuple(arguments(op)["dims"]), len(shape))
-    turned = {dim: windows_of_runs((Run(shape[dim], shape[dim] - 1, -1),)) for dim in dims if shape}
+    turned = {dim: windows_of_runs((RowRun(shape[dim], shape[dim] - 1, -1),)) for dim in dims if shape}
     return moved_rule(op, graph, turned, None, dim_names(len(shape)))
 
 
@@ -398,7 +408,7 @@ def _pad(op: Op, graph: Graph) -> OpRule:
     if mode != "constant":
         return copied_rule(op, graph, {dim: _mirrored(mode, shape[dim], *pair) for dim, pair in around.items()})
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         local = [0] * len(padding)
         for dim, pair in around.items():
             before, after = pair
@@ -409,18 +419,26 @@ def _pad(op: Op, graph: Graph) -> OpRule:
                 after = length - before - size_here
             position = 2 * (len(shape) - 1 - dim)
             local[position : position + 2] = before, after
-        return replaced(op, pad=tuple(local))
+        return replace_arguments(op, pad=tuple(local))
 
-    ranges = {dim: shifted(-before, shape[dim]) for dim, (before, _) in around.items()}
+    ranges = {dim: shift_rows(-before, shape[dim]) for dim, (before, _) in around.items()}
     return moved_rule(op, graph, ranges, localize, dim_names(len(shape)), linear=not args["value"])
 
 
-def _mirrored(mode: str, size: int, before: int, after: int) -> tuple[Run, ...]:
+def _mirrored(mode: str, size: int, before: int, after: int) -> tuple[RowRun, ...]:
     """The rows of a dim that is padded with its own."""
     lead, tail = max(before, 0), max(after, 0)
-    first = {"reflect": Run(lead, before, -1), "replicate": Run(lead, 0, 0), "circular": Run(lead, size - lead, 1)}
-    last = {"reflect": Run(tail, size - 2, -1), "replicate": Run(tail, size - 1, 0), "circular": Run(tail, 0, 1)}
-    return first[mode], Run(size + min(before, 0) + min(after, 0), max(-before, 0), 1), last[mode]
+    first = {
+        "reflect": RowRun(lead, before, -1),
+        "replicate": RowRun(lead, 0, 0),
+        "circular": RowRun(lead, size - lead, 1),
+    }
+    last = {
+        "reflect": RowRun(tail, size - 2, -1),
+        "replicate": RowRun(tail, size - 1, 0),
+        "circular": RowRun(tail, 0, 1),
+    }
+    return first[mode], RowRun(size + min(before, 0) + min(after, 0), max(-before, 0), 1), last[mode]
 
 
 def _unfold(op: Op, graph: Graph) -> OpRule:
@@ -442,12 +460,14 @@ def _triangle(upper: bool) -> RuleFunction:
         names = (*dim_names(_rank(op, graph) - 2), "m", "n")
         diagonal = arguments(op)["diagonal"]
 
-        def localize(op: Op, context: LocalContext) -> Call:
+        def localize(op: Op, context: LocalContext) -> LocalOpCall:
             rows, columns = context.pieces["m"], context.pieces["n"]
             first_row, first_column = block_offset(rows), block_offset(columns)
             if first_row is not None and first_column is not None:
-                return Call(op.target, (Ref(op.operands[0]), diagonal + first_row - first_column))
-            return Call(TRIANGLE, (Ref(op.operands[0]), diagonal, upper, *flat_pieces(rows), *flat_pieces(columns)))
+                return LocalOpCall(op.target, (Ref(op.operands[0]), diagonal + first_row - first_column))
+            return LocalOpCall(
+                TRIANGLE, (Ref(op.operands[0]), diagonal, upper, *flat_pieces(rows), *flat_pieces(columns))
+            )
 
         return build(op, graph, [single(names)], [single(names)], linear=_FIRST, localize=localize)
 

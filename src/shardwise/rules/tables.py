@@ -9,13 +9,13 @@ from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.rules.attention import ATTENTION
+from shardwise.rules.autograd_functions import AUTOGRAD_FUNCTIONS
 from shardwise.rules.binding import RuleFunction, RuleTable, RuleTemplate, bind, whole_rule
 from shardwise.rules.constructors import CONSTRUCTORS
 from shardwise.rules.convolution import CONVOLUTION
 from shardwise.rules.dropout import DROPOUT
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.experts import EXPERTS
-from shardwise.rules.functions import FUNCTIONS
 from shardwise.rules.images import IMAGES
 from shardwise.rules.indexing import INDEXING
 from shardwise.rules.joins import JOINS
@@ -67,7 +67,7 @@ RULES: RuleTable = join(
         EXPERTS,
         TRANSFORMS,
         LINALG,
-        FUNCTIONS,
+        AUTOGRAD_FUNCTIONS,
     )
 )
 

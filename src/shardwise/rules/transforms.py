@@ -6,8 +6,8 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
+from shardwise.rules.arguments import normal_dim
 from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import normal_dim
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import FactorKind, OpRule
 

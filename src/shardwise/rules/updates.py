@@ -14,21 +14,21 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.calls import (
+from shardwise.rules.arguments import (
     any_split,
     broadcast_shape,
     flat_pieces,
     normal_dim,
     operand_positions,
-    replaced,
-    unchanged,
+    replace_arguments,
+    same_call,
 )
+from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.indexing import aligned_dims, index_layout
-from shardwise.rules.kernels import INDEX_PUT_ROWS, SCATTER_ROWS, SCATTERED_SUM
+from shardwise.rules.local_kernels import INDEX_PUT_ROWS, SCATTER_ROWS, SCATTERED_SUM
 from shardwise.rules.lowerings import indexing as lowerings
-from shardwise.rules.rule import Call, Dims, FactorKind, LocalContext, OpRule
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule
 
 aten = torch.ops.aten
 
@@ -68,12 +68,12 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
             kinds |= dict.fromkeys((f"s{i}", *indices[i], *(() if i == place else operand[i])), "whole")
         operands.append(tuple(dims))
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split("v"):
-            return unchanged(op)
+            return same_call(op)
         x, ids, *source = map(Ref, op.operands)
         rest = (source[0] if source else None, args.get("value", 1), how, args.get("include_self", True), False)
-        return Call(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces["v"])))
+        return LocalOpCall(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces["v"])))
 
     together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
     additive = op.target is aten.scatter_add.default or (not how and args.get("value", 0) == 0)
@@ -101,14 +101,14 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
     adds = op.target is aten.index_add.default
     fills = "source" not in positions
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not context.is_split(names[place]):
-            return unchanged(op)
+            return same_call(op)
         x, ids = map(Ref, op.operands[:2])
         source = Ref(op.operands[2]) if len(op.operands) > 2 else None
         number = args["value"] if source is None else args.get("alpha", 1)
         rest = (source, number, "sum" if adds else "", True, fills)
-        return Call(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces[names[place]])))
+        return LocalOpCall(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces[names[place]])))
 
     kinds: dict[str, FactorKind] = {"i": "lowered" if adds else "whole"}
     linear = () if fills else (tuple(positions[name][0] for name in ("self", "source")),)
@@ -139,14 +139,14 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
     indexed = [f"v{i}" for i in range(len(places))]
     adds = arguments(op)["accumulate"] and places == list(range(places[0], places[0] + len(places)))
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, indexed):
-            return unchanged(op)
+            return same_call(op)
         x, *ids, source = map(Ref, op.operands)
         counts = tuple(len(context.pieces[name]) for name in indexed)
         pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
         rest = (arguments(op)["accumulate"], tuple(places), counts)
-        return Call(INDEX_PUT_ROWS, (x, tuple(ids), source, *rest, *pieces))
+        return LocalOpCall(INDEX_PUT_ROWS, (x, tuple(ids), source, *rest, *pieces))
 
     kinds: dict[str, FactorKind] = {name: "lowered" if adds else "whole" for name in sizes if name[0] == "i"}
     return build(
@@ -190,9 +190,9 @@ def scattered_sum_rule(op: Op, graph: Graph) -> OpRule:
     rows = single(["v" if dim == place else name for dim, name in enumerate(names)])
     indices = added if len(index) == len(src) else single(["i"])
 
-    def localize(op: Op, context: LocalContext) -> Call:
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
         sizes, offsets, lengths = flat_pieces(context.pieces["v"])
-        return replaced(op, sizes=sizes, offsets=offsets, lengths=lengths)
+        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
 
     return build(op, graph, [added, indices], [rows], kinds={"i": "sum"}, linear=((0,),), localize=localize)
 

@@ -1,7 +1,7 @@
 """Local operators on windows: what a rank computes when the dim along which windows slide is split.
 
 In a split dim the padding of a rank is its own: the full one at an end of the tensor, none in between. Compositions of
-ATen calls, like those of ``rules.kernels``.
+ATen calls, like those of ``rules.local_kernels``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.rules.kernels import _define
+from shardwise.rules.local_kernels import _define
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def _copied_runs(
     firsts: Sequence[int],
     steps: Sequence[int],
 ) -> Tensor:
-    """In every one of ``dims`` the rows of its runs (``rules.windows.Run``), of which it has ``counts``."""
+    """In every one of ``dims`` the rows of its runs (``rules.windows.RowRun``), of which it has ``counts``."""
     start = 0
     for dim, count in zip(dims, counts, strict=True):
         parts = [

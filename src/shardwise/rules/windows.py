@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardwise.rules.calls import block_offset, local_size
+from shardwise.rules.arguments import block_offset, local_size
 from shardwise.rules.rule import LocalContext, Ranges
 
 
-def clipped(start: int, stop: int, size: int) -> Ranges:
+def clip_rows(start: int, stop: int, size: int) -> Ranges:
     """The rows [start, stop) that exist."""
     start, stop = max(start, 0), min(stop, size)
     return ((start, stop),) if start < stop else ()
@@ -30,13 +30,13 @@ def part_of(context: LocalContext, factor: str) -> tuple[int, int]:
     return offset or 0, length
 
 
-def shifted(shift: int, size: int) -> Callable[[int, int], Ranges]:
+def shift_rows(shift: int, size: int) -> Callable[[int, int], Ranges]:
     """Row y is row ``y + shift``, where there is one."""
-    return lambda offset, length: clipped(offset + shift, offset + length + shift, size)
+    return lambda offset, length: clip_rows(offset + shift, offset + length + shift, size)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """``length`` rows of the result in a row: rows ``first``, ``first + step``, ... of the operand. Step 0 repeats."""
 
     length: int
@@ -44,18 +44,18 @@ class Run:
     step: int
 
 
-def cut_runs(runs: Sequence[Run], offset: int, length: int) -> tuple[Run, ...]:
+def cut_runs(runs: Sequence[RowRun], offset: int, length: int) -> tuple[RowRun, ...]:
     """The runs of the result's rows [offset, offset + length)."""
     pieces, start = [], 0
     for run in runs:
         begin, end = max(offset, start), min(offset + length, start + run.length)
         if begin < end:
-            pieces.append(Run(end - begin, run.first + (begin - start) * run.step, run.step))
+            pieces.append(RowRun(end - begin, run.first + (begin - start) * run.step, run.step))
         start += run.length
     return tuple(pieces)
 
 
-def ranges_of_runs(runs: Sequence[Run]) -> Ranges:
+def ranges_of_runs(runs: Sequence[RowRun]) -> Ranges:
     """The rows that runs read, as ranges in ascending order; those between two rows of a run count as read."""
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(sorted((run.first, run.first + (run.length - 1) * run.step)) for run in runs if run.length):
@@ -66,7 +66,7 @@ def ranges_of_runs(runs: Sequence[Run]) -> Ranges:
     return tuple(ranges)
 
 
-def runs_within(runs: Sequence[Run], ranges: Ranges) -> tuple[Run, ...]:
+def runs_within(runs: Sequence[RowRun], ranges: Ranges) -> tuple[RowRun, ...]:
     """The same runs over the rows of ``ranges`` alone, which hold all of theirs."""
 
     def local(row: int) -> int:
@@ -77,10 +77,10 @@ def runs_within(runs: Sequence[Run], ranges: Ranges) -> tuple[Run, ...]:
             position += stop - start
         raise AssertionError(f"row {row} is not in {ranges}")
 
-    return tuple(Run(run.length, local(run.first), run.step) for run in runs)
+    return tuple(RowRun(run.length, local(run.first), run.step) for run in runs)
 
 
-def windows_of_runs(runs: Sequence[Run]) -> Callable[[int, int], Ranges]:
+def windows_of_runs(runs: Sequence[RowRun]) -> Callable[[int, int], Ranges]:
     return lambda offset, length: ranges_of_runs(cut_runs(runs, offset, length))
 
 
@@ -109,7 +109,7 @@ class Sliding:
         return start, start + (length - 1) * self.stride + self.span
 
     def ranges(self, offset: int, length: int) -> Ranges:
-        return clipped(*self.bounds(offset, length), self.size)
+        return clip_rows(*self.bounds(offset, length), self.size)
 
     def padding(self, offset: int, length: int) -> tuple[int, int]:
         """Rows of padding that a part needs before and after the rows of its window."""
@@ -123,7 +123,7 @@ class Sliding:
         more. It starts at a multiple of the stride, early enough that its padding does not reach the part. It has the
         rows of one window at least, as far as there are any (``avg_pool3d`` insists)."""
         start = self._aligned_start(offset, length)
-        return clipped(start, max(self.bounds(offset, length)[1], start + self.span), self.size)
+        return clip_rows(start, max(self.bounds(offset, length)[1], start + self.span), self.size)
 
     def position_in_aligned(self, offset: int, length: int) -> int:
         """Which row of that computation is the first of the part."""
@@ -138,4 +138,4 @@ class Sliding:
         is read backwards (transposed convolution)."""
         first = -(-(offset + self.before - self.span + 1) // self.stride)
         last = (offset + length - 1 + self.before) // self.stride
-        return clipped(first, last + 1, self.size)
+        return clip_rows(first, last + 1, self.size)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._ops import OpOverload
 
 from shardwise.errors import LaunchError, ShardwiseError, problem
-from shardwise.progress import shown
+from shardwise.progress import show_progress
 from shardwise.runtime.communicator import Communicator, group_timeout
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     outcome: T | ShardwiseError | None = None
     if dist.get_rank() == 0:
         try:
-            with working():
+            with report_alive():
                 outcome = compute()
         except ShardwiseError as error:
             outcome = error
@@ -62,14 +62,14 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
 
 
 @contextmanager
-def shown_once(what: str) -> Iterator[None]:
-    """``progress.shown`` on the first rank, or where there are none."""
-    with nullcontext() if dist.is_initialized() and dist.get_rank() else shown(what):
+def show_progress_once(what: str) -> Iterator[None]:
+    """``progress.show_progress`` on the first rank, or where there are none."""
+    with nullcontext() if dist.is_initialized() and dist.get_rank() else show_progress(what):
         yield
 
 
 @contextmanager
-def working() -> Iterator[None]:
+def report_alive() -> Iterator[None]:
     """While the block runs on rank 0, the others know that it is at work. Anything else changes nothing."""
     if not dist.is_initialized() or dist.get_rank() != 0 or dist.get_world_size() == 1:
         yield
@@ -136,7 +136,7 @@ def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None
         )
 
 
-def wire(device: torch.device) -> torch.device:
+def wire_device(device: torch.device) -> torch.device:
     """Where a tensor must be for ranks to exchange it, whose module is on ``device``."""
     return device if device.type == "cuda" else torch.device("cpu")
 
@@ -144,7 +144,7 @@ def wire(device: torch.device) -> torch.device:
 def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: str) -> list[Any]:
     """What every rank of a placement gives, on each of them. ``device``: that of the module; ``what`` it is for, for a
     CollectiveError."""
-    device = wire(device)
+    device = wire_device(device)
     content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
     lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -189,4 +189,4 @@ def _operator(namespace: str, name: str, overload: str) -> OpOverload:
     return operator
 
 
-__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "meet_to_read", "wire", "working"]
+__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "meet_to_read", "report_alive", "wire_device"]

@@ -22,16 +22,16 @@ from shardwise.errors import LaunchError, problem
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.programs.moves import LocalMove
+from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.failure_store import hands
 from shardwise.runtime.faults import (
+    BlockedRank,
     Purpose,
-    Waiting,
     collective_failed,
     collective_of,
     conversion_failed,
     exchange_failed,
 )
-from shardwise.runtime.hands import hands
-from shardwise.runtime.trail import trail
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
 gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,7 +62,7 @@ class InFlight:
             received.add_(this_rows)
 
 
-def is_gloos(group: Any) -> bool:
+def is_gloo(group: Any) -> bool:
     return bool(dist.get_backend(group) == "gloo")
 
 
@@ -70,28 +70,28 @@ def adds_rows(group: Any) -> bool:
     """Whether a reduce-scatter of the group is an exchange of parts whose rows every member adds up. gloo's own reduces
     everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an exchange 13 and 27 (torch 2.13, a
     2-core AMD EPYC under load)."""
-    return is_gloos(group)
+    return is_gloo(group)
 
 
 def exchange_rows(sent: torch.Tensor, group: Any, *, is_async: bool) -> tuple[torch.Tensor, InFlight]:
-    """Start it: (what ``added`` takes, what to wait for). ``sent``: a row for every member, one behind the other. Of
-    two ranks each gets the other's row only, and adds its own where that arrives."""
+    """Start it: (what ``sum_received`` takes, what to wait for). ``sent``: a row for every member, one behind the
+    other. Of two ranks each gets the other's row only, and adds its own where that arrives."""
     size = dist.get_world_size(group)
     if size != 2:
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=is_async)
-        return received, InFlight(work, sent, is_gloos(group))
+        return received, InFlight(work, sent, is_gloo(group))
     rows, place = sent.view(2, -1), dist.get_rank(group)
     received = torch.empty_like(rows[1 - place])
     work = _swap(received, rows[1 - place], place, group, is_async)
-    return received, InFlight(work, sent, is_gloos(group), (received, rows[place]))
+    return received, InFlight(work, sent, is_gloo(group), (received, rows[place]))
 
 
 def gather_rows(received: torch.Tensor, sent: torch.Tensor, group: Any, *, is_async: bool) -> Any:
     """Start an all-gather: what to wait for. ``received``: a row of every member, one behind the other. Of two ranks of
     gloo's each sends its row to the other and copies it for itself: gloo's own all-gather of 20 MiB took twice the
     processor time (torch 2.13, a 2-core AMD EPYC under load)."""
-    if not (is_gloos(group) and dist.get_world_size(group) == 2):
+    if not (is_gloo(group) and dist.get_world_size(group) == 2):
         return gather_tensor(received, sent, group=group, async_op=is_async)
     rows, place = received.view(2, -1), dist.get_rank(group)
     work = _swap(rows[1 - place], sent, place, group, is_async)
@@ -105,7 +105,7 @@ def _swap(received: torch.Tensor, sent: torch.Tensor, place: int, group: Any, is
     return dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=is_async)
 
 
-def added(received: torch.Tensor, size: int) -> torch.Tensor:
+def sum_received(received: torch.Tensor, size: int) -> torch.Tensor:
     """What members have sent to this one, added up in the order of their ranks."""
     return received if size == 2 else received.view(size, -1).sum(0, dtype=received.dtype)
 
@@ -115,7 +115,7 @@ Failed = Callable[[Exception], Exception | None]
 
 
 @contextmanager
-def explaining(what: str, failed: Failed) -> Iterator[None]:
+def explain_failures(what: str, failed: Failed) -> Iterator[None]:
     """An exchange, for which this rank waits."""
     try:
         with trail.waiting(what.encode()):
@@ -128,7 +128,7 @@ def explaining(what: str, failed: Failed) -> Iterator[None]:
 
 
 @dataclass
-class Rows:
+class GatheredRows:
     """Tensors of all ranks on their way to each of them: of equal size, in a row each."""
 
     rows: torch.Tensor
@@ -138,7 +138,7 @@ class Rows:
 
     def wait(self) -> torch.Tensor:
         """The rows, when they are here. Raises CollectiveError."""
-        with explaining(self.what, self.failed):
+        with explain_failures(self.what, self.failed):
             self.flight.wait()
         return self.rows
 
@@ -216,7 +216,7 @@ class Communicator:
         """Wait for all ranks, in the group for reading: whether all come with the same number. Raises CollectiveError
         where one does not come. ``what`` for."""
         seen = torch.tensor([number, -number])
-        with explaining(what, self._failed(what)):
+        with explain_failures(what, self._failed(what)):
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._reading)
         return int(seen[0]) == -int(seen[1])
 
@@ -234,7 +234,7 @@ class Communicator:
         CollectiveError."""
         return self.start_gather(tensor, what).wait()
 
-    def start_gather(self, tensor: torch.Tensor, what: str) -> Rows:
+    def start_gather(self, tensor: torch.Tensor, what: str) -> GatheredRows:
         """The same, to be waited for."""
         self.make_sure()
         is_world = self._has_all_ranks and self.backend is None
@@ -242,9 +242,9 @@ class Communicator:
         self.launched += 1
         failed = self._failed(what)
         rows, sent = tensor.new_empty(self.mesh.num_devices, tensor.numel()), tensor.reshape(-1)
-        with explaining(what, failed):
+        with explain_failures(what, failed):
             work = gather_tensor(rows.view(-1), sent, group=group, async_op=True)
-        return Rows(rows, InFlight(work, sent, is_gloos(group)), what, failed)
+        return GatheredRows(rows, InFlight(work, sent, is_gloo(group)), what, failed)
 
     def bring(self, tensor: torch.Tensor, source: int, target: int | None, what: str) -> torch.Tensor:
         """Return a tensor of rank ``source`` on rank ``target``, or on all (None); the others pass one of its shape.
@@ -253,7 +253,7 @@ class Communicator:
         self.launched += 1
         wire = tensor.contiguous().reshape(-1).view(torch.uint8)  # no backend sends every dtype
         if wire.numel() and source != target and (target is None or self.rank in (source, target)):
-            with explaining(what, self._failed(what)):
+            with explain_failures(what, self._failed(what)):
                 if target is None:
                     dist.broadcast(wire, source)
                 elif self.rank == source:
@@ -264,7 +264,7 @@ class Communicator:
 
     def _failed(self, what: str) -> Failed:
         """What an error of the network means for an exchange of all ranks that is under way. ``what`` it is for."""
-        waiting = Waiting(self.name, self.launched, what, self.place.ranks)
+        waiting = BlockedRank(self.name, self.launched, what, self.place.ranks)
         facts = [("pass", f"call {self.calls}")]
         return lambda error: exchange_failed(error, self.rank, waiting, what, "", "", facts)
 
@@ -279,7 +279,7 @@ class Communicator:
             self.record.append(Collective(kind, axes, num_bytes))
 
 
-class Message:
+class CollectiveMessage:
     """One collective that carries one tensor, or several that make the same moves. All sizes are known beforehand.
     ``number``: that of the collective it performed last, of all that this rank has started. ``together``: positions of
     the tensors that share buffers (``programs.moves.sharing_buffers``)."""
@@ -297,7 +297,7 @@ class Message:
         self.ranks, self.purpose, self.number = ranks, purpose, 0
         self.kind, self.axes, self.with_own = first.kind, first.axes, first.with_own
         self.together = together
-        self.parcels = [Parcel([moves[i] for i in positions], ranks, in_place) for positions in together]
+        self.parcels = [PackedTensors([moves[i] for i in positions], ranks, in_place) for positions in together]
         self.is_gloos = self.parcels[0].is_gloos
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
@@ -355,7 +355,7 @@ class Message:
         return [results[i] for i in range(len(results))]
 
 
-class Parcel:
+class PackedTensors:
     """Tensors of a message that share its buffers."""
 
     def __init__(self, moves: Sequence[LocalMove], ranks: Communicator, in_place: bool) -> None:
@@ -370,7 +370,7 @@ class Parcel:
         self.largest = max(self.totals)
         self.even = all(total == self.largest for total in self.totals)
         self.single = len(moves) == 1
-        self.is_gloos = is_gloos(self.group)
+        self.is_gloos = is_gloo(self.group)
         # PyTorch's fake group fills no exchange (torch 2.11), and an index must be in its bounds.
         is_fake = dist.get_backend(self.group) == "fake"
         self.buffer_like = torch.Tensor.new_zeros if is_fake else torch.Tensor.new_empty
@@ -389,7 +389,7 @@ class Parcel:
     def land(self, buffer: torch.Tensor, this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The results, from the buffer. ``this_rank``: its tensor, where the move needs it as well."""
         if self.adds_rows:
-            buffer = added(buffer, self.size)
+            buffer = sum_received(buffer, self.size)
         if self.kind in ("all_reduce", "reduce_scatter"):
             if self.single:
                 only = self.moves[0]

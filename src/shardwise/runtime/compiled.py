@@ -1,4 +1,5 @@
-"""Compiled steps: the kernels of a program's regions (``programs.regions``) made into fewer ones by PyTorch's compiler.
+"""Compiled steps: the kernels of a program's regions (``programs.compile_regions``) made into fewer ones by PyTorch's
+compiler.
 
 Compiling is a pass. A region's forward and backward are traced as one graph, PyTorch's partitioner decides what is kept
 between them (what is cheap is made again in backward), each half is cut into sections where messages leave or arrive,
@@ -27,13 +28,13 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.costs.fusion import fused_works
-from shardwise.costs.kernels import Work
+from shardwise.costs.kernels import KernelWork
 from shardwise.graph.ir import Ref
+from shardwise.programs.compile_regions import CompileRegion, SectionIndex, divide, kind_of
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, Part, with_operands
-from shardwise.programs.rank_program import Program
-from shardwise.programs.regions import At, Region, divide, kind_of
-from shardwise.runtime.agree import shown_once
+from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime.agree import show_progress_once
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Boxed, kernels_graph
 
@@ -48,15 +49,15 @@ Generate = Callable[
 
 
 @dataclass(frozen=True)
-class Kernels(Boxed):
+class CompiledKernels(Boxed):
     """A section as one function. ``strides``: those that its operands must have."""
 
     function: Callable[[list[Tensor]], Sequence[Tensor]]
     strides: tuple[tuple[int, ...], ...]
 
     @property
-    def works(self) -> tuple[Work, ...]:
-        """What the section's kernels do, where that was asked for (``priced``)."""
+    def works(self) -> tuple[KernelWork, ...]:
+        """What the section's kernels do, where that was asked for (``price_section``)."""
         return getattr(self.function, "works", ())
 
     def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
@@ -76,10 +77,10 @@ def _same_order(tensor: Tensor, stride: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CompiledSection:
     """A compiled section, in the names of its region's graphs. ``shares``: per result the operand with its memory."""
 
-    kernels: Kernels
+    kernels: CompiledKernels
     operands: tuple[str, ...]
     results: tuple[str, ...]
     forms: tuple[Form, ...]
@@ -87,27 +88,28 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Half:
-    """The sections of half a region, and what is returned, in the order of ``Region.outputs`` or ``Region.results``."""
+class _CompiledHalf:
+    """The sections of half a region, and what is returned, in the order of ``CompileRegion.outputs`` or
+    ``CompileRegion.results``."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_CompiledSection, ...]
     returned: tuple[str, ...]
 
 
 def compiled_program(
-    program: Program,
+    program: RankProgram,
     ranks: Communicator,
     device: torch.device,
     on_host: frozenset[str] = frozenset(),
     generate: Generate | None = None,
-) -> Program:
+) -> RankProgram:
     """The program with its kernels compiled. ``generate``: makes a function of a section (by default Inductor does)."""
-    with shown_once("compiling a program"), warnings.catch_warnings():
+    with show_progress_once("compiling a program"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch(\.|$)")  # what Inductor says of itself when it is imported
-        return _Compiler(program, ranks, device, on_host, generate or inductor).run()
+        return _Compiler(program, ranks, device, on_host, generate or compile_with_inductor).run()
 
 
-def with_every_cotangent(program: Program, present: Sequence[bool], reached: Iterable[str]) -> Program:
+def with_every_cotangent(program: RankProgram, present: Sequence[bool], reached: Iterable[str]) -> RankProgram:
     """The program for cotangents of some delivered values: the others are zeros. ``reached``: the sources that these
     have gradients for; the others get none."""
     zeros: list[Instruction] = []
@@ -126,15 +128,15 @@ def with_every_cotangent(program: Program, present: Sequence[bool], reached: Ite
 
 @dataclass
 class _Compiler:
-    program: Program
+    program: RankProgram
     ranks: Communicator
     device: torch.device
     on_host: frozenset[str]
     generate: Generate
-    kinds: dict[object, tuple[_Half, _Half]] = field(default_factory=dict)
+    kinds: dict[object, tuple[_CompiledHalf, _CompiledHalf]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # of values that became another one
 
-    def run(self) -> Program:
+    def run(self) -> RankProgram:
         divided = divide(self.program, self._is_kernel)
         program = self.program = divided.program
         halves = [self._compiled(region) for region in divided.regions]
@@ -171,20 +173,20 @@ class _Compiler:
             name = self.names[name]
         return name
 
-    def _compiled(self, region: Region) -> tuple[_Half, _Half]:
+    def _compiled(self, region: CompileRegion) -> tuple[_CompiledHalf, _CompiledHalf]:
         key = kind_of(region, self.program)
         if key not in self.kinds:
             self.kinds[key] = _compile_region(self, region)
         return self.kinds[key]
 
     def _placed(
-        self, number: int, region: Region, halves: tuple[_Half, _Half], forms: dict[str, Form]
+        self, number: int, region: CompileRegion, halves: tuple[_CompiledHalf, _CompiledHalf], forms: dict[str, Form]
     ) -> tuple[list[Compute], list[Compute]]:
         """The sections of a region as instructions, in the names of the program."""
         names = dict(zip(_numbered("primals", region.inputs), region.inputs, strict=True))
         names |= dict(zip(_numbered("tangents", region.late), region.late, strict=True))
         sections = []
-        sides: tuple[tuple[_Half, Sequence[str], str, Part], ...] = (
+        sides: tuple[tuple[_CompiledHalf, Sequence[str], str, Part], ...] = (
             (halves[0], region.outputs, ".", "forward"),
             (halves[1], region.results, "'", "input"),
         )
@@ -220,9 +222,9 @@ class _Compiler:
             sections.append(instructions)
         return sections[0], sections[1]
 
-    def _instruction(self, item: At | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
+    def _instruction(self, item: SectionIndex | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
         """The instruction, in the names that there are now."""
-        if isinstance(item, At):
+        if isinstance(item, SectionIndex):
             return with_operands(placed[item.region][item.section], self._name)
         instruction = with_operands(item, self._name)
         # What a section returns may be kept for backward by another name, so nothing is reduced in place.
@@ -237,7 +239,7 @@ def _numbered(prefix: str, names: Sequence[str]) -> list[str]:
 # ----------------------------------------------------------------------------------------------------- a kind of region
 
 
-def _compile_region(compiler: _Compiler, region: Region) -> tuple[_Half, _Half]:
+def _compile_region(compiler: _Compiler, region: CompileRegion) -> tuple[_CompiledHalf, _CompiledHalf]:
     program, device = compiler.program, compiler.device
     fake_mode = FakeTensorMode()
     with torch.inference_mode(False), torch.no_grad():
@@ -272,7 +274,7 @@ def _compile_region(compiler: _Compiler, region: Region) -> tuple[_Half, _Half]:
         values = {node.name: node.meta["val"] for node in forward.graph.nodes if node.op == "placeholder"} | dict(
             zip(_numbered("tangents", region.late), tangents, strict=True)
         )
-        cut = _Cut(compiler.generate, fake_mode, first_read, values)
+        cut = _SectionCompiler(compiler.generate, fake_mode, first_read, values)
         first = cut.half(forward, "forward", len(region.forward), len(region.outputs))
         second = cut.half(backward, "backward", len(region.backward), len(region.results))
     return first, second
@@ -289,7 +291,7 @@ def _nothing() -> fx.GraphModule:
 
 
 def _traced(
-    compiler: _Compiler, region: Region, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+    compiler: _Compiler, region: CompileRegion, primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> fx.GraphModule:
     """Both halves as one graph of the operators that Inductor has code for. Nodes know the section that they come from
     (``_section_of``)."""
@@ -337,7 +339,7 @@ def _with_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 @dataclass
-class _Cut:
+class _SectionCompiler:
     """Cuts halves into sections and compiles these. ``first_read``: placeholder -> the first section that reads it;
     ``values``: fake tensors of what there is so far."""
 
@@ -346,7 +348,7 @@ class _Cut:
     first_read: Mapping[str, int]
     values: dict[str, Tensor]
 
-    def half(self, module: fx.GraphModule, half: str, num_sections: int, num_returned: int) -> _Half:
+    def half(self, module: fx.GraphModule, half: str, num_sections: int, num_returned: int) -> _CompiledHalf:
         output: Any = module.graph.output_node()
         ends: list[fx.Node] = list(output.args[0])
         place = _places(module.graph, half, num_sections, self.first_read)
@@ -373,16 +375,16 @@ class _Cut:
                 for fake, stride in zip(values, strides, strict=True)
             ]
             storage = {_storage(fake): node.name for node, fake in reversed(list(zip(operands, fakes, strict=True)))}
-            kernels = Kernels(function, tuple(tuple(fake.stride()) for fake in fakes))
+            kernels = CompiledKernels(function, tuple(tuple(fake.stride()) for fake in fakes))
             names = tuple(node.name for node in outputs)
             forms = tuple(Form.of(fake) for fake in results)
             shares = []
             for node, fake in zip(outputs, values, strict=True):
                 shares.append(storage.get(_storage(fake)))
                 storage.setdefault(_storage(fake), node.name)
-            parts.append(_Part(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
+            parts.append(_CompiledSection(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
             self.values.update(zip(names, results, strict=True))
-        return _Half(tuple(parts), tuple(node.name for node in ends[:num_returned]))
+        return _CompiledHalf(tuple(parts), tuple(node.name for node in ends[:num_returned]))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -437,7 +439,7 @@ def _subgraph(
 # ---------------------------------------------------------------------------------------------------------------- code
 
 
-def inductor(
+def compile_with_inductor(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """Code from Inductor. What only sections of this program read has the strides that Inductor likes."""
@@ -457,7 +459,7 @@ def _num_results(module: fx.GraphModule) -> int:
     return len(output.args[0])
 
 
-def interpreted(
+def interpret_section(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """No code: the graph is run kernel by kernel."""
@@ -468,13 +470,13 @@ def interpreted(
 class PricedSection:
     """A section that is not run: what its kernels would do."""
 
-    works: tuple[Work, ...]
+    works: tuple[KernelWork, ...]
 
     def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
         raise AssertionError("a section that was only priced cannot be run")
 
 
-def priced(
+def price_section(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """No code, but what Inductor's kernels would do (``costs.fusion``): for the seconds and the memory of a compiled

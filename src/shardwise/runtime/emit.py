@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from shardwise.graph.ir import Ref, map_refs
-from shardwise.programs.check import check_program
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land
-from shardwise.programs.rank_program import Program
+from shardwise.programs.invariants import check_program
+from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.host_copies import Copying, Landing
-from shardwise.runtime.hosted import HOST
+from shardwise.runtime.cpu_embedding import HOST
+from shardwise.runtime.host_copies import StartCopy, WaitForCopy
 from shardwise.runtime.transit import Arriving, Converting, Departing
 
 
@@ -28,7 +28,7 @@ class Emitted:
     ``backward``: (saved, as a list that it empties; cotangents in the order of those there are) -> gradients, in the
     order of ``program.gradients``; ``device``, ``on_host``, ``host_ranks``: as they were emitted with."""
 
-    program: Program
+    program: RankProgram
     forward: fx.GraphModule
     backward: fx.GraphModule
     device: torch.device | None
@@ -37,27 +37,27 @@ class Emitted:
 
 
 def emit(
-    program: Program,
+    program: RankProgram,
     ranks: Communicator,
     *,
     device: torch.device | None = None,
     on_host: frozenset[str] = frozenset(),
     host_ranks: Communicator | None = None,
 ) -> Emitted:
-    """The program, checked. ``on_host``: the values that are on the host (``runtime.hosted``), whose conversions
+    """The program, checked. ``on_host``: the values that are on the host (``runtime.cpu_embedding``), whose conversions
     ``host_ranks`` makes; the others are on ``device``.
 
     The node of a value of the program has its name as ``meta["value"]``.
     """
     check_program(program)
     host_ranks = host_ranks or ranks
-    writer = _Writer(program, ranks, host_ranks, device, on_host)
+    writer = _ModuleWriter(program, ranks, host_ranks, device, on_host)
     return Emitted(program, writer.forward(), writer.backward(), device, on_host, host_ranks)
 
 
-def emit_backward(program: Program, ranks: Communicator, whole: Emitted) -> fx.GraphModule:
+def emit_backward(program: RankProgram, ranks: Communicator, whole: Emitted) -> fx.GraphModule:
     """A part of the backward of a program that was emitted (``whole``), by itself."""
-    return _Writer(program, ranks, whole.host_ranks, whole.device, whole.on_host).backward()
+    return _ModuleWriter(program, ranks, whole.host_ranks, whole.device, whole.on_host).backward()
 
 
 class Boxed:
@@ -66,7 +66,7 @@ class Boxed:
 
 
 def kernels_graph(
-    program: Program,
+    program: RankProgram,
     ranks: Communicator,
     parts: Sequence[tuple[object, Sequence[Instruction]]],
     operands: Sequence[str],
@@ -76,10 +76,10 @@ def kernels_graph(
 ) -> fx.GraphModule:
     """Some instructions of a program by themselves: operands -> results. ``parts``: (a mark, instructions); the nodes
     of these have the mark as ``meta["custom"]["section"]``."""
-    return _Writer(program, ranks, ranks, device, frozenset()).kernels(parts, operands, results)
+    return _ModuleWriter(program, ranks, ranks, device, frozenset()).kernels(parts, operands, results)
 
 
-def boxed(*operands: Any) -> list[Any]:
+def box_operands(*operands: Any) -> list[Any]:
     """The operands in a list."""
     return list(operands)
 
@@ -95,14 +95,14 @@ fx.wrap("take_all")
 
 
 @dataclass
-class _Writer:
-    program: Program
+class _ModuleWriter:
+    program: RankProgram
     ranks: Communicator
     host_ranks: Communicator
     device: torch.device | None
     on_host: frozenset[str]
     departing: dict[str, Departing] = field(default_factory=dict)
-    copying: dict[str, Copying] = field(default_factory=dict)
+    copying: dict[str, StartCopy] = field(default_factory=dict)
 
     def forward(self) -> fx.GraphModule:
         self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
@@ -166,7 +166,7 @@ class _Writer:
                 self._name(arrived, instruction.results, single=False)
             elif isinstance(instruction, Land):
                 self._call_module(
-                    f"land_{index}", Landing(self.copying.pop(instruction.copy)), (instruction.on_device,)
+                    f"land_{index}", WaitForCopy(self.copying.pop(instruction.copy)), (instruction.on_device,)
                 )
             else:
                 self._copy(index, instruction)
@@ -184,7 +184,7 @@ class _Writer:
 
     def _copy(self, index: int, copy: Copy) -> None:
         if copy.apart:
-            self.copying[copy.result] = module = Copying(copy.to, self.device)
+            self.copying[copy.result] = module = StartCopy(copy.to, self.device)
             self.nodes[copy.result] = self._call_module(f"copy_{index}", module, (copy.value,))
             return
         to = HOST if copy.to == "host" else self.device
@@ -197,7 +197,7 @@ class _Writer:
         kwargs = {key: self._fill(arg, device) for key, arg in instruction.kwargs}
         if isinstance(target, Boxed):
             self.root.add_module(f"section_{index}", _Opaque(target))
-            call = self.graph.call_module(f"section_{index}", (self.graph.call_function(boxed, tuple(args)),))
+            call = self.graph.call_module(f"section_{index}", (self.graph.call_function(box_operands, tuple(args)),))
         elif not isinstance(target, torch._ops.OpOverload):  # autograd inside (``programs.opaque``)
             self.root.add_module(f"opaque_{index}", _Opaque(target))
             call = self.graph.call_module(f"opaque_{index}", tuple(args))

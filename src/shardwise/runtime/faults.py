@@ -26,11 +26,11 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.printing import format_bytes
-from shardwise.programs.steps import Conversion
+from shardwise.programs.spmd_steps import Conversion
 from shardwise.runtime.recorded import last_message
 
 if TYPE_CHECKING:
-    from shardwise.runtime.communicator import Communicator, Message
+    from shardwise.runtime.communicator import CollectiveMessage, Communicator
 
 _OTHERS_SECONDS = 2.0  # how long a failing rank waits for the others to say where they are
 _POLL_SECONDS = 0.05
@@ -90,7 +90,7 @@ class Purpose:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class BlockedRank:
     """Where a rank's program stopped. ``collective``: its number, counted from the start of the program; ``members``:
     the ranks that take part in it."""
 
@@ -106,7 +106,7 @@ class Waiting:
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 
-def collective_failed(error: Exception, message: Message) -> CollectiveError | None:
+def collective_failed(error: Exception, message: CollectiveMessage) -> CollectiveError | None:
     """What to raise instead of ``error``, by which the collective of ``message`` ended; None if it is not one of the
     network's."""
     purpose = message.purpose
@@ -115,13 +115,13 @@ def collective_failed(error: Exception, message: Message) -> CollectiveError | N
     size = format_bytes(purpose.num_bytes(message.kind, message.axes))
     direction = "backward" if purpose.backward else "forward"
     members = tuple(sorted(message.ranks.place.group(message.axes, message.ranks.rank)))
-    waiting = Waiting(message.ranks.name, message.number, collective_of(message), members)
+    waiting = BlockedRank(message.ranks.name, message.number, collective_of(message), members)
     what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
     facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {message.ranks.calls}")]
     return exchange_failed(error, message.ranks.rank, waiting, f"{what} ({size})", name, line, facts)
 
 
-def collective_of(message: Message) -> str:
+def collective_of(message: CollectiveMessage) -> str:
     """Which collective it is: ``all_reduce over tp for /add (gpt.py:82), forward``."""
     what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
     if not message.purpose.conversions:
@@ -132,7 +132,7 @@ def collective_of(message: Message) -> str:
 
 
 def exchange_failed(
-    error: Exception, rank: int, waiting: Waiting, what: str, op: str, source: str, facts: list[tuple[str, str]]
+    error: Exception, rank: int, waiting: BlockedRank, what: str, op: str, source: str, facts: list[tuple[str, str]]
 ) -> CollectiveError | None:
     """The same for any exchange between ranks: ``what`` failed, in which ``rank`` waits as ``waiting`` says."""
     text = str(error)
@@ -158,7 +158,7 @@ def exchange_failed(
     return CollectiveError(problem(what, op=op, source=source, fix=fix, facts=details), missing)
 
 
-def _who_is_missing(here_waits: Waiting, rank: int) -> tuple[list[int], list[str]]:
+def _who_is_missing(here_waits: BlockedRank, rank: int) -> tuple[list[int], list[str]]:
     """The ranks that are in no collective though others wait for them, and what is known of the others in words."""
     others = [member for member in here_waits.members if member != rank]
     try:
@@ -168,7 +168,7 @@ def _who_is_missing(here_waits: Waiting, rank: int) -> tuple[list[int], list[str
             f"rank {rank} waits here for {_name(others)}; the store cannot be asked ({error})".split("\n", 1)[0]
         ]
     missing: set[int] = set()
-    elsewhere: dict[int, Waiting] = {}
+    elsewhere: dict[int, BlockedRank] = {}
     asked, waited_for = {rank}, others
     while waited_for:
         member = waited_for.pop()
@@ -189,7 +189,7 @@ def _who_is_missing(here_waits: Waiting, rank: int) -> tuple[list[int], list[str
     return sorted(missing), facts
 
 
-def _ask(waiting: Waiting, rank: int) -> dict[int, Waiting]:
+def _ask(waiting: BlockedRank, rank: int) -> dict[int, BlockedRank]:
     """Say where this rank waits, and hear it from the others: those of the group, and those for which they wait.
 
     Ends when all of them have said so, or after a while.
@@ -214,11 +214,11 @@ def _ask(waiting: Waiting, rank: int) -> dict[int, Waiting]:
             store.set_timeout(before)
 
 
-def _answer(store: Store, rank: int) -> Waiting | None:
+def _answer(store: Store, rank: int) -> BlockedRank | None:
     if not store.check([_key(rank)]):
         return None
     content = json.loads(store.get(_key(rank)))
-    return Waiting(**{**content, "members": tuple(content["members"])})
+    return BlockedRank(**{**content, "members": tuple(content["members"])})
 
 
 def _key(rank: int) -> str:

@@ -15,15 +15,15 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.hooks import Shards, carry_hooks
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import Holder, InitialShards
-from shardwise.runtime.state import check_initial_values
+from shardwise.runtime.initial.shards import InitialShards, ShardMaterializer
+from shardwise.runtime.tensor_table import check_initial_values
 
 
-def hold(
+def install_shards(
     root: torch.nn.Module,
     module: torch.nn.Module,
     plan: Plan,
-    holder: Holder,
+    holder: ShardMaterializer,
     device: torch.device,
     seed: int | None,
     init: Init | None,
@@ -151,4 +151,4 @@ def _check_module(module: torch.nn.Module, plan: Plan) -> None:
         raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))
 
 
-__all__ = ["hold"]
+__all__ = ["install_shards"]

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, problem
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 MARKS = "marks_values"  # of a hook that does no more than to say how values lie
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
-def wrapped(wrapper: str) -> ShardwiseError:
+def foreign_wrapper_error(wrapper: str) -> ShardwiseError:
     """The error for another tool's parallelism around a module that has its own."""
     return ShardwiseError(
         problem(
@@ -34,7 +34,7 @@ def wrapped(wrapper: str) -> ShardwiseError:
     )
 
 
-class StandIn(nn.Module):
+class ShardedModule(nn.Module):
     """What stands for a module on ranks, and holds shards under its names: what else the module has is in programs that
     were captured, and can not be changed here."""
 
@@ -42,7 +42,7 @@ class StandIn(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # as torch's fully_shard does
-            raise wrapped(value.__name__)
+            raise foreign_wrapper_error(value.__name__)
         if name in self._attributes and not self._holds(name):
             raise ShardwiseError(
                 problem(
@@ -94,7 +94,7 @@ class StandIn(nn.Module):
 _OF_MODULES = frozenset(dir(nn.Module()))
 
 
-class _Seen:
+class _ClassProxy:
     """What ``isinstance`` takes for another class beside its own."""
 
     @property
@@ -104,10 +104,10 @@ class _Seen:
 
     @__class__.setter
     def __class__(self, kind: type[Any]) -> None:  # as torch's fully_shard does
-        raise wrapped(kind.__name__)
+        raise foreign_wrapper_error(kind.__name__)
 
 
-class Shards(_Seen, StandIn):
+class Shards(_ClassProxy, ShardedModule):
     """A submodule of a parallel module: it holds shards under their names, and is never called. For ``isinstance`` it
     is of the class of the model's submodule."""
 
@@ -117,7 +117,7 @@ class Shards(_Seen, StandIn):
     def train(self, mode: bool = True) -> Self:
         """As of every module. Raises ShardwiseError where a ``train`` of the model's own decides what follows."""
         for part in self.modules():
-            if isinstance(part, StandIn) and part._trains_itself:
+            if isinstance(part, ShardedModule) and part._trains_itself:
                 what = f"{part._kind} has a train() of its own, which what stands for it does not run"
                 raise ShardwiseError(problem(what, fix="call train() or eval() of the parallel module itself"))
         return super().train(mode)
@@ -185,7 +185,7 @@ def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks
         part.register_post_accumulate_grad_hook(lambda part, run=run: run(part) if reached[0] else None)
 
 
-def gathered(local: Tensor, layout: Layout, what: str, ranks: Communicator) -> Tensor:
+def gather_whole(local: Tensor, layout: Layout, what: str, ranks: Communicator) -> Tensor:
     """The whole tensor of which every rank holds its shard in ``layout``; all ranks call this."""
     coordinates = [ranks.mesh.coordinates(rank) for rank in range(ranks.mesh.num_devices)]
     index = torch.arange(torch.Size(layout.shape).numel(), device=local.device).reshape(layout.shape)
@@ -202,7 +202,7 @@ def _of_whole_gradient(
     hook: Callable[[Tensor], Tensor | None], layout: Layout, name: str, ranks: Communicator
 ) -> Callable[[Tensor], Tensor | None]:
     def run(gradient: Tensor) -> Tensor | None:
-        new = hook(gathered(gradient, layout, f"the hook of {name}", ranks))
+        new = hook(gather_whole(gradient, layout, f"the hook of {name}", ranks))
         return None if new is None else shard(new, layout, ranks.coordinates).contiguous()
 
     return run
@@ -213,8 +213,8 @@ def _of_whole_parameter(
 ) -> Callable[[Tensor], None]:
     def run(part: Tensor) -> None:
         what = f"the hook of {name}"
-        full = nn.Parameter(gathered(part, layout, what, ranks))
-        full.grad = None if part.grad is None else gathered(part.grad, layout, what, ranks)
+        full = nn.Parameter(gather_whole(part, layout, what, ranks))
+        full.grad = None if part.grad is None else gather_whole(part.grad, layout, what, ranks)
         hook(full)
         with torch.no_grad():
             part.copy_(shard(full, layout, ranks.coordinates))

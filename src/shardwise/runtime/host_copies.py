@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.runtime.hosted import HOST
+from shardwise.runtime.cpu_embedding import HOST
 
 
-class Copying(torch.nn.Module):
+class StartCopy(torch.nn.Module):
     """Starts a copy. ``device``: where the program runs (None: where its tensors are); what is copied must stay until
-    ``Landing`` has waited."""
+    ``WaitForCopy`` has waited."""
 
     def __init__(self, to: Literal["host", "device"], device: torch.device | None) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class Copying(torch.nn.Module):
         return target
 
 
-class Landing(torch.nn.Module):
+class WaitForCopy(torch.nn.Module):
     """The kernels that follow wait for a copy."""
 
-    def __init__(self, copying: Copying) -> None:
+    def __init__(self, copying: StartCopy) -> None:
         super().__init__()
         self.copying = [copying]  # not a module of this one
 
@@ -52,7 +52,7 @@ def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class CopyInFlight:
     """A copy under way. ``source`` stays until it has landed; ``landed``: None where it was made on the spot."""
 
     source: Tensor
@@ -70,17 +70,17 @@ class Started:
             self.landed.synchronize()
 
 
-def start_copy(source: Tensor, target: Tensor) -> Started:
+def start_copy(source: Tensor, target: Tensor) -> CopyInFlight:
     """Copy to the host or from there, beside the kernels, on the stream for this direction."""
     device = target.device if source.device == HOST else source.device
     if device.type != "cuda":
         target.copy_(source)
-        return Started(source)
+        return CopyInFlight(source)
     stream = _stream(device, target.device == HOST)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-        return Started(source, stream.record_event(), device)
+        return CopyInFlight(source, stream.record_event(), device)
 
 
 def host_memory(tensor: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CaptureWarning
-from shardwise.graph.capture import Memory
-from shardwise.programs.spmd import Spmd
+from shardwise.graph.capture import OutputMemory
+from shardwise.programs.spmd import SpmdProgram
 
 
-def taken_apart(outputs: Sequence[Any], memories: Sequence[Memory | None], sources: Mapping[str, Tensor]) -> list[Any]:
+def separate_memory(
+    outputs: Sequence[Any], memories: Sequence[OutputMemory | None], sources: Mapping[str, Tensor]
+) -> list[Any]:
     """The outputs, copied where they share memory with another output or with a source and do not on one device.
 
     ``memories``: per output; ``sources``: value -> the tensor that this rank holds.
@@ -37,7 +39,7 @@ def taken_apart(outputs: Sequence[Any], memories: Sequence[Memory | None], sourc
     return apart
 
 
-def written_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Give buffers their new values, in place. A value that is a buffer (two are exchanged) is read before it is
     written over."""
     if not buffers:
@@ -49,7 +51,9 @@ def written_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             buffer.copy_(value)
 
 
-def live(outputs: Sequence[Any], memories: Sequence[Memory | None], whole: Mapping[str, Tensor]) -> list[Any]:
+def alias_buffers(
+    outputs: Sequence[Any], memories: Sequence[OutputMemory | None], whole: Mapping[str, Tensor]
+) -> list[Any]:
     """The outputs, those that are views of a buffer taken from it. ``whole``: value -> the buffers that this rank holds
     whole, after the step has written them."""
     results = []
@@ -63,13 +67,13 @@ def live(outputs: Sequence[Any], memories: Sequence[Memory | None], whole: Mappi
     return results
 
 
-def whole_buffers(spmd: Spmd) -> tuple[str, ...]:
+def whole_buffers(spmd: SpmdProgram) -> tuple[str, ...]:
     """The values of the buffers that every rank holds whole."""
     buffers = [source.value for source in spmd.graph.sources if source.kind == "buffer"]
     return tuple(name for name in buffers if not spmd.layouts[name].positions)
 
 
-def announce_copies(spmd: Spmd, memories: Iterable[Memory | None]) -> None:
+def announce_copies(spmd: SpmdProgram, memories: Iterable[OutputMemory | None]) -> None:
     """Warns of outputs that are views of a buffer on one device and copies on ranks, where the step writes to it."""
     shared = {memory.name for memory in memories if memory is not None}
     written = shared.intersection(name for name, _ in spmd.mutations) - set(whole_buffers(spmd))

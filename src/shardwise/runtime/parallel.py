@@ -17,45 +17,45 @@ from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
-from shardwise.plans.example import announce_statistics
+from shardwise.plans.micro_batch_search import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.runtime.agree import shown_once
-from shardwise.runtime.calls import (
-    Call,
-    Calls,
-    Compiled,
+from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.cpu_optimizer import place_states
+from shardwise.runtime.faults import refuse_create_graph
+from shardwise.runtime.grad_accum import GradAccumStep, scale_of
+from shardwise.runtime.guards.protect import protect
+from shardwise.runtime.guards.registry import shard_records
+from shardwise.runtime.holding import install_shards
+from shardwise.runtime.hooks import gather_whole
+from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.initial.shards import ShardMaterializer
+from shardwise.runtime.lazy_gather import deliver_outputs
+from shardwise.runtime.local_shards import shard
+from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, write_buffers
+from shardwise.runtime.micro_batched_step import MicroBatchedStep, rows_of_pass, samples_of, with_samples_in
+from shardwise.runtime.parallel_module import ParallelModule
+from shardwise.runtime.program_cache import (
+    CallSpec,
+    Executable,
     Mode,
-    Settings,
-    as_planned,
+    ProgramCache,
+    RunSettings,
     check_frozen,
+    in_plan_precision,
     refuse_input_gradients,
 )
-from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.faults import refuse_create_graph
-from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import placed
-from shardwise.runtime.holding import hold
-from shardwise.runtime.hooks import gathered
-from shardwise.runtime.host_states import place_states
-from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import Holder
-from shardwise.runtime.memory_of_outputs import live, taken_apart, written_back
-from shardwise.runtime.passes import StepInPasses, rows_of_pass, samples_of, with_samples_in
-from shardwise.runtime.repeated import RepeatedStep, scale_of
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.same_inputs import SameInputs
-from shardwise.runtime.shards import shard
 from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal, in_other_mode, leaves_of
-from shardwise.runtime.split import Split
-from shardwise.runtime.state import State
-from shardwise.runtime.step import Step
+from shardwise.runtime.step import CallableStep
 from shardwise.runtime.step_profile import StepProfile, profile_step
-from shardwise.runtime.when_read import handed_out
+from shardwise.runtime.tensor_table import TensorTable
 
-Called = tuple[Compiled, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
+CallResult = tuple[Executable, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 
 
-class Parallel(Split):
+class Parallel(ParallelModule):
     """This rank's shards of a module. ``named_parameters()`` gives them under the original names, so any element-wise
     ``torch.optim`` optimizer updates them as one device would."""
 
@@ -63,7 +63,7 @@ class Parallel(Split):
         self,
         module: torch.nn.Module,
         plan: Plan,
-        settings: Settings,
+        settings: RunSettings,
         *,
         seed: int | None = None,
         init: Init | None = None,
@@ -84,18 +84,25 @@ class Parallel(Split):
             self._parts = LocalInputs(plan, self._ranks, self._ranks, numbers, self.device)
         elif plan.mesh.num_devices > 1:
             self._same = SameInputs(self._ranks, numbers, self.device)
-        self._calls = Calls(module, plan, settings, self._ranks, self._host_ranks)
-        self._compiled: dict[Any, Compiled] = {}
-        self._in_passes: dict[Any, StepInPasses] = {}
+        self._calls = ProgramCache(module, plan, settings, self._ranks, self._host_ranks)
+        self._compiled: dict[Any, Executable] = {}
+        self._in_passes: dict[Any, MicroBatchedStep] = {}
         self._has_said_whole = False
-        self._latest: Compiled | None = None
+        self._latest: Executable | None = None
         self._start_from(seed, self.device)
         hosts = (settings.host, self._host_ranks)
-        hold(
-            self, module, plan, Holder(plan.layouts, self._ranks, self._ranks, *hosts), self.device, seed, init, weights
+        install_shards(
+            self,
+            module,
+            plan,
+            ShardMaterializer(plan.layouts, self._ranks, self._ranks, *hosts),
+            self.device,
+            seed,
+            init,
+            weights,
         )
         self._protect()
-        self._state = State(self)
+        self._state = TensorTable(self)
         self.stand_for(module)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,10 +119,10 @@ class Parallel(Split):
         self._protect()  # a deep copy holds shards, too
 
     def _protect(self) -> None:
-        protect(self, placed(self, self.plan.layouts, self._ranks))
+        protect(self, shard_records(self, self.plan.layouts, self._ranks))
         place_states(self, self.plan.optimizer, self._settings.host)
 
-    @as_planned
+    @in_plan_precision
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, every tensor whole on every rank; differentiable. Where it has a loss, other tensors are
         brought together when they are read (``parallelize(outputs=)``). It is one pass over the whole batch, whatever
@@ -125,7 +132,7 @@ class Parallel(Split):
         compiled, _, outputs = self._call(args, kwargs, loss_only=False)
         return unflatten(outputs, compiled.captured.out_spec)
 
-    @as_planned
+    @in_plan_precision
     def step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached). ``scaler``: what
         is differentiated is the loss as it scales it (what is returned is not scaled); its ``step`` and ``update``
@@ -140,7 +147,7 @@ class Parallel(Split):
         (loss if scaler is None else scaler.scale(loss)).backward()
         return loss.detach()
 
-    @as_planned
+    @in_plan_precision
     def loss_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss alone, for a backward of your own: other outputs of the module are not brought together. Like a
         call it is one pass over the whole batch, whatever the plan's micro-batch."""
@@ -159,7 +166,7 @@ class Parallel(Split):
             )
         return loss
 
-    @as_planned
+    @in_plan_precision
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
         Every tensor is whole on every rank; differentiable."""
@@ -177,7 +184,7 @@ class Parallel(Split):
             self.zero_grad()
             self.step(*args, **kwargs)
 
-        def taken() -> Step | RepeatedStep:
+        def taken() -> CallableStep | GradAccumStep:
             assert self._latest is not None, "a step has run"
             return self._latest.runs
 
@@ -191,10 +198,12 @@ class Parallel(Split):
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
-    ) -> Called:
+    ) -> CallResult:
         """(program, loss, flattened outputs) for one batch."""
         if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
-            called: Called = torch.compiler.disable(self._call)(args, kwargs, loss_only=loss_only, predicts=predicts)
+            called: CallResult = torch.compiler.disable(self._call)(
+                args, kwargs, loss_only=loss_only, predicts=predicts
+            )
             return called
         flat, spec = self._flattened(args, kwargs)
         mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
@@ -204,7 +213,7 @@ class Parallel(Split):
             self._same.begin(flat, spec)
         seed: torch.Tensor | None = None
 
-        def run() -> tuple[Compiled, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        def run() -> tuple[Executable, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
             nonlocal seed
             compiled, inputs_here = self._program(flat, spec, mode)
             self._latest = compiled
@@ -229,12 +238,14 @@ class Parallel(Split):
         outputs: Sequence[Any] = flat_outputs
         sources = {} if loss_only else dict(zip(compiled.names, tensors, strict=True))
         if not loss_only:
-            outputs = taken_apart(outputs, compiled.captured.memories, sources)
-        written_back([tensors[position] for position in compiled.written], written)
+            outputs = separate_memory(outputs, compiled.captured.memories, sources)
+        write_buffers([tensors[position] for position in compiled.written], written)
         if not loss_only:
-            outputs = live(outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers})
+            outputs = alias_buffers(
+                outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers}
+            )
             names, graph = compiled.spmd.outputs, compiled.spmd.graph
-            outputs = handed_out(outputs, names, compiled.split, graph, self._ranks) if compiled.split else outputs
+            outputs = deliver_outputs(outputs, names, compiled.split, graph, self._ranks) if compiled.split else outputs
         return compiled, loss, tuple(outputs)
 
     # -- a step in passes ----------------------------------------------------------------------------------------------
@@ -294,8 +305,8 @@ class Parallel(Split):
             check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
         self._compared(key)
         if step is None:
-            call = Call(self._examples(flat, spec, list(shapes.values())), *mode)
-            step = StepInPasses(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
+            call = CallSpec(self._examples(flat, spec, list(shapes.values())), *mode)
+            step = MicroBatchedStep(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
             self._in_passes[key] = step
             if self._ranks.rank == 0:
                 announce_statistics(sorted(step.passes.statistics), stacklevel=4)
@@ -312,7 +323,7 @@ class Parallel(Split):
             named_inputs = {name: self._parts.whole(name, x, batch) for name, x in named_inputs.items()}
             batch = None
 
-        def parts(compiled: Compiled, start: int | None, size: int) -> list[torch.Tensor]:
+        def parts(compiled: Executable, start: int | None, size: int) -> list[torch.Tensor]:
             tensors_here = []
             for (name, x), layout in zip(named_inputs.items(), compiled.inputs, strict=False):
                 rows = x if start is None or name not in split else rows_of_pass(x, start, size, cut_by)
@@ -322,7 +333,7 @@ class Parallel(Split):
         return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
 
     @staticmethod
-    def _wanted(step: StepInPasses, batch: Batch) -> list[Wanted]:
+    def _wanted(step: MicroBatchedStep, batch: Batch) -> list[Wanted]:
         """What the programs of a step take of its inputs."""
         spans = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
         spans += [] if step.prelude is None else [(step.prelude, 0, sum(step.passes.sizes))]
@@ -343,7 +354,7 @@ class Parallel(Split):
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Compiled, list[torch.Tensor]]:
+    def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Executable, list[torch.Tensor]]:
         """The program of a call in a mode (training, the loss only, without the loss function), and this rank's part of
         its inputs."""
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
@@ -361,8 +372,8 @@ class Parallel(Split):
         self._compared(key)
         if compiled is None:
             self._ranks.make_sure()
-            call = Call(self._examples(flat, spec, shapes), *mode)
-            with shown_once("writing the program of every rank"):
+            call = CallSpec(self._examples(flat, spec, shapes), *mode)
+            with show_progress_once("writing the program of every rank"):
                 compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
             self._compiled[key] = compiled
         if torch.is_grad_enabled():
@@ -392,13 +403,13 @@ class Parallel(Split):
         return self._ranks.rank
 
     @property
-    def compiled(self) -> tuple[Compiled, ...]:
+    def compiled(self) -> tuple[Executable, ...]:
         """What was compiled so far, one for each signature of inputs, oldest first."""
         in_passes = (compiled for step in self._in_passes.values() for compiled in step.programs.values())
         return (*self._compiled.values(), *in_passes)
 
     @property
-    def latest(self) -> Compiled:
+    def latest(self) -> Executable:
         """What the last call ran. Raises ShardwiseError before the first one."""
         if self._latest is None:
             raise ShardwiseError("no program yet: it is made for the first inputs")
@@ -429,7 +440,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         refuse_create_graph()
-        return gathered(gradient, ctx.layout, "the gradient of an input", ctx.ranks), None, None
+        return gather_whole(gradient, ctx.layout, "the gradient of an input", ctx.ranks), None, None
 
 
 __all__ = ["Parallel"]

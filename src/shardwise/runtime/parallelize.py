@@ -15,17 +15,17 @@ from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
-from shardwise.plans.precision import only_priced
+from shardwise.plans.plan_precision import only_priced
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.runtime.agree import from_rank_zero, meet_rank_zero, shown_once
-from shardwise.runtime.calls import Compile, Inputs, Outputs, Settings
+from shardwise.runtime.agree import from_rank_zero, meet_rank_zero, show_progress_once
+from shardwise.runtime.cpu_embedding import matching_parameters
 from shardwise.runtime.hooks import announce_hooks
-from shardwise.runtime.hosted import matching
 from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.memory_check import require_memory
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.pipeline import Pipeline
+from shardwise.runtime.program_cache import Compile, Inputs, Outputs, RunSettings
 from shardwise.runtime.replicas import checked_interval
-from shardwise.runtime.room import require_room
 
 Randomness = Literal["same_as_one_device", "per_shard"]
 
@@ -63,20 +63,20 @@ def parallelize(
     a folder of them, as Hugging Face has them, seen by every rank: of each tensor a rank reads its own part; what the
     files lack of a module without values is an error, or is left to ``init``. ``compile``: whether
     PyTorch's compiler makes kernels of the programs. With ``"auto"``, the default on CUDA, the first ten training steps
-    run eager and compiled in turns and the faster way stays; it is remembered on disk (``runtime.trials``; eager under
-    a schedule whose backward works on cotangents and on weights apart, and within hooks for saved tensors). The default
-    on CPUs is False: there it takes longer to compile than most runs gain. ``check_replicas``: in every so many
-    training calls, the first included, what ranks must hold alike is compared (``runtime.replicas``), and a
+    run eager and compiled in turns and the faster way stays; it is remembered on disk (``runtime.compile_benchmark``;
+    eager under a schedule whose backward works on cotangents and on weights apart, and within hooks for saved tensors).
+    The default on CPUs is False: there it takes longer to compile than most runs gain. ``check_replicas``: in every so
+    many training calls, the first included, what ranks must hold alike is compared (``runtime.replicas``), and a
     ReplicaError names the first operator, parameter or input that differs; such a call is not compiled. Rank 0's
     setting counts. ``randomness``: dropout and other random numbers are by default those of one device, whatever the
     plan; with ``"per_shard"`` every shard draws from a generator of its own, which is faster: replicas still agree,
     shards differ and a seed gives the same again, but under this plan only. ``host``: names of tables, or patterns
     (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their gradients and optimizer states:
-    indices go there and the rows that were looked up come back (``runtime.hosted``). Prices and ``memory_bytes`` of the
-    plan still count them on the device. ``outputs``: with ``"when read"`` a call's outputs beside its loss are tensors
-    that stay split and are brought together when they are read, which every rank must do alike; with ``"whole"`` every
-    call does it, and a rank may read them alone. By default those of a MiB or more stay split (logits of a language
-    model), and smaller ones come at once. Under stages all come at once.
+    indices go there and the rows that were looked up come back (``runtime.cpu_embedding``). Prices and ``memory_bytes``
+    of the plan still count them on the device. ``outputs``: with ``"when read"`` a call's outputs beside its loss are
+    tensors that stay split and are brought together when they are read, which every rank must do alike; with
+    ``"whole"`` every call does it, and a rank may read them alone. By default those of a MiB or more stay split (logits
+    of a language model), and smaller ones come at once. Under stages all come at once.
 
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.
@@ -118,18 +118,18 @@ def parallelize(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     device = torch.device(device)
-    require_room(agreed, device)
+    require_memory(agreed, device)
     if compile is None:
         compile = "auto" if device.type == "cuda" else False
     every, streams, on_host = from_rank_zero(
-        lambda: (checked_interval(check_replicas), randomness == "per_shard", matching(module, host))
+        lambda: (checked_interval(check_replicas), randomness == "per_shard", matching_parameters(module, host))
     )
     announce_hooks(module)
     if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
         warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
-    settings = Settings(loss, inputs, device, compile, every, streams, on_host, outputs)
+    settings = RunSettings(loss, inputs, device, compile, every, streams, on_host, outputs)
     kind = Pipeline if agreed.is_pipeline else Parallel
-    with shown_once("making the ranks' parts of the model"):
+    with show_progress_once("making the ranks' parts of the model"):
         return kind(module, agreed, settings, seed=seed, init=init, weights=weights)
 
 

@@ -28,47 +28,54 @@ from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
-from shardwise.plans.example import announce_statistics
+from shardwise.plans.bind_stages import bound, only_read, step_graph
+from shardwise.plans.micro_batch_search import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import schedule_of
-from shardwise.plans.stages import bound, only_read, step_graph
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.calls import Call, Calls, Settings, as_planned, check_frozen, refuse_input_gradients
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.cpu_optimizer import place_states
+from shardwise.runtime.grad_accum import scale_of
 from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import placed
-from shardwise.runtime.holding import hold
-from shardwise.runtime.hooks import gathered
-from shardwise.runtime.host_states import place_states
+from shardwise.runtime.guards.registry import shard_records
+from shardwise.runtime.holding import install_shards
+from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import Holder
-from shardwise.runtime.passes import samples_of, with_samples_in
+from shardwise.runtime.initial.shards import ShardMaterializer
+from shardwise.runtime.micro_batched_step import samples_of, with_samples_in
+from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
-from shardwise.runtime.repeated import scale_of
+from shardwise.runtime.program_cache import (
+    CallSpec,
+    ProgramCache,
+    RunSettings,
+    check_frozen,
+    in_plan_precision,
+    refuse_input_gradients,
+)
 from shardwise.runtime.same_inputs import SameInputs
-from shardwise.runtime.shared_parameters import PlaceGroups
+from shardwise.runtime.shared_parameters import PipelineRankGroups
 from shardwise.runtime.signatures import Batch, LocalInputs, call_key, check_equal, in_other_mode, leaves_of
-from shardwise.runtime.split import Split
-from shardwise.runtime.stage import StageProgram, StageWorker, Step
-from shardwise.runtime.stage_calls import Ready
+from shardwise.runtime.stage import StageInputs, StageProgram, StageWorker
+from shardwise.runtime.stage_calls import StageCall
 from shardwise.runtime.stage_faults import StageFaults
-from shardwise.runtime.stage_outputs import brought_together
+from shardwise.runtime.stage_outputs import gather_stage_outputs
 from shardwise.runtime.stage_replicas import PipelineCheck
-from shardwise.runtime.state import State
+from shardwise.runtime.tensor_table import TensorTable
 from shardwise.runtime.torch_schedules import Scheduled
-from shardwise.runtime.trail import trail
 
 LossOn = Literal["all", "last"]
 
 
-class Pipeline(Split):
+class Pipeline(ParallelModule):
     """This rank's shards of the parameters of its stages, under their original names."""
 
     def __init__(
         self,
         module: torch.nn.Module,
         plan: Plan,
-        settings: Settings,
+        settings: RunSettings,
         *,
         seed: int | None = None,
         init: Init | None = None,
@@ -87,16 +94,16 @@ class Pipeline(Split):
         self._ranks = self._host_ranks = [Communicator(stage.placement, name) for stage in plan.stages]
         if settings.host and self.device.type != "cpu":
             self._host_ranks = [Communicator(stage.placement, name, backend="gloo") for stage in plan.stages]
-        self._groups = PlaceGroups.of(plan, own_place, self._position, settings.host)
+        self._groups = PipelineRankGroups.of(plan, own_place, self._position, settings.host)
         self._faults = StageFaults(plan, self._stages, self._position, self._everyone)
-        calls = Calls(module, plan, settings, self._everyone, self._everyone)
+        calls = ProgramCache(module, plan, settings, self._everyone, self._everyone)
         self._calls = calls
         self._calls_of = [
             calls.of_stage(plan.alone(i), *communicators)
             for i, communicators in enumerate(zip(self._ranks, self._host_ranks, strict=True))
         ]
-        self._ready: dict[Any, Ready] = {}
-        self._latest: Ready | None = None
+        self._ready: dict[Any, StageCall] = {}
+        self._latest: StageCall | None = None
         self._has_said_instead = False
         self._start_from(seed, self.device)
         numbers = Communicator(self._everyone.place, name, backend="gloo")
@@ -110,10 +117,10 @@ class Pipeline(Split):
             ranks.create_groups([ranks.mesh.sub_axes])  # of all of a stage: parameters are gathered for hooks over it
         first = self._stages[0]
         hosts = (settings.host, self._host_ranks[first])
-        holder = Holder(self.layouts, self._ranks[first], self._everyone, *hosts, self._names)
-        hold(self, module, plan, holder, self.device, seed, init, weights)
+        holder = ShardMaterializer(self.layouts, self._ranks[first], self._everyone, *hosts, self._names)
+        install_shards(self, module, plan, holder, self.device, seed, init, weights)
         self._protect()
-        self._state = State(self)
+        self._state = TensorTable(self)
         own_ranks = {number: self._ranks[number] for number in self._stages}
         self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
         self.stand_for(module)
@@ -162,7 +169,7 @@ class Pipeline(Split):
         }
         first_ranks = self.plan.stages[self._stages[0]].placement.ranks
         elsewhere = frozenset(name for name in self._groups.shared if first[name] != first_ranks)
-        protect(self, placed(self, self.layouts, self._ranks[self._stages[0]], elsewhere), self._everyone)
+        protect(self, shard_records(self, self.layouts, self._ranks[self._stages[0]], elsewhere), self._everyone)
         place_states(self, self.plan.optimizer, self._calls.settings.host)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,7 +181,7 @@ class Pipeline(Split):
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    @as_planned
+    @in_plan_precision
     def step(self, *args: Any, loss: LossOn = "all", scaler: GradScaler | None = None, **kwargs: Any) -> Tensor | None:
         """Forward and backward of the whole batch, of any number of samples, in micro-batches: adds to ``.grad`` and
         returns the loss (detached). ``loss``: ``"all"`` ranks get it, or those of the ``"last"`` stage (the others
@@ -212,7 +219,7 @@ class Pipeline(Split):
             dist.broadcast(value, last[0])
         return value
 
-    @as_planned
+    @in_plan_precision
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for evaluation: every tensor whole on every rank, without gradients, in one micro-batch.
         Raises ShardwiseError in training: a backward of the user's own does not know of stages."""
@@ -225,7 +232,7 @@ class Pipeline(Split):
             )
         return self._evaluate(args, kwargs, predicts=False)
 
-    @as_planned
+    @in_plan_precision
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
         Every tensor is whole on every rank, without gradients."""
@@ -242,7 +249,7 @@ class Pipeline(Split):
             self.zero_grad()
             self.step(*args, **kwargs)
 
-        def taken() -> Ready:
+        def taken() -> StageCall:
             assert self._latest is not None, "a step has run"
             return self._latest
 
@@ -277,14 +284,14 @@ class Pipeline(Split):
             self._ready[key] = self._made(captured, Passes.single(captured.graph), call)
         ready = self._ready[key]
         self._run(ready, _named(args, kwargs), batch, keeps=False)
-        outputs = brought_together(ready, self.plan, self._ranks, self._faults, self.device)
+        outputs = gather_stage_outputs(ready, self.plan, self._ranks, self._faults, self.device)
         return unflatten(outputs, ready.captured.out_spec)
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def _call(
         self, flat: Sequence[Any], spec: Any, *, loss_only: bool, predicts: bool = False
-    ) -> tuple[Any, Call, Batch | None]:
+    ) -> tuple[Any, CallSpec, Batch | None]:
         """What tells a call apart, the call, with tensors on meta and whole, and the batch of which ranks pass parts
         (None: each passes all of it); compared among the ranks when it is new."""
         mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
@@ -310,9 +317,9 @@ class Pipeline(Split):
         elif self._is_changed():  # ranks of other stages may have nothing to freeze
             check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks[self._stages[0]], self.device)
         self._compared(key)
-        return key, Call(self._examples(flat, spec, shapes), *mode), batch
+        return key, CallSpec(self._examples(flat, spec, shapes), *mode), batch
 
-    def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[Ready, Batch | None]:
+    def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[StageCall, Batch | None]:
         key, call, batch = self._call(flat, spec, loss_only=True)
         if key not in self._ready:
             captured = self._calls.captured(call)
@@ -336,13 +343,13 @@ class Pipeline(Split):
         ready = self._latest = self._ready[key]
         return ready, batch
 
-    def _samples(self, call: Call) -> int | None:
+    def _samples(self, call: CallSpec) -> int | None:
         named = {leaf_name(path): x for path, x in flatten_with_path(call.arguments)[0] if isinstance(x, Tensor)}
         if not with_samples_in(self.plan):
             return None
         return samples_of(self.plan, {name: tuple(x.shape) for name, x in named.items()})
 
-    def _made(self, captured: Capture, passes: Passes, call: Call) -> Ready:
+    def _made(self, captured: Capture, passes: Passes, call: CallSpec) -> StageCall:
         """The programs of this rank's stages on a schedule; all ranks make the process groups of all stages."""
         # A step of one pass, under a plan of several, has other operators than a pass; a call has outputs.
         is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
@@ -375,7 +382,7 @@ class Pipeline(Split):
         schedule = self._schedule_for(len(passes.sizes)) if call.loss_only else schedule_of(self.schedule.instead)
         by_number = {worker.number: worker for worker in workers}
         scheduled = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._groups.every)
-        return Ready(captured, passes, bounds, workers, scheduled)
+        return StageCall(captured, passes, bounds, workers, scheduled)
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
         """The plan's schedule; where so few micro-batches can not have it, the one that takes any number."""
@@ -391,7 +398,7 @@ class Pipeline(Split):
 
     def _run(
         self,
-        ready: Ready,
+        ready: StageCall,
         tensors: Mapping[str, Tensor],
         batch: Batch | None,
         *,
@@ -410,7 +417,7 @@ class Pipeline(Split):
                 tensors = {name: self._parts.whole(name, tensor, batch) for name, tensor in tensors.items()}
                 batch = None
         whole = self._whole(ready, tensors, batch)
-        step = Step(tensors, batch is not None, split, whole, seed, self.device, scale)
+        step = StageInputs(tensors, batch is not None, split, whole, seed, self.device, scale)
         for worker in ready.workers:
             worker.begin(step, keeps=keeps, check=None if check is None else check.stages[worker.number])
         try:
@@ -424,7 +431,7 @@ class Pipeline(Split):
             check.settle_forward()
         return losses
 
-    def _whole(self, ready: Ready, tensors: Mapping[str, Tensor], batch: Batch | None) -> dict[str, Tensor]:
+    def _whole(self, ready: StageCall, tensors: Mapping[str, Tensor], batch: Batch | None) -> dict[str, Tensor]:
         """The values of the prelude, which depends on the inputs of all micro-batches; every rank that needs them
         computes them. Parts of a ``batch`` are gathered for it."""
         prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
@@ -445,12 +452,12 @@ class Pipeline(Split):
                 name, ranks = source.names[0], self._ranks[self._stages[0]]
                 layout = self.layouts[name]
                 is_whole = not layout.positions
-                values[source.value] = state[name] if is_whole else gathered(state[name], layout, name, ranks)
+                values[source.value] = state[name] if is_whole else gather_whole(state[name], layout, name, ranks)
         with torch.no_grad(), self.device:
             results = interpret(prelude, values)
         return {name: results[name] for name in ready.passes.whole}
 
-    def _add_gradients(self, ready: Ready, check: PipelineCheck | None) -> None:
+    def _add_gradients(self, ready: StageCall, check: PipelineCheck | None) -> None:
         """Add what the step has found to ``.grad``, of parameters of several stages the sum over them."""
         state = self._state.tensors
         totals: dict[str, Tensor] = {}

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.costs.pipeline import Kind, Order, StageSeconds, simulate_pipeline, stage_seconds
+from shardwise.costs.pipeline_simulation import Kind, Order, StageSeconds, simulate_pipeline, stage_seconds
 from shardwise.costs.timeline import Event
 from shardwise.costs.trace import Track, write_trace
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
-from shardwise.plans.prices import prices_of
+from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_seconds
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compile_benchmark import MOST_STEPS
 from shardwise.runtime.stage import StageWorker
-from shardwise.runtime.stage_calls import Ready
+from shardwise.runtime.stage_calls import StageCall
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
-from shardwise.runtime.torch_schedules import Timed
-from shardwise.runtime.trials import MOST_STEPS
+from shardwise.runtime.torch_schedules import TimedAction
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class PipelineProfile:
 
 def profile_pipeline(
     step: Callable[[], Any],
-    taken: Callable[[], Ready],
+    taken: Callable[[], StageCall],
     plan: Plan,
     ranks: Mapping[int, Communicator],
     device: torch.device,
@@ -151,7 +151,7 @@ def _places(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _steps(
-    step: Callable[[], Any], ready: Ready, steps: int
+    step: Callable[[], Any], ready: StageCall, steps: int
 ) -> tuple[list[float], float, dict[tuple[int, Kind], float], tuple[Event, ...]]:
     """Of some steps their seconds, those in which this rank worked, and in the mean those of each of its actions; and
     the actions of the last one."""
@@ -173,7 +173,7 @@ def _steps(
     return walls, busy, {key: mean(seconds) for key, seconds in taken.items()}, last
 
 
-def _event(timed: Timed, start: float) -> Event:
+def _event(timed: TimedAction, start: float) -> Event:
     return Event(
         f"stage {timed.action.stage}, {timed.action}", timed.action.kind, (), timed.start - start, timed.seconds
     )
@@ -202,13 +202,13 @@ def _measured(seconds: Mapping[tuple[int, Kind], float], number: int) -> StageSe
     return StageSeconds(seconds[number, "forward"], backward or parts[0], parts[1], 0.0, 0.0)
 
 
-def _predicted(plan: Plan, ready: Ready) -> tuple[StageSeconds, ...]:
+def _predicted(plan: Plan, ready: StageCall) -> tuple[StageSeconds, ...]:
     """What stages were expected to take; of a plan that was not chosen by price, on CPU ranks, whose messages to each
     other take no time."""
     if plan.pipeline is not None:
         return tuple(stage.seconds for stage in plan.pipeline.stages)
     priced = enumerate(ready.bound.spmds)
-    return tuple(stage_seconds(spmd, prices_of(plan.alone(number)), 0.0, Kinds()) for number, spmd in priced)
+    return tuple(stage_seconds(spmd, prices_of(plan.alone(number)), 0.0, VjpCache()) for number, spmd in priced)
 
 
 def _without_update(seconds: StageSeconds) -> StageSeconds:

@@ -28,12 +28,12 @@ from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
-from shardwise.programs.constants import constant_values
-from shardwise.programs.spmd import Spmd, conversions_of
-from shardwise.programs.steps import Step as OperatorStep
+from shardwise.programs.hoist_constants import constant_values
+from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd_steps import OpStep as OperatorStep
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Emitted
-from shardwise.runtime.step import Forward, Step
+from shardwise.runtime.step import CallableStep, Forward
 
 Kind = Literal[
     "batch", "input", "parameter", "buffer", "constant", "activation", "seed", "operator", "conversion", "gradient"
@@ -161,7 +161,7 @@ class ReplicaCheck:
         return (self._count - 1) % self.every == 0
 
     def run(
-        self, step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]
+        self, step: CallableStep, tensors: Sequence[Tensor], batch: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What ``step(tensors)`` returns. Raises ReplicaError, on all ranks alike, where copies differ; the next
         backward pass does so for the gradients of the parameters.
@@ -194,7 +194,7 @@ class ReplicaCheck:
 
     # ------------------------------------------------------------------------------------------------------ the program
 
-    def _instrument(self, program: fx.GraphModule, spmd: Spmd, resolve: Callable[[str], str]) -> Instrumented:
+    def _instrument(self, program: fx.GraphModule, spmd: SpmdProgram, resolve: Callable[[str], str]) -> Instrumented:
         """The program with a fingerprint of every value that has copies and is used by anything."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -225,7 +225,7 @@ class ReplicaCheck:
 
     # ---------------------------------------------------------------------------------------------------- the gradients
 
-    def watch(self, spmd: Spmd, tensors: Sequence[Tensor]) -> None:
+    def watch(self, spmd: SpmdProgram, tensors: Sequence[Tensor]) -> None:
         """Compare gradients at the end of the backward pass that first reaches one of the parameters."""
         watched: list[Tensor] = []
         subjects: list[Subject] = []
@@ -280,7 +280,7 @@ class ReplicaCheck:
         raise ReplicaError(message, differing)
 
 
-def _compared(spmd: Spmd) -> Iterator[str]:
+def _compared(spmd: SpmdProgram) -> Iterator[str]:
     """The values that have copies and are used by anything, in the order of the program."""
     used = {name for _, name in spmd.mutations} | {*refs(spmd.outputs)} | ({spmd.loss} if spmd.loss else set())
     for step in spmd.steps:
@@ -292,7 +292,7 @@ def _compared(spmd: Spmd) -> Iterator[str]:
     return (name for name in names if _has_copies(spmd.layouts[name]))
 
 
-def _subject(name: str, spmd: Spmd) -> Subject:
+def _subject(name: str, spmd: SpmdProgram) -> Subject:
     graph = spmd.graph
     source = graph.source_of.get(name)
     if source is not None:

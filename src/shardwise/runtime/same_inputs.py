@@ -20,8 +20,8 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.runtime.agree import gather_objects
-from shardwise.runtime.communicator import Communicator, Rows
-from shardwise.runtime.host_copies import Started, host_memory, start_copy
+from shardwise.runtime.communicator import Communicator, GatheredRows
+from shardwise.runtime.host_copies import CopyInFlight, host_memory, start_copy
 from shardwise.runtime.replicas import fingerprint_on
 
 SAME_INPUTS_FIX = (
@@ -39,8 +39,8 @@ class _Passed:
     call: int
     leaves: tuple[list[bool], Any]
     prints: Tensor
-    copy: Started
-    flight: Rows | None = None
+    copy: CopyInFlight
+    flight: GatheredRows | None = None
 
 
 class SameInputs:

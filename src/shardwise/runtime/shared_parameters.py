@@ -12,7 +12,7 @@ from shardwise.plans.plan import Plan
 from shardwise.runtime.torch_schedules import position_groups
 
 
-def shared_places(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
+def sharing_pipeline_ranks(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Parameter that several places have -> the ranks of each of them."""
     places: dict[str, dict[tuple[int, ...], None]] = {}
     for stage in plan.stages:
@@ -22,14 +22,14 @@ def shared_places(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
 
 
 @dataclass(frozen=True)
-class PlaceGroups:
+class PipelineRankGroups:
     """The process groups of a rank with those that have its device number in other places. ``every``: in all of them;
     ``shared``: of a parameter that several places have, in these."""
 
     every: Any
     shared: Mapping[str, Any]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlaceGroups:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRankGroups:
         return self  # ranks would have to make new ones together
 
     def __getstate__(self) -> NoReturn:
@@ -42,20 +42,20 @@ class PlaceGroups:
         )
 
     @staticmethod
-    def of(plan: Plan, place: tuple[int, ...], position: int, host: frozenset[str]) -> PlaceGroups:
+    def of(plan: Plan, place: tuple[int, ...], position: int, host: frozenset[str]) -> PipelineRankGroups:
         """Those of a rank of a ``place``. ``host``: names of the tables on the CPU, whose groups are gloo's. All
         ranks make all groups."""
         everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
         every = position_groups(everywhere)[position]
         groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}
         groups_of: dict[str, Any] = {}
-        for name, places in shared_places(plan).items():
+        for name, places in sharing_pipeline_ranks(plan).items():
             key = places, name in host
             if key not in groups:
                 groups[key] = position_groups(places, "gloo" if name in host else None)[position]
             if place in places:
                 groups_of[name] = groups[key]
-        return PlaceGroups(every, groups_of)
+        return PipelineRankGroups(every, groups_of)
 
 
-__all__ = ["PlaceGroups", "shared_places"]
+__all__ = ["PipelineRankGroups", "sharing_pipeline_ranks"]

@@ -7,7 +7,7 @@ exchanged in every such call, and everything else only where a combination of di
 
 Nobody waits for these integers where nothing changes. A rank that makes the same call a third time takes the others to
 do so, too, and begins; the integers are read before its first collective starts. Until then nothing was sent and
-nothing written, so that a rank which took it wrongly (``Surprise``) begins anew.
+nothing written, so that a rank which took it wrongly (``SignatureMismatch``) begins anew.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, numbers_samples
-from shardwise.runtime.agree import gather_objects, wire
-from shardwise.runtime.communicator import Communicator, Rows
-from shardwise.runtime.hands import hands
+from shardwise.runtime.agree import gather_objects, wire_device
+from shardwise.runtime.communicator import Communicator, GatheredRows
+from shardwise.runtime.failure_store import hands
+from shardwise.runtime.lazy_gather import LazyTensor, plain_tensor
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.replicas import fingerprint_on
 from shardwise.runtime.same_inputs import SAME_INPUTS_FIX
-from shardwise.runtime.shards import shard
-from shardwise.runtime.when_read import WhenRead, plain
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
-Combination = tuple[int, ...]  # the digests of the ranks' calls
-Circumstances = tuple[tuple[str, str], ...]  # (what became of a tensor, its name): ("frozen", "up.weight")
+SignatureSet = tuple[int, ...]  # the digests of the ranks' calls
+ParamFlags = tuple[tuple[str, str], ...]  # (what became of a tensor, its name): ("frozen", "up.weight")
 Holds = Callable[[int, str], bool]  # whether a rank has a tensor, by name
 _TRAINING = attrgetter("training")
 _NUM_NAMED = 8  # ranks or inputs that a message lists
@@ -64,10 +64,10 @@ class Signature:
     mode: str
     leaves: tuple[tuple[str, str], ...]
     shapes: Mapping[str, Shape]
-    circumstances: Circumstances = ()
+    circumstances: ParamFlags = ()
 
     @classmethod
-    def of(cls, named: Sequence[tuple[str, Any]], mode: str, circumstances: Circumstances) -> Signature:
+    def of(cls, named: Sequence[tuple[str, Any]], mode: str, circumstances: ParamFlags) -> Signature:
         """Of a call in a ``mode`` ("training, the loss only")."""
         return cls(
             mode,
@@ -108,7 +108,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
     plain tensors or constants, and for tensors without data."""
     flat, spec = flatten_call(args, kwargs)
-    flat = [plain(x) if isinstance(x, WhenRead) else x for x in flat]
+    flat = [plain_tensor(x) if isinstance(x, LazyTensor) else x for x in flat]
     if all(is_constant(x) or (is_plain_input(x) and (not x.is_meta or device.type == "meta")) for x in flat):
         return flat, spec
     named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
@@ -165,7 +165,7 @@ def check_equal(
     those that hold a tensor differ in what became of it. ``holds``: whether a rank has a tensor."""
     hands.ask(str(signature))
     what = f"a call unlike the last of this rank ({signature})"
-    everywhere = gather_objects((signature, _prints(signature, tensors, wire(device))), ranks, device, what)
+    everywhere = gather_objects((signature, _prints(signature, tensors, wire_device(device))), ranks, device, what)
     _check_same([signature for signature, _ in everywhere], holds, with_shapes=True)
     for name, first in everywhere[0][1].items():
         other = next((rank for rank, (_, prints) in enumerate(everywhere) if prints[name] != first), None)
@@ -229,7 +229,7 @@ class Batch:
 Wanted = tuple[Mapping[str, Layout], int, int]
 
 
-class Surprise(Exception):
+class SignatureMismatch(Exception):
     """The other ranks' parts are not those that this rank took them to be. Not for users."""
 
 
@@ -244,15 +244,15 @@ class LocalInputs:
     ) -> None:
         self.layouts = plan.input_layouts
         self.planned = {entry.name: entry.shape for entry in plan.inputs}
-        self.ranks, self.everyone, self.numbers, self.device = ranks, everyone, numbers, wire(device)
+        self.ranks, self.everyone, self.numbers, self.device = ranks, everyone, numbers, wire_device(device)
         places = dict.fromkeys(stage.placement.ranks for stage in plan.stages)
         device_of = {rank: number for place in places for number, rank in enumerate(place)}
         self._devices = [device_of[rank] for rank in sorted(device_of)]  # by rank
         self._holds = plan.holds
-        self._batches: dict[Combination, Batch] = {}
+        self._batches: dict[SignatureSet, Batch] = {}
         # By the digest of this rank's call: the last combination, and whether the one before was the same.
-        self._latest: dict[int, tuple[Combination, bool]] = {}
-        self._found: Combination | None = None  # that of this call, once it is known
+        self._latest: dict[int, tuple[SignatureSet, bool]] = {}
+        self._found: SignatureSet | None = None  # that of this call, once it is known
         self._has_said_gathered = False
         self._is_own: dict[object, bool] = {}  # by input, layout and parts
         self._faults: dict[tuple[int, int], tuple[Batch, Passes, str]] = {}
@@ -274,7 +274,7 @@ class LocalInputs:
         try:
             try:
                 return run()
-            except Surprise:
+            except SignatureMismatch:
                 return run()
         finally:
             self.everyone.before_next = None
@@ -300,15 +300,15 @@ class LocalInputs:
         self._latest[signature.digest] = self._found, self._found == last
         return self._batches[self._found]
 
-    def _read(self, flight: Rows) -> None:
+    def _read(self, flight: GatheredRows) -> None:
         self.everyone.before_next = None
         self._found = tuple(flight.wait().flatten().tolist())
 
-    def _check(self, flight: Rows, taken: Combination) -> None:
+    def _check(self, flight: GatheredRows, taken: SignatureSet) -> None:
         """Raise Surprise where the integers are not those that were taken for granted."""
         self._read(flight)
         if self._found != taken:
-            raise Surprise
+            raise SignatureMismatch
 
     def own_part(self, name: str, tensor: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
         """What this rank's program takes: the part itself where the parts are those of the layout, else this rank's

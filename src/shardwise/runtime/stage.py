@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.costs.pipeline import Kind
+from shardwise.costs.pipeline_simulation import Kind
 from shardwise.graph.ir import Graph, Ref
-from shardwise.plans.stages import delivered_layouts
-from shardwise.programs.halves import split_backward
+from shardwise.plans.bind_stages import delivered_layouts
 from shardwise.programs.micro_batches import values_of_step
-from shardwise.programs.rank_program import Program
-from shardwise.runtime.calls import Compiled
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.split_backward import split_backward
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit_backward
-from shardwise.runtime.memory_of_outputs import written_back
-from shardwise.runtime.passes import rows_of_pass
-from shardwise.runtime.repeated import Running, cotangent_of
+from shardwise.runtime.grad_accum import GradAccumState, cotangent_of
+from shardwise.runtime.local_shards import shard
+from shardwise.runtime.memory_of_outputs import write_buffers
+from shardwise.runtime.micro_batched_step import rows_of_pass
+from shardwise.runtime.program_cache import Executable
 from shardwise.runtime.replicas import ReplicaCheck
-from shardwise.runtime.shards import shard
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryTensor:
     """A value between two stages, as a rank has it. ``shape``: its part; ``returns``: whether a cotangent comes
     back."""
 
@@ -79,7 +79,7 @@ class StageProgram:
     """A stage's program for micro-batches of one size. ``sends``: the values for the next stage, in order;
     ``returned``: the values, of either end, whose cotangents come back."""
 
-    compiled: Compiled
+    compiled: Executable
     ranks: Communicator
     sends: tuple[str, ...]
     returned: frozenset[str]
@@ -89,25 +89,25 @@ class StageProgram:
         return self.compiled.captured.graph
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> RankProgram:
         """This rank's, of a micro-batch, as it is written."""
         return self.compiled.runs.emitted.program
 
     @cached_property
-    def received(self) -> tuple[Crossing, ...]:
+    def received(self) -> tuple[BoundaryTensor, ...]:
         """What comes from the stage before, in order."""
         layouts = self.compiled.spmd.layouts
         names = [source.value for source in self.part.sources if source.kind == "activation"]
         return tuple(self._crossing(name, layouts[name].local_shape(self.ranks.coordinates)) for name in names)
 
     @cached_property
-    def sent(self) -> tuple[Crossing, ...]:
+    def sent(self) -> tuple[BoundaryTensor, ...]:
         """What goes to the next stage, in order."""
         layouts = delivered_layouts(self.part, self.compiled.spmd)
         return tuple(self._crossing(name, layouts[name].local_shape(self.ranks.coordinates)) for name in self.sends)
 
-    def _crossing(self, name: str, shape: tuple[int, ...]) -> Crossing:
-        return Crossing(name, shape, self.part.by_name[name].dtype, name in self.returned)
+    def _crossing(self, name: str, shape: tuple[int, ...]) -> BoundaryTensor:
+        return BoundaryTensor(name, shape, self.part.by_name[name].dtype, name in self.returned)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
@@ -124,7 +124,7 @@ class StageProgram:
         return {name: at[emitted_name] for name, emitted_name in pairs if emitted_name in at}
 
     @cached_property
-    def halves(self) -> tuple[tuple[Program, fx.GraphModule], tuple[Program, fx.GraphModule]]:
+    def halves(self) -> tuple[tuple[RankProgram, fx.GraphModule], tuple[RankProgram, fx.GraphModule]]:
         """Backward for cotangents, and for weights."""
         whole = self.compiled.runs.emitted
         first, second = split_backward(self.program)
@@ -132,7 +132,7 @@ class StageProgram:
 
 
 @dataclass
-class Step:
+class StageInputs:
     """What the stages of this rank get for one step. ``inputs``: by name, whole, or this rank's part of each
     (``are_parts``); ``with_samples``: those that micro-batches divide; ``whole``: the values of the prelude; ``scale``:
     by what the loss is multiplied for backward."""
@@ -161,14 +161,14 @@ class StageWorker:
     programs: Mapping[int, StageProgram]
     sizes: tuple[int, ...]
     statistics: frozenset[str]
-    step: Step | None = None
+    step: StageInputs | None = None
     keeps: bool = True
     check: ReplicaCheck | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     remembers: bool = False
     remembered: list[Tensor] = field(default_factory=list)
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
-    _running: dict[int, Running] = field(default_factory=dict)  # by size
+    _running: dict[int, GradAccumState] = field(default_factory=dict)  # by size
     _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class StageWorker:
         self.receives = tuple(crossing.example() for crossing in largest.received) or _TOKEN
         self.sends = tuple(crossing.example() for crossing in largest.sent) or _TOKEN
 
-    def begin(self, step: Step, *, keeps: bool, check: ReplicaCheck | None = None) -> None:
+    def begin(self, step: StageInputs, *, keeps: bool, check: ReplicaCheck | None = None) -> None:
         """A step begins. ``keeps``: backward follows; ``check``: forward is compared among the ranks of the stage."""
         self.step, self.keeps, self.check = step, keeps, check
         self.outputs, self._running, self._saved, self.most_kept = {}, {}, {}, 0
@@ -240,14 +240,14 @@ class StageWorker:
         return tensors
 
     def _write(
-        self, compiled: Compiled, tensors: Sequence[Tensor], written: Sequence[Tensor], micro_batch: int
+        self, compiled: Executable, tensors: Sequence[Tensor], written: Sequence[Tensor], micro_batch: int
     ) -> None:
         """Write what a micro-batch makes of buffers: running statistics always, all others after the last one."""
         is_last = micro_batch == len(self.sizes) - 1
         sources = compiled.captured.graph.sources
         for position, value in zip(compiled.written, written, strict=True):
             if is_last or sources[position].names[0] in self.statistics:
-                written_back([tensors[position]], [value])
+                write_buffers([tensors[position]], [value])
 
     def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Backward of a micro-batch, or a part of it: the cotangents of what was received."""
@@ -285,7 +285,7 @@ class StageWorker:
         return tuple(back) or (None,) * len(self.receives)
 
     def _cotangents(
-        self, stage: StageProgram, program: Program, cotangents: Sequence[Tensor | None]
+        self, stage: StageProgram, program: RankProgram, cotangents: Sequence[Tensor | None]
     ) -> dict[str, Tensor]:
         """The cotangents of what a program of the stage delivers, by their names in it."""
         arrived = {
@@ -330,4 +330,4 @@ def _there(tensor: Tensor | None, name: str) -> Tensor:
     return tensor
 
 
-__all__ = ["StageProgram", "StageWorker", "Step"]
+__all__ = ["StageInputs", "StageProgram", "StageWorker"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shardwise.graph.capture import Capture
-from shardwise.plans.stages import Bound
+from shardwise.plans.bind_stages import BoundStages
 from shardwise.programs.micro_batches import Passes
 from shardwise.runtime.signatures import Wanted
 from shardwise.runtime.stage import StageWorker
@@ -16,18 +16,18 @@ from shardwise.runtime.torch_schedules import Scheduled
 
 
 @dataclass(frozen=True)
-class Ready:
+class StageCall:
     """What one kind of call runs: the captured call, its passes, their cuts by size, and this rank's stages on a
     schedule."""
 
     captured: Capture
     passes: Passes
-    bounds: Mapping[int, Bound]
+    bounds: Mapping[int, BoundStages]
     workers: tuple[StageWorker, ...]
     scheduled: Scheduled
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundStages:
         """The largest pass, cut."""
         return self.bounds[max(self.bounds)]
 
@@ -47,7 +47,7 @@ class Ready:
         programs = (program for worker in self.workers for program in worker.programs.values())
         return any(program.compiled.seed is not None for program in programs)
 
-    def with_state(self, state: Mapping[str, Tensor]) -> Ready:
+    def with_state(self, state: Mapping[str, Tensor]) -> StageCall:
         """The same with the parameters and buffers of ``state``, by name."""
         for worker in self.workers:
             worker.programs = {
@@ -57,4 +57,4 @@ class Ready:
         return self
 
 
-__all__ = ["Ready"]
+__all__ = ["StageCall"]

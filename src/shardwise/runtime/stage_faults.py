@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardwise.errors import CollectiveError, ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.faults import Waiting, exchange_failed
-from shardwise.runtime.hands import hands
+from shardwise.runtime.failure_store import hands
+from shardwise.runtime.faults import BlockedRank, exchange_failed
 from shardwise.runtime.torch_schedules import Scheduled
 
 
@@ -53,7 +53,7 @@ class StageFaults:
         """What to raise for an exchange with some ranks that failed, which one of them may have explained; None: it was
         not the network."""
         rank = self.everyone.rank
-        waiting = Waiting(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (rank, *ranks))
+        waiting = BlockedRank(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (rank, *ranks))
         failure = exchange_failed(error, rank, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
         if failure is None:
             return None

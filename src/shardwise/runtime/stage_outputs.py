@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.graph.ir import Ref
+from shardwise.plans.bind_stages import delivered_layouts
 from shardwise.plans.plan import Plan
-from shardwise.plans.stages import delivered_layouts
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.hooks import gathered
-from shardwise.runtime.stage import Crossing
-from shardwise.runtime.stage_calls import Ready
+from shardwise.runtime.hooks import gather_whole
+from shardwise.runtime.stage import BoundaryTensor
+from shardwise.runtime.stage_calls import StageCall
 from shardwise.runtime.stage_faults import StageFaults
-from shardwise.runtime.trail import trail
 
 
-def brought_together(
-    ready: Ready, plan: Plan, ranks: Sequence[Communicator], faults: StageFaults, device: torch.device
+def gather_stage_outputs(
+    ready: StageCall, plan: Plan, ranks: Sequence[Communicator], faults: StageFaults, device: torch.device
 ) -> list[Any]:
     """The flattened outputs of a call that has run, brought from the stages that make them to all ranks. ``ranks``: of
     every stage."""
@@ -35,13 +35,13 @@ def brought_together(
             continue
         value, number = graph.by_name[out.name], home[out.name]
         makers = plan.stages[number].placement.ranks
-        crossing = Crossing(out.name, value.shape, value.dtype, returns=False)
+        crossing = BoundaryTensor(out.name, value.shape, value.dtype, returns=False)
         with faults.exchange(f"an output of stage {number}", makers), trail.waiting(b"an output"):
             if dist.get_rank() in makers:
                 tensor = outputs[out.name].detach().clone()
                 layout = layouts[number][out.name]
                 if layout.positions:  # the next stage receives it as well, and has it split
-                    tensor = gathered(tensor, layout, f"an output of stage {number}", ranks[number])
+                    tensor = gather_whole(tensor, layout, f"an output of stage {number}", ranks[number])
                 wire = crossing.packed(tensor, crossing.example())
             else:
                 wire = torch.empty_like(crossing.example(), device=device)
@@ -50,4 +50,4 @@ def brought_together(
     return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
 
 
-__all__ = ["brought_together"]
+__all__ = ["gather_stage_outputs"]

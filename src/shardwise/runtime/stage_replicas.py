@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardwise.errors import ReplicaError
 from shardwise.plans.plan import Plan
-from shardwise.programs.spmd import Spmd
-from shardwise.runtime.calls import Settings
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.program_cache import RunSettings
 from shardwise.runtime.replicas import ReplicaCheck, Subject
-from shardwise.runtime.shared_parameters import shared_places
+from shardwise.runtime.shared_parameters import sharing_pipeline_ranks
 
 
 class StageCheck(ReplicaCheck):
@@ -40,13 +40,13 @@ class PipelineCheck:
     """The check of a rank of a pipeline, in every so many steps. ``ranks``: of its stages, by number."""
 
     def __init__(
-        self, settings: Settings, plan: Plan, everyone: Communicator, ranks: Mapping[int, Communicator]
+        self, settings: RunSettings, plan: Plan, everyone: Communicator, ranks: Mapping[int, Communicator]
     ) -> None:
         self.stages = {number: StageCheck(of_stage, number, settings.device) for number, of_stage in ranks.items()}
         self.passed = 0  # steps whose forward pass, and what it began with, was found equal in all stages
         self._whole = ReplicaCheck(settings.check_replicas, everyone, settings.device)
         # Of every shard of a parameter that several stages have: the ranks that hold it.
-        self._shared = {name: tuple(zip(*places, strict=True)) for name, places in shared_places(plan).items()}
+        self._shared = {name: tuple(zip(*places, strict=True)) for name, places in sharing_pipeline_ranks(plan).items()}
 
     def is_due(self) -> bool:
         """Whether this step is to be checked; to be asked once in every step."""
@@ -73,7 +73,7 @@ class PipelineCheck:
         if subjects:
             whole.compare(subjects, prints, torch.stack(columns, 1), "forward")
 
-    def watch(self, number: int, spmd: Spmd, tensors: Sequence[Any]) -> None:
+    def watch(self, number: int, spmd: SpmdProgram, tensors: Sequence[Any]) -> None:
         """Compare the gradients that are added to the parameters of a stage."""
         self.stages[number].watch(spmd, tensors)
 

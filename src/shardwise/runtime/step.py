@@ -16,22 +16,22 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.autocast import check_ambient
-from shardwise.programs.passes import memories
-from shardwise.programs.rank_program import Program
-from shardwise.runtime.constants import Constants
+from shardwise.programs.pass_list import memories
+from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime.compile_benchmark import CompiledVariant, TimedStep
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.faults import refuse_create_graph
-from shardwise.runtime.trials import Compiling, Turn
+from shardwise.runtime.hoisted_constants import Constants
 
 # tensors of the sources -> (delivered, mutations, saved)
 Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
 # Which delivered values get a cotangent -> the program whose backward takes these.
 EmitFor = Callable[[tuple[bool, ...]], Emitted]
-_PLAIN = Turn(compiled=False)  # a step that takes part in no trial
+_PLAIN = TimedStep(compiled=False)  # a step that takes part in no trial
 
 
 @dataclass
-class Step:
+class CallableStep:
     """A program that can be called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some
     of the delivered values; ``forward_only``: emits it without a backward, compiled or not; ``compiling``: the step
     that trains instead of this one, unless that is observed (``runtime.compiled``), always or while it is faster;
@@ -40,9 +40,9 @@ class Step:
     emitted: Emitted
     emit_for: EmitFor
     forward_only: Callable[[bool], Emitted]
-    compiling: Compiling[Step] | None = None
+    compiling: CompiledVariant[CallableStep] | None = None
     constants: Constants | None = None
-    whole: Program | None = None
+    whole: RankProgram | None = None
     _backward: dict[tuple[bool, ...], Emitted] = field(default_factory=dict)
     _alone: dict[bool, Emitted] = field(default_factory=dict)
 
@@ -71,11 +71,11 @@ class Step:
             # Autograd would call the hooks of others with None.
             reached = set(self.positions.values())
             tensors = [x if i in reached or not x.requires_grad else x.detach() for i, x in enumerate(tensors)]
-            results = _Step.apply(step, observed, turn, *tensors)  # type: ignore[no-untyped-call]
+            results = _StepFunction.apply(step, observed, turn, *tensors)  # type: ignore[no-untyped-call]
             delivered, written = results[: self.num_delivered], results[self.num_delivered :]
         return tuple(delivered), tuple(written)
 
-    def _taking_turns(self) -> tuple[Step, Turn]:
+    def _taking_turns(self) -> tuple[CallableStep, TimedStep]:
         """What runs a step that begins. Where hooks keep what is saved, it may run again for backward, and must save
         the same: no turns are taken there."""
         if self.compiling is None or (self.compiling.trial is not None and _is_hooked()):
@@ -84,7 +84,7 @@ class Step:
         return compiled or self, turn
 
     @property
-    def program(self) -> Program:
+    def program(self) -> RankProgram:
         """The step, which makes its constants itself."""
         return self.whole or self.emitted.program
 
@@ -120,9 +120,11 @@ class Step:
         return self._backward[present]
 
 
-class _Step(torch.autograd.Function):
+class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, observed: Forward | None, turn: Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, step: CallableStep, observed: Forward | None, turn: TimedStep, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         with turn.timed():
             delivered, written, saved = step.forward(tensors, observed=observed)
         if step.overwritten:  # the end of the call writes what backward reads as it was
@@ -145,7 +147,7 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph()
         check_ambient(None, "around the backward of a parallel module")
-        step: Step = ctx.step
+        step: CallableStep = ctx.step
         saved = _kept(ctx)
         delivered = cotangents[: step.num_delivered]
         emitted = step.backward_for(tuple(cotangent is not None for cotangent in delivered))
@@ -187,7 +189,7 @@ def _kept(ctx: Any) -> list[Any]:
     return kept
 
 
-def _watched(program: Program, constants: Program | None) -> tuple[tuple[int, str], ...]:
+def _watched(program: RankProgram, constants: RankProgram | None) -> tuple[tuple[int, str], ...]:
     """What is saved in memory that others can change: its position, and the source or delivered value in question."""
     sources = program.spmd.graph.source_of
     ahead = () if constants is None else constants.forward
@@ -196,7 +198,7 @@ def _watched(program: Program, constants: Program | None) -> tuple[tuple[int, st
     return tuple((i, reachable[root[name]]) for i, name in enumerate(program.saved) if root[name] in reachable)
 
 
-def _changed(program: Program, name: str) -> ShardwiseError:
+def _changed(program: RankProgram, name: str) -> ShardwiseError:
     """The error for a source or a delivered value that backward needs as it was."""
     source = program.spmd.graph.source_of.get(name)
     if source is not None:

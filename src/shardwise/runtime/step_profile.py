@@ -22,26 +22,26 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from shardwise.costs.collectives import Links
-from shardwise.costs.kernels import Called, work_of
-from shardwise.costs.timeline import ONCE, Event, added_up, simulate_program
+from shardwise.costs.kernels import KernelCall, work_of
+from shardwise.costs.timeline import ONCE, Event, accumulation_name, simulate_program
 from shardwise.costs.trace import Track, write_trace
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
-from shardwise.plans.prices import prices_of
+from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, Instruction, sent_by
-from shardwise.programs.rank_program import Program
-from shardwise.runtime.repeated import RepeatedStep
-from shardwise.runtime.step import Step
+from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime.compile_benchmark import MOST_STEPS
+from shardwise.runtime.grad_accum import GradAccumStep
+from shardwise.runtime.step import CallableStep
 from shardwise.runtime.transit import Converting, Departing
-from shardwise.runtime.trials import MOST_STEPS
 
 Key = tuple[str, str, tuple[str, ...]]  # part, name, stream
 _NUM_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ProfileRow:
     """An operator, or all messages of a kind over the same axes, in forward or backward: seconds of a pass, and which
     figure of the cluster file says them."""
 
@@ -66,7 +66,7 @@ class StepProfile:
 
     step_seconds: tuple[float, float]
     peak_bytes: tuple[int, int]
-    rows: tuple[Compared, ...]
+    rows: tuple[ProfileRow, ...]
     cluster: str
     compiled: bool
     mesh: Mesh = field(repr=False)
@@ -101,7 +101,7 @@ class StepProfile:
 
 def profile_step(
     step: Callable[[], Any],
-    taken: Callable[[], Step | RepeatedStep],
+    taken: Callable[[], CallableStep | GradAccumStep],
     plan: Plan,
     state: Sequence[torch.Tensor],
     device: torch.device,
@@ -161,13 +161,15 @@ def profile_step(
     )
 
 
-def steps_of(emitted_step: Step | RepeatedStep, tensors: Sequence[torch.Tensor], passes: int) -> Callable[[], None]:
+def steps_of(
+    emitted_step: CallableStep | GradAccumStep, tensors: Sequence[torch.Tensor], passes: int
+) -> Callable[[], None]:
     """Forward and backward of a whole batch, or of as many passes, all over the same tensors."""
 
     def run() -> None:
         for tensor in tensors:
             tensor.grad = None
-        if isinstance(emitted_step, Step):
+        if isinstance(emitted_step, CallableStep):
             delivered, _ = emitted_step(tensors)
             delivered[0].backward()  # the loss is delivered first
             return
@@ -201,7 +203,7 @@ class _Clock:
     that a pass holds (not counted on GPUs, which count by themselves); ``figures``: of the operators' longest
     kernels, behind their seconds."""
 
-    program: Program
+    program: RankProgram
     device: torch.device
     state: Sequence[torch.Tensor]
     now: float = 0.0
@@ -245,7 +247,7 @@ class _Clock:
         start = time.perf_counter()
         total.add_(gradient)
         _finish(self.device)
-        name = added_up(self.program.spmd.graph.source_of[source])
+        name = accumulation_name(self.program.spmd.graph.source_of[source])
         self._add(Event(name, "backward", (), self.now, time.perf_counter() - start))
 
     def count(self, values: Iterable[Any]) -> None:
@@ -264,62 +266,65 @@ class _Clock:
         """Which figure of a device says what an operator takes."""
         forms = self.program.forms
         written = [*instruction.forms, *(forms[name] for name in instruction.writes)]
-        call = Called(instruction.target, instruction.args, instruction.kwargs)
+        call = KernelCall(instruction.target, instruction.args, instruction.kwargs)
         work = work_of(call, [forms[name] for name in instruction.operands], written)
         if work.kind:
             return f"device.kernels.{work.kind}"
         return f"device.matmul_efficiency.{work.dtype}" if work.flops else "device.memory_efficiency"
 
 
-class _Timed(fx.Interpreter):
+class _TimedHalf(fx.Interpreter):
     """Runs one of a program's halves on a clock. ``part``: what its events are called."""
 
-    def __init__(self, half: _Half, clock: _Clock) -> None:
+    def __init__(self, half: _ProfiledHalf, clock: _Clock) -> None:
         super().__init__(half.module)
         self.clock, self.part, self.instructions = clock, half.part, half.instructions
 
     def run_node(self, n: fx.Node) -> Any:
         target = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        result = self.clock.time(n, target, self.part, self.instructions, lambda: super(_Timed, self).run_node(n))
+        result = self.clock.time(n, target, self.part, self.instructions, lambda: super(_TimedHalf, self).run_node(n))
         self.clock.count((*self.env.values(), result))
         return result
 
 
 @dataclass(frozen=True)
-class _Half:
+class _ProfiledHalf:
     module: fx.GraphModule
     instructions: Sequence[Instruction]
     part: str
 
 
-def _halves(step: Step | RepeatedStep) -> list[_Half]:
+def _halves(step: CallableStep | GradAccumStep) -> list[_ProfiledHalf]:
     """What runs in a step, uncompiled."""
     emitted = step.emitted
     program = emitted.program
-    halves = [_Half(emitted.forward, program.forward, "forward"), _Half(emitted.backward, program.backward, "backward")]
-    if isinstance(step, RepeatedStep):
+    halves = [
+        _ProfiledHalf(emitted.forward, program.forward, "forward"),
+        _ProfiledHalf(emitted.backward, program.backward, "backward"),
+    ]
+    if isinstance(step, GradAccumStep):
         ahead, behind = step.ahead, step.behind
-        halves.append(_Half(ahead.forward, ahead.program.forward, ONCE))
-        halves.append(_Half(behind.backward, behind.program.backward, ONCE))
+        halves.append(_ProfiledHalf(ahead.forward, ahead.program.forward, ONCE))
+        halves.append(_ProfiledHalf(behind.backward, behind.program.backward, ONCE))
     return halves
 
 
 @contextmanager
-def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
+def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
     """All halves run on a clock for a while, uncompiled."""
     halves = _halves(step)
 
-    def run(half: _Half) -> Callable[..., Any]:
+    def run(half: _ProfiledHalf) -> Callable[..., Any]:
         def forward(*args: Any) -> Any:
             clock.num_passes += half.part == "forward"
-            return _Timed(half, clock).run(*args)
+            return _TimedHalf(half, clock).run(*args)
 
         return forward
 
     for half in halves:
         vars(half.module)["forward"] = run(half)
     before, step.compiling = step.compiling, None
-    if isinstance(step, RepeatedStep):
+    if isinstance(step, GradAccumStep):
         add, step.add = step.add, clock.add
     try:
         yield
@@ -327,13 +332,13 @@ def _timed(step: Step | RepeatedStep, clock: _Clock) -> Iterator[None]:
         for half in halves:
             del vars(half.module)["forward"]
         step.compiling = before
-        if isinstance(step, RepeatedStep):
+        if isinstance(step, GradAccumStep):
             step.add = add
 
 
 def _compared(
     passes: Sequence[_Clock], expected: Sequence[Event], links: Links, gather: Callable[[Any], list[Any]]
-) -> Iterator[Compared]:
+) -> Iterator[ProfileRow]:
     """Every operator, and all messages of a kind over the same axes, in each part of a step."""
     sums_of_passes = [_sums(clock.events, clock.num_passes) for clock in passes]
     mine = {key: median(sums.get(key, 0.0) for sums in sums_of_passes) for key in sums_of_passes[0]}
@@ -346,7 +351,7 @@ def _compared(
         levels = "" if not stream else ", ".join(f"levels.{level}" for level in links.level_names(stream))
         figure = levels or passes[0].figures.get((part, name), (0.0, "device"))[1]
         title = f"{name} over {links.mesh.format_axes(stream)}" if stream else name
-        yield Compared(title, part, measured, predicted.get(key, 0.0), figure)
+        yield ProfileRow(title, part, measured, predicted.get(key, 0.0), figure)
 
 
 def _sums(events: Iterable[Event], num_passes: int) -> dict[Key, float]:
@@ -361,4 +366,4 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-__all__ = ["Compared", "StepProfile", "profile_step", "steps_of"]
+__all__ = ["ProfileRow", "StepProfile", "profile_step", "steps_of"]

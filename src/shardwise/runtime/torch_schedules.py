@@ -9,7 +9,7 @@ What is used of torch without being public: ``forward_maybe_with_nosync`` and ``
 ``_PipelineScheduleRuntime``, which runs an order that is given to it. Nothing outside this file knows of them.
 
 While torch runs a schedule, a rank works on its stages or waits for messages of others; nothing else takes time. So
-what is not work is waiting, and goes on the rank's page as such (``runtime.trail``).
+what is not work is waiting, and goes on the rank's page as such (``runtime.collective_tracker``).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
-from shardwise.costs.pipeline import Action, Kind, Order
+from shardwise.costs.pipeline_simulation import Action, Kind, Order
 from shardwise.plans.schedule import Schedule, format_order, schedule_of
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import new_group
-from shardwise.runtime.trail import trail
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
@@ -52,7 +52,7 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedAction:
     """An action of this place, measured: seconds since some time (``start``), and how many it took."""
 
     action: Action
@@ -64,7 +64,7 @@ class _Progress:
     """How far this place is in an ``order`` of actions. ``record``: set to a list to measure them, on ``device``."""
 
     def __init__(self, order: Sequence[Action], device: torch.device) -> None:
-        self.record: list[Timed] | None = None
+        self.record: list[TimedAction] | None = None
         self.device = device
         labels = {action: f"messages of other stages, ahead of stage {action.stage}, {action}" for action in order}
         self._labels = {action: label.encode() for action, label in labels.items()}
@@ -85,7 +85,7 @@ class _Progress:
 
     def done(self, action: Action, start: float) -> None:
         if self.record is not None:
-            self.record.append(Timed(action, start, self.now() - start))
+            self.record.append(TimedAction(action, start, self.now() - start))
         self._done.add(action)
         while self._left and self._left[0] in self._done:
             self._left.popleft()
@@ -101,7 +101,7 @@ class _Progress:
         return self._labels[self._left[0]] if self._left else b"messages of other stages, at the end of a pass"
 
 
-class _Stage(PipelineStage):
+class _TorchStage(PipelineStage):
     """One stage on this rank. What it is asked for comes without the number of the micro-batch, which torch's calls
     around it have."""
 
@@ -167,7 +167,7 @@ class _Stage(PipelineStage):
         return (None,) if self.is_first else gradients, []
 
 
-class _StageWhereAllIsDifferentiable(_Stage):
+class _TorchStage211(_TorchStage):
     """In torch 2.11 all that crosses is marked as differentiable, which integers refuse, and is sent a cotangent. Here
     nothing is marked, and the cotangent of what has none is one number. The first message of two neighbours is one to
     itself for a place that has both, which gloo refuses."""
@@ -216,7 +216,7 @@ class _StageWhereAllIsDifferentiable(_Stage):
 
 
 # torch that keeps what crosses as types knows which of it is differentiable.
-_STAGE = _Stage if hasattr(_utils, "_TensorMeta") else _StageWhereAllIsDifferentiable
+_STAGE = _TorchStage if hasattr(_utils, "_TensorMeta") else _TorchStage211
 
 
 class Scheduled:
@@ -279,9 +279,9 @@ class Scheduled:
         return self._progress.next_action
 
     @contextmanager
-    def measured(self) -> Iterator[list[Timed]]:
+    def measured(self) -> Iterator[list[TimedAction]]:
         """The actions of this place, as long as it lasts."""
-        timed: list[Timed] = []
+        timed: list[TimedAction] = []
         self._progress.record = timed
         try:
             yield timed
@@ -289,7 +289,7 @@ class Scheduled:
             self._progress.record = None
 
 
-def _in_order(schedule: Schedule, stages: list[_Stage], num_micro_batches: int, settings: dict[str, Any]) -> Any:
+def _in_order(schedule: Schedule, stages: list[_TorchStage], num_micro_batches: int, settings: dict[str, Any]) -> Any:
     """torch's runtime of an order that is not its own."""
     runtime: Any = _PipelineScheduleRuntime(stages, num_micro_batches, **settings)
     lines = (line.split() for line in format_order(schedule.actions))
@@ -360,4 +360,4 @@ def position_groups(places: Sequence[Sequence[int]], backend: str | None = None)
     return [new_group(sorted(ranks), backend) for ranks in positions]
 
 
-__all__ = ["Scheduled", "Timed", "Worker", "order_of", "position_groups"]
+__all__ = ["Scheduled", "TimedAction", "Worker", "order_of", "position_groups"]

@@ -18,8 +18,8 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.conversions import Move
 from shardwise.programs.instructions import Arrive, Convert, Depart
 from shardwise.programs.moves import LocalMove, local_move, sharing_buffers
-from shardwise.programs.steps import Conversion
-from shardwise.runtime.communicator import Communicator, Message, is_gloos
+from shardwise.programs.spmd_steps import Conversion
+from shardwise.runtime.communicator import CollectiveMessage, Communicator, is_gloo
 from shardwise.runtime.faults import Purpose, conversion_failed
 
 Together = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -45,10 +45,10 @@ class Direction:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class BlockingExchange:
     """A message that is waited for on the spot."""
 
-    message: Message
+    message: CollectiveMessage
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         buffers, _ = self.message.launch(tensors, wait=True)
@@ -71,7 +71,7 @@ class Converting(torch.nn.Module):
         return converted[0] if self.single else tuple(converted)
 
     def extra_repr(self) -> str:
-        return described(self.instruction)
+        return describe_conversions(self.instruction)
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Transit:
     """Local steps, one message, local steps."""
 
     before: Direction
-    message: Message
+    message: CollectiveMessage
     after: Direction  # from the buffers of the message
 
     @staticmethod
     def of(purpose: Purpose, in_place: bool) -> Transit:
         steps = stages([conversion.moves for conversion in purpose.conversions], purpose, in_place)
-        sends = next(i for i, stage in enumerate(steps) if isinstance(stage, Exchange))
+        sends = next(i for i, stage in enumerate(steps) if isinstance(stage, BlockingExchange))
         exchange = steps[sends]
-        assert isinstance(exchange, Exchange), "the stage that sends"
+        assert isinstance(exchange, BlockingExchange), "the stage that sends"
         after: list[Callable[[Any], Any]] = [exchange.message.land, *steps[sends + 1 :]]
         return Transit(Direction(tuple(steps[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
 
@@ -106,7 +106,7 @@ class Departing(torch.nn.Module):
         return [*self.transit.message.launch(self.transit.before(tensors), wait=False)]
 
     def extra_repr(self) -> str:
-        return described(self.instruction)
+        return describe_conversions(self.instruction)
 
 
 class Arriving(torch.nn.Module):
@@ -122,7 +122,7 @@ class Arriving(torch.nn.Module):
         return tuple(self.transit.after(flight.pop()))
 
     def extra_repr(self) -> str:
-        return described(self.instruction)
+        return describe_conversions(self.instruction)
 
 
 def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = False) -> list[Together]:
@@ -135,9 +135,9 @@ def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = F
     for step in reversed(together) if backward else together:
         parts = [local_move(move, ranks.coordinates, backward=backward) for move in step]
         if parts[0].kind is not None:
-            on_gloo = is_gloos(ranks.group(parts[0].axes))
+            on_gloo = is_gloo(ranks.group(parts[0].axes))
             buffers = sharing_buffers(step, ranks.coordinates, backward=backward, on_gloo=on_gloo)
-            steps.append(Exchange(Message(parts, ranks, purpose, buffers, in_place and not steps)))
+            steps.append(BlockingExchange(CollectiveMessage(parts, ranks, purpose, buffers, in_place and not steps)))
         elif not all(part.is_identity for part in parts):
             steps.append(_each(parts))
     return steps
@@ -147,7 +147,7 @@ def _each(parts: Sequence[LocalMove]) -> Together:
     return lambda tensors: [part.unpack((tensor,)) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def described(instruction: Convert | Depart | Arrive) -> str:
+def describe_conversions(instruction: Convert | Depart | Arrive) -> str:
     """The conversions in words."""
     conversions: tuple[Conversion, ...] = instruction.conversions
     first = conversions[0]

@@ -28,14 +28,14 @@ from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
-from shardwise.search.again import Again
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
 from shardwise.search.cost_tables import build
-from shardwise.search.domains import Choosing, Domains
-from shardwise.search.dynamic_programming import Outcome, step_seconds
+from shardwise.search.domains import Domains, SearchSpace
+from shardwise.search.dynamic_programming import SearchOutcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
-from shardwise.search.elimination import restricted
-from shardwise.search.free import settle
+from shardwise.search.elimination import fix_variables
+from shardwise.search.input_only import assign_input_only_ops
+from shardwise.search.recompute_spec import RecomputeSpec
 from shardwise.search.solving import minimise, solver_of
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable
 
@@ -44,11 +44,11 @@ PRICED_SEARCHES: tuple[PricedSearch, ...] = get_args(PricedSearch)
 
 
 @dataclass
-class Search:
+class MeshSearch:
     """One finished search on one mesh. ``called``: the same mesh as a plan calls its axes, where that is otherwise."""
 
     cost: CostGraph
-    outcome: Outcome
+    outcome: SearchOutcome
     called: Mesh | None = None
 
     @property
@@ -65,10 +65,10 @@ class Search:
         return sum(log10(variable.size) for variable in self.cost.variables)
 
     @property
-    def bounding_weights(self) -> Weights:
+    def bounding_weights(self) -> CostWeights:
         """Those under which the least sum is a bound of the step: what hides behind the other counts nothing."""
         hidden = self.outcome.components[TRAFFIC] <= self.outcome.components[COMPUTE]
-        return Weights(1.0, 1.0, 0.0) if hidden else Weights(1.0, 0.0, 1.0)
+        return CostWeights(1.0, 1.0, 0.0) if hidden else CostWeights(1.0, 0.0, 1.0)
 
     def choice(self, assignment: list[int] | None = None) -> Choice:
         """An assignment (by default the best) as a choice for the whole graph."""
@@ -89,7 +89,7 @@ class Search:
         )
 
 
-def domains_of(choosing: Choosing, axes: Axes, prices: Prices) -> Domains:
+def domains_of(choosing: SearchSpace, axes: Axes, prices: Prices) -> Domains:
     """The strategies of all operators of a model on one mesh."""
     return Domains(choosing, Router(axes, prices, choosing.atoms, choosing.parameters))
 
@@ -100,10 +100,10 @@ def cost_graph(
     fixed: Choices,
     axes: Axes,
     prices: Prices,
-    again: Again | None = None,
+    again: RecomputeSpec | None = None,
 ) -> CostGraph:
     """The cost graph of a model on one mesh. ``again``: what backward makes again."""
-    return build(domains_of(Choosing(graph, factored), axes, prices), fixed, again=again)
+    return build(domains_of(SearchSpace(graph, factored), axes, prices), fixed, again=again)
 
 
 def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
@@ -118,14 +118,14 @@ def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
     return frozenset(separate)
 
 
-def searched(cost: CostGraph, search: str, memory_bytes: float | None, cutoff: float = inf) -> Search:
+def run_search(cost: CostGraph, search: str, memory_bytes: float | None, cutoff: float = inf) -> MeshSearch:
     """The best assignment of a cost graph; ``cutoff``: seconds of a step, so that a search which proves that it comes
     to more than that may stop there. Raises DoesNotFit."""
     if search == "recursive_programming":
-        from shardwise.search.recursive_programming import halve
+        from shardwise.search.recursive_programming import recursive_search
 
-        return Search(cost, halve(cost, memory_bytes))
-    return Search(cost, solve_step(cost, memory_bytes, solver_of(search), cutoff))
+        return MeshSearch(cost, recursive_search(cost, memory_bytes))
+    return MeshSearch(cost, solve_step(cost, memory_bytes, solver_of(search), cutoff))
 
 
 def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
@@ -146,7 +146,7 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
     for view in cost.folded:
         node = int(view.nodes[assignment[view.home]])
         decided[view.op] = domains.strategy_at(graph.op_by_name[view.op], node)
-    strategies, inputs = settle(graph, domains.rules, mesh, decided)
+    strategies, inputs = assign_input_only_ops(graph, domains.rules, mesh, decided)
     sources = {
         name: stored.get(name) or layout_of(inputs.get(name, {}), domains.atoms[name], mesh) for name in graph.source_of
     }
@@ -178,5 +178,5 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
 
 def best_completion(cost: CostGraph, fixed: Mapping[int, int]) -> list[int]:
     """The assignment of least step in which some variables have given values."""
-    solutions = [minimise(restricted(cost.weighted(Weights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
+    solutions = [minimise(fix_variables(cost.weighted(CostWeights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
     return min((item.assignment for item in solutions), key=lambda values: step_seconds(cost.components(values)))

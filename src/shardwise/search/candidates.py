@@ -18,13 +18,13 @@ import numpy as np
 
 from shardwise.layouts.routes import Floats
 from shardwise.rules.atoms import Factored
-from shardwise.search.auto import Search, assignment_of
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, Weights
+from shardwise.search.auto import MeshSearch, assignment_of
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 from shardwise.search.elimination import TooWide
 from shardwise.search.k_best import k_best
 from shardwise.search.modes import choose
-from shardwise.search.recursive_programming import halve
+from shardwise.search.recursive_programming import recursive_search
 
 # The stated share: assignments of a higher additive price than this times the least are not looked at.
 NEAR = 1.05
@@ -45,14 +45,14 @@ NUM_LISTED = 8
 MAX_OTHERS = 1_000
 # Searches that know how far the least price may be from what they found.
 BOUNDED = ("dynamic_programming", "ilp")
-NOTHING_HIDES = Weights(1.0, 1.0, 1.0)
+NOTHING_HIDES = CostWeights(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """An assignment of a search, with its components."""
 
-    search: Search
+    search: MeshSearch
     assignment: list[int]
     components: Floats
 
@@ -70,7 +70,7 @@ class Candidate:
         return float(self.components[[EXPOSED, COMPUTE, TRAFFIC]].sum())
 
 
-def candidates(searches: Sequence[Search], name: str, limit: float, share: float = NEAR) -> list[Candidate]:
+def candidates(searches: Sequence[MeshSearch], name: str, limit: float, share: float = NEAR) -> list[Candidate]:
     """Of searches on several meshes, the cheapest candidate first. Their prices are within ``share`` of its, their
     bytes within ``limit``; ``name``: of the search."""
     ordered = sorted(searches, key=lambda search: search.outcome.seconds)
@@ -81,7 +81,7 @@ def candidates(searches: Sequence[Search], name: str, limit: float, share: float
     return turns[: min(MAX_CANDIDATES, max(1, MAX_OPERATORS // size) * len(per_mesh))]
 
 
-def _of_mesh(search: Search, name: str, limit: float, most: float) -> Iterator[Candidate]:
+def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterator[Candidate]:
     """The search's own first, then those of other searches, then the next best by what they take unhidden. Of those
     that have the same components only one: they are the same plan but for its mirror images."""
     outcome = search.outcome
@@ -101,19 +101,19 @@ def _of_mesh(search: Search, name: str, limit: float, most: float) -> Iterator[C
             yield candidate
 
 
-def _candidate(search: Search, assignment: list[int]) -> Candidate:
+def _candidate(search: MeshSearch, assignment: list[int]) -> Candidate:
     return Candidate(search, assignment, search.cost.components(assignment))
 
 
-def _of_other_searches(search: Search, limit: float) -> Iterator[list[int]]:
+def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
     """The least sum where nothing hides, and what the greedy search finds."""
     yield from _least(search, NOTHING_HIDES, 1)
     if len(search.cost.domains.graph.ops) <= MAX_OTHERS:
         with suppress(DoesNotFit):
-            yield halve(search.cost, limit).assignment
+            yield recursive_search(search.cost, limit).assignment
 
 
-def _data_parallel(search: Search) -> Iterator[list[int]]:
+def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
     """Data parallelism, where it is in the space (what the user fixed may leave it out)."""
     cost, domains = search.cost, search.cost.domains
     if len(domains.graph.ops) > MAX_OTHERS:
@@ -124,13 +124,13 @@ def _data_parallel(search: Search) -> Iterator[list[int]]:
         yield data_parallel
 
 
-def _listed(search: Search) -> list[list[int]]:
+def _listed(search: MeshSearch) -> list[list[int]]:
     """The next best assignments, by their bound and where nothing hides."""
     count = min(NUM_LISTED, MAX_LISTED // max(len(search.cost.variables), 1))
     return _least(search, search.bounding_weights, count) + _least(search, NOTHING_HIDES, count)
 
 
-def _least(search: Search, weights: Weights, count: int) -> list[list[int]]:
+def _least(search: MeshSearch, weights: CostWeights, count: int) -> list[list[int]]:
     """The assignments of least weighted sum; none where an elimination is too wide."""
     try:
         return [assignment for _, assignment in k_best(search.cost.weighted(weights), count)]

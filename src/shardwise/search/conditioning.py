@@ -14,7 +14,16 @@ from itertools import product
 import numpy as np
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.search.elimination import Interner, Problem, Scope, Solution, Table, TooWide, elimination_of, restricted
+from shardwise.search.elimination import (
+    Interner,
+    Problem,
+    Scope,
+    Solution,
+    Table,
+    TooWide,
+    elimination_of,
+    fix_variables,
+)
 
 # Combinations of the largest joint table: a few hundredths of a second.
 MAX_JOINT = 20_000_000
@@ -31,7 +40,7 @@ def solve_conditioned(sums: Problem) -> Solution:
     assignment, avoided, bound = greedy(sums), frozenset[int](), -np.inf
     for _ in range(ROUNDS):
         cutset = _cutset(sums, avoided)
-        others = _eliminated(restricted(sums, {variable: assignment[variable] for variable in cutset}))
+        others = _eliminated(fix_variables(sums, {variable: assignment[variable] for variable in cutset}))
         assignment = min(others, assignment, key=sums.value)
         relaxed = _relaxed(sums, cutset)
         bound = max(bound, relaxed.value(_eliminated(relaxed)))

@@ -22,7 +22,7 @@ def is_copied(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
     return np.asarray((codes[starts][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
 
 
-def kept_of(routes: Routes, starts: Ints, nodes: Ints, *, is_held: bool, resent: bool) -> tuple[Floats, Floats]:
+def kept_elements(routes: Routes, starts: Ints, nodes: Ints, *, is_held: bool, resent: bool) -> tuple[Floats, Floats]:
     """[starts, nodes] elements that an operand which is kept in ``nodes`` holds; and 1 where its message is sent again.
     ``is_held``: what it is made from is there without it; ``resent``: whether messages may be sent again, which they
     are where that holds fewer elements."""
@@ -43,7 +43,7 @@ def keeps_size(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
     return np.equal.outer(routes.numel[starts], routes.numel[nodes])
 
 
-def larger(routes: Routes, starts: Ints, nodes: Ints, itemsize: int) -> tuple[Floats, Floats]:
+def larger_gradients(routes: Routes, starts: Ints, nodes: Ints, itemsize: int) -> tuple[Floats, Floats]:
     """[starts, nodes] bytes of gradients in ``nodes`` where these are larger than in ``starts``, and by how many."""
     itemsizes = np.where(keeps_size(routes, starts, nodes), 0.0, float(itemsize))
     whole: Floats = itemsizes * routes.numel[nodes][None, :]

@@ -29,7 +29,7 @@ Components = tuple[Floats | None, ...]
 
 
 @dataclass(frozen=True)
-class Weights:
+class CostWeights:
     """What a second of each component and a byte cost in one solve."""
 
     exposed: float = 1.0
@@ -43,7 +43,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class FoldedView:
     """A view that has no variable: it runs in the layout that its operand has. ``home``: the variable that decides
     that; ``nodes``: per value of it the node of the operand."""
 
@@ -64,14 +64,14 @@ class CostGraph:
     kinds: list[Components] = field(default_factory=list)
     transients: dict[int, Callable[[], Floats]] = field(default_factory=dict)
     number: dict[tuple[str, str], int] = field(default_factory=dict)
-    folded: list[Folded] = field(default_factory=list)
+    folded: list[FoldedView] = field(default_factory=list)
     # Value -> the variable that decides the layout it is made in (its consumers convert from), per value the node.
     maker: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     home: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     # Value that is sent to another stage -> the variable that decides its layout, per value the node it is sent in.
     sent: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
-    def weighted(self, weights: Weights) -> Problem:
+    def weighted(self, weights: CostWeights) -> Problem:
         """The problem of minimising the weighted sum of the components."""
         weighted: list[Floats] = []
         for components in self._tables:
@@ -103,7 +103,7 @@ class CostGraph:
         return [(scope, self._distinct[kind]) for scope, kind in self.factors]
 
     @cached_property
-    def solutions(self) -> dict[tuple[Solver, Weights], Solution]:
+    def solutions(self) -> dict[tuple[Solver, CostWeights], Solution]:
         """What was solved: searches under several limits begin with the same weights."""
         return {}
 

@@ -19,33 +19,33 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
-from shardwise.search.again import GATHERED_AGAIN, SENT_AGAIN, Again
 from shardwise.search.conversion_tables import (
     bytes_sent,
     is_brought,
     keeps_size,
-    kept_of,
-    larger,
+    kept_elements,
+    larger_gradients,
     seconds_between,
     sendable,
 )
-from shardwise.search.cost_graph import Components, CostGraph, Folded
+from shardwise.search.cost_graph import Components, CostGraph, FoldedView
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Scope
+from shardwise.search.recompute_spec import GATHERED_AGAIN, SENT_AGAIN, RecomputeSpec
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 
-def build(domains: Domains, fixed: Choices, again: Again | None = None) -> CostGraph:
+def build(domains: Domains, fixed: Choices, again: RecomputeSpec | None = None) -> CostGraph:
     """The cost graph. ``fixed``: what the user decided."""
-    return Tables(domains, fixed).priced(again or Again())
+    return Tables(domains, fixed).priced(again or RecomputeSpec())
 
 
-class _Levers:
+class _TableConditions:
     """What tables depend on besides choices. ``in_flight``: passes whose values are kept for backward at once;
     ``dropped``: values that are made again, or wait on the host; ``local``: those of them that are kept where a message
     brought them."""
 
-    def __init__(self, graph: Graph, again: Again, in_flight: int) -> None:
+    def __init__(self, graph: Graph, again: RecomputeSpec, in_flight: int) -> None:
         self.again, self.gathered, self.in_flight = again, again.gathered, in_flight
         away = again.operators | again.offloaded
         self.dropped = {name for op in graph.ops if op.name in away for name in op.results}
@@ -56,24 +56,24 @@ class _Levers:
 How = tuple[bool, ...]
 
 
-def _always(levers: _Levers) -> How:
+def _always(levers: _TableConditions) -> How:
     """Of a table that depends on no lever."""
     return ()
 
 
-class _Factor(NamedTuple):
+class _CostTable(NamedTuple):
     """A table of the cost graphs. ``number``: of what it is, the same for equal ones; ``how``: what of the levers
     decides it; ``table``: makes it, given that and the levers, of which it may read what is the same for all tables;
     ``transient``: as in ``CostGraph``."""
 
     scope: Scope
     number: int
-    how: Callable[[_Levers], How]
-    table: Callable[[_Levers, How], Components]
+    how: Callable[[_TableConditions], How]
+    table: Callable[[_TableConditions, How], Components]
     transient: Callable[[], Floats] | None
 
 
-class _Often(NamedTuple):
+class _ConversionCount(NamedTuple):
     """How often there is a conversion of a pass, by layouts. ``in_flight``: passes that hold what it makes; ``share``:
     a pass's share of what a step does once, which nothing hides; ``times``: ``Tables._times``, of which what is more
     than once is in backward; ``sums``: ``Tables._whole_sums``."""
@@ -94,7 +94,7 @@ class Tables:
         self.cost = CostGraph(domains)
         self.consumers = domains.consumers
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
-        self._factors: list[_Factor] = []
+        self._factors: list[_CostTable] = []
         self._numbers: dict[Hashable, int] = {}
         self._longest: dict[Hashable, float] = {}
         self._made: dict[Hashable, Components] = {}
@@ -110,9 +110,12 @@ class Tables:
                 self._store(name)
         self._deliver()
 
-    def priced(self, again: Again, in_flight: int = 1) -> CostGraph:
+    def priced(self, again: RecomputeSpec, in_flight: int = 1) -> CostGraph:
         """The cost graph under some levers. ``in_flight``: passes whose values are kept for backward at once."""
-        cost, levers = replace(self.cost, factors=[], kinds=[], transients={}), _Levers(self.graph, again, in_flight)
+        cost, levers = (
+            replace(self.cost, factors=[], kinds=[], transients={}),
+            _TableConditions(self.graph, again, in_flight),
+        )
         kinds: dict[tuple[int, How], int] = {}
         for scope, number, how_of, table, transient in self._factors:
             key = number, how_of(levers)
@@ -143,7 +146,7 @@ class Tables:
         nodes = sendable(routes)
         variable = self._add(StorageVariable(name, routes, nodes))
 
-        def table(levers: _Levers, how: How) -> Components:
+        def table(levers: _TableConditions, how: How) -> Components:
             numel = routes.numel[nodes].astype(np.float64)
             seconds = numel * domains.prices.casts(value, 1.0, updated)
             if updated:
@@ -161,7 +164,7 @@ class Tables:
         nodes = sendable(routes)
         variable = self._add(ReceivedVariable(name, routes, nodes))
 
-        def table(levers: _Levers, how: How) -> Components:
+        def table(levers: _TableConditions, how: How) -> Components:
             level = self.domains.prices.links.cluster.levels[-1]
             num_bytes = routes.numel[nodes].astype(np.float64) * routes.tensor.itemsize
             return 2 * num_bytes * level.shared_by / level.link_bandwidth(level.size), None, None, None
@@ -187,7 +190,7 @@ class Tables:
         if renamed is None:
             return False
         home, nodes = self.cost.home[name]
-        self.cost.folded.append(Folded(op.name, home, nodes))
+        self.cost.folded.append(FoldedView(op.name, home, nodes))
         codes = renamed[domains.routes(name).codes[nodes]]
         self._arrive(op.results[0], home, domains.routes(op.results[0]).node(codes), traffic=False)
         return True
@@ -198,10 +201,10 @@ class Tables:
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._add(OperatorVariable(op.name, domain))
 
-        def how_of(levers: _Levers) -> How:
+        def how_of(levers: _TableConditions) -> How:
             return op.name in levers.again.operators, op.name in levers.again.offloaded
 
-        def table(levers: _Levers, how: How) -> Components:
+        def table(levers: _TableConditions, how: How) -> Components:
             again, waits = how
             compute = domain.compute + domain.forward if again else domain.compute
             return domain.exposed, compute, None, None if again or waits else domain.kept * levers.in_flight
@@ -230,7 +233,7 @@ class Tables:
         consumers = self._kept_by(name)
         value = self.graph.by_name[name]
 
-        def how_of(levers: _Levers) -> How:
+        def how_of(levers: _TableConditions) -> How:
             again, is_local = levers.again, name in levers.local
             dropped = not is_local and self._is_dropped(name, levers)
             only_copies = is_local or (traffic and value.stored is None)
@@ -240,14 +243,14 @@ class Tables:
         static = "share", id(routes), starts.tobytes(), nodes.tobytes(), traffic, value.kept_dtype if traffic else None
         window = self._window(name, static, lambda: routes.prices(nodes)[starts]) if traffic else inf
 
-        def table(levers: _Levers, how: How) -> Components:
+        def table(levers: _TableConditions, how: How) -> Components:
             kept, dropped, only_copies, resent, beside = how
             seconds = routes.prices(nodes)[starts]
             # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is made
             # again only copies.
-            numel, again = kept_of(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
+            numel, again = kept_elements(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
-            often = _Often(
+            often = _ConversionCount(
                 levers.in_flight,
                 self._share_of_pass(routes, starts, nodes, traffic, levers),
                 self._times(routes, starts, nodes, traffic, levers),
@@ -258,7 +261,7 @@ class Tables:
         self._factor((maker, variable), (*static, window), how_of, table, partial(bytes_sent, routes, starts, nodes))
         self.cost.home[name] = variable, nodes
 
-    def _is_dropped(self, name: str, levers: _Levers) -> bool:
+    def _is_dropped(self, name: str, levers: _TableConditions) -> bool:
         """Whether what is converted of a value is not held for backward."""
         return name in levers.dropped or (levers.gathered == "again" and name in self.parameter)
 
@@ -286,7 +289,7 @@ class Tables:
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         dtype = value.kept_dtype if is_once else None
 
-        def how_of(levers: _Levers) -> How:
+        def how_of(levers: _TableConditions) -> How:
             again, is_local = levers.again, name in levers.local
             dropped = not is_local and self._is_dropped(name, levers)
             resent = not traffic and op.name in again.resent
@@ -313,7 +316,7 @@ class Tables:
 
         window = self._window(name, static, taken) if traffic else inf
 
-        def table(levers: _Levers, how: How) -> Components:
+        def table(levers: _TableConditions, how: How) -> Components:
             computed, dropped, resent, beside = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
             times: Floats | float = 1.0
@@ -321,7 +324,7 @@ class Tables:
                 times = np.maximum(times, self._times(routes, starts, nodes, traffic, levers))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
-                    numel, again = kept_of(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
+                    numel, again = kept_elements(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
                     kept_bytes += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
                     repeated += again * fresh[None, :]
             share: Floats | float = 1.0
@@ -330,7 +333,7 @@ class Tables:
                 ((_, nodes, _),) = fresh_nodes()
                 share = self._share_of_pass(routes, starts, nodes, is_once, levers)
                 sums = self._whole_sums(name, starts, nodes, is_once, levers)
-            seconds, often = taken(), _Often(levers.in_flight, share, times, sums)
+            seconds, often = taken(), _ConversionCount(levers.in_flight, share, times, sums)
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, repeated, beside)
 
         def transient() -> Floats:
@@ -353,11 +356,11 @@ class Tables:
         return total
 
     def _share_of_pass(
-        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, levers: _Levers
+        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
     ) -> Floats | float:
         """[starts, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
         that is no smaller than what operators use, or wherever that is asked for, but not what is gathered again
-        (``programs.once``)."""
+        (``programs.grad_accum_program``)."""
         passes = self.domains.prices.passes
         if not is_once or passes == 1:
             return 1.0
@@ -368,7 +371,9 @@ class Tables:
             is_once_a_step &= ~is_brought(routes, starts, nodes)
         return np.where(is_once_a_step, 1 / passes, 1.0)
 
-    def _times(self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, levers: _Levers) -> Floats | float:
+    def _times(
+        self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, levers: _TableConditions
+    ) -> Floats | float:
         """[starts, nodes] How often a parameter's conversions send what they send once: those that bring what a device
         does not have do so again in backward, where that is asked for."""
         if not traffic or levers.gathered != "again":
@@ -376,14 +381,14 @@ class Tables:
         return np.where(is_brought(routes, starts, nodes), GATHERED_AGAIN, 1.0)
 
     def _whole_sums(
-        self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _Levers
+        self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
     ) -> tuple[Floats, Floats] | None:
         """Of a parameter's gradient that adds up over the passes in a larger layout than that in which it is stored, in
-        the dtype of what is stored: ``larger``, of which a step has some more seconds to add."""
+        the dtype of what is stored: ``larger_gradients``, of which a step has some more seconds to add."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
         if not is_once or is_one_pass or not routes.tensor.differentiable or levers.gathered != "once":
             return None
-        return larger(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
+        return larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 
     def _deliver(self) -> None:
         """The loss is needed whole, and buffers that are written back."""
@@ -394,7 +399,7 @@ class Tables:
                 continue
             (home, starts), routes = self.cost.home[name], self.domains.routes(name)
 
-            def table(levers: _Levers, how: How, routes: Routes = routes, starts: Ints = starts) -> Components:
+            def table(levers: _TableConditions, how: How, routes: Routes = routes, starts: Ints = starts) -> Components:
                 return routes.prices(np.array([routes.whole]))[starts, 0], None, None, None
 
             self._factor((home,), ("deliver", id(routes), starts.tobytes()), _always, table)
@@ -412,7 +417,7 @@ class Tables:
         least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
         self.cost.sent[name] = home, nodes[least]
 
-        def table(levers: _Levers, how: How) -> Components:
+        def table(levers: _TableConditions, how: How) -> Components:
             return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
 
         self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), _always, table)
@@ -424,7 +429,9 @@ class Tables:
         window = self.domains.windows[name]
         return window if window < self._longest[static] else inf
 
-    def _placed(self, seconds: Floats, kept_bytes: Floats, traffic: bool, window: float, often: _Often) -> Components:
+    def _placed(
+        self, seconds: Floats, kept_bytes: Floats, traffic: bool, window: float, often: _ConversionCount
+    ) -> Components:
         """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
         once and as there is any in its window, that of values does not."""
         whole, more = often.sums or (0.0, 0.0)
@@ -453,14 +460,14 @@ class Tables:
         self,
         scope: Scope,
         static: Hashable,
-        how: Callable[[_Levers], How],
-        table: Callable[[_Levers, How], Components],
+        how: Callable[[_TableConditions], How],
+        table: Callable[[_TableConditions, How], Components],
         transient: Callable[[], Floats] | None = None,
     ) -> None:
         """A table over ``scope``; ``static``: what it is, whatever the levers."""
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._numbers.setdefault(static, len(self._numbers))
-        self._factors.append(_Factor(scope, number, how, table, transient))
+        self._factors.append(_CostTable(scope, number, how, table, transient))
 
 
 __all__ = ["Tables", "build"]

@@ -15,7 +15,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import apply_strategy, check_strategy
 from shardwise.programs.spmd import Choice
 from shardwise.rules.rule import OpRule
-from shardwise.search.wishes import splittable
+from shardwise.search.user_strategies import splittable
 
 # Operator -> factor -> its indices on each device.
 Cuts = Mapping[str, Mapping[str, tuple[int, ...]]]

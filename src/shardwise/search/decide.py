@@ -11,9 +11,9 @@ from shardwise.layouts.strategy import parse_cuts
 from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.search.cuts import stored_as_cut, with_cuts
-from shardwise.search.fixed import annotated_rules, fixed_choices, subjects
-from shardwise.search.kept import sum_whole
 from shardwise.search.modes import choose
+from shardwise.search.user_choices import annotated_ops, annotated_rules, fixed_choices
+from shardwise.search.user_layouts import sum_whole
 
 
 def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: str) -> tuple[Factored, Choice]:
@@ -25,6 +25,6 @@ def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: st
         op.name: parse_cuts(annotation.strategy)
         for annotation in annotations
         if isinstance(annotation.strategy, str) and parse_cuts(annotation.strategy)
-        for op in subjects(graph, factored, annotation)
+        for op in annotated_ops(graph, factored, annotation)
     }
     return factored, stored_as_cut(with_cuts(choice, cuts, graph, factored.rules, mesh), graph, factored.rules, mesh)

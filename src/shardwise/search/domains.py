@@ -20,18 +20,18 @@ from shardwise.costs.cluster import Device
 from shardwise.costs.flops import FLOPS
 from shardwise.costs.fragments import Fragments
 from shardwise.costs.kernels import is_view
+from shardwise.costs.overlap_windows import overlap_windows
 from shardwise.costs.prices import Prices
 from shardwise.costs.routing import Router
-from shardwise.costs.saved import saved_by
-from shardwise.costs.windows import windows_of
+from shardwise.costs.saved_for_backward import saved_for_backward
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
-from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, Places, Split, Where
+from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, ShardPositions, Split, Where
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.search.elimination import Elimination, Shape
-from shardwise.search.wishes import num_blockers
+from shardwise.search.user_strategies import num_blockers
 
 # Of the seconds of a lowered operator forward has one part in so many: as many as for each of two operands.
 LOWERED_PARTS = 3
@@ -79,7 +79,7 @@ class Domain:
         )
 
 
-class Choosing:
+class SearchSpace:
     """What of a graph is to be chosen, on every mesh. ``active``: values that depend on a parameter or on much work;
     only these have layouts to choose, all others are made where they are needed."""
 
@@ -146,7 +146,7 @@ class Choosing:
     def windows(self, prices: Prices) -> Mapping[str, float]:
         """Parameter -> seconds that its messages can hide behind."""
         if prices.device not in self._windows:
-            self._windows[prices.device] = windows_of(self.graph, prices)
+            self._windows[prices.device] = overlap_windows(self.graph, prices)
         return self._windows[prices.device]
 
     def kind(self, op: Op) -> int:
@@ -195,7 +195,7 @@ class Domains:
     """The domains of all operators of a graph on one mesh. ``eliminations``: of the problems of cost graphs over them,
     which differ in prices mostly."""
 
-    def __init__(self, choosing: Choosing, router: Router) -> None:
+    def __init__(self, choosing: SearchSpace, router: Router) -> None:
         self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
         self.parameters, self.active, self.received = choosing.parameters, choosing.active, choosing.received
         self.operators, self.consumers = choosing.operators, choosing.consumers
@@ -248,7 +248,7 @@ class Domains:
 
     def _renamed_by(self, op: Op) -> Ints | None:
         rule, before, after = self.rules[op.name], self.routes(op.operands[0]), self.routes(op.results[0])
-        places = Places.of(rule)
+        places = ShardPositions.of(rule)
         if replace(before.tensor, atoms=()) != replace(after.tensor, atoms=()):
             return None
         if (0,) not in rule.linear or any(factor.kind != "parallel" for factor in rule.factors):
@@ -265,7 +265,7 @@ class Domains:
 
     def strategy_at(self, op: Op, node: int) -> Strategy:
         """The strategy of a view that takes its operand at a node of its routes (``renamed_codes``)."""
-        places, routes = Places.of(self.rules[op.name]), self.routes(op.operands[0])
+        places, routes = ShardPositions.of(self.rules[op.name]), self.routes(op.operands[0])
         choices = [places.choice_of_operand(0, routes.where(code)) for code in routes.codes[node].tolist()]
         return strategy_of([choice for choice in choices if choice is not None], self.axes)
 
@@ -284,7 +284,7 @@ class Domains:
                     parts *= np.where(grid[:, axis] == per_axis[axis].index(Split(factor.name)), size, 1)
             fitting &= parts <= max(factor.size, 1)
         fitting &= ~self._mixes_lowered(rule, per_axis, grid)
-        places = Places.of(rule)
+        places = ShardPositions.of(rule)
         operands = [self._nodes(name, partial(places.operand, i), per_axis, grid) for i, name in enumerate(op.operands)]
         results = [self._nodes(name, partial(places.result, i), per_axis, grid) for i, name in enumerate(op.results)]
         for nodes in (*operands, *results):
@@ -366,7 +366,7 @@ class Domains:
         lowered |= {Split(rule.parts_of(window.factor)[0].name) for _, window in rule.windows}
         values = [self.graph.by_name[name] for name in op.operands]
         outputs = [self.graph.by_name[name] for name in op.results]
-        saved = saved_by(op, values)
+        saved = saved_for_backward(op, values)
         local = np.array([-(-f.size // num_parts[f.name]) for f in rule.factors], dtype=np.int64).reshape(-1, count)
         alive = np.ones(count, dtype=np.bool_)
         # Lowered strategies and those that exchange halos are priced by what is emitted for them.

@@ -17,8 +17,8 @@ from math import inf
 import numpy as np
 
 from shardwise.layouts.routes import Floats
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, Weights
-from shardwise.search.elimination import Scope, restricted
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
+from shardwise.search.elimination import Scope, fix_variables
 from shardwise.search.solving import Solver, minimise
 
 # Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a picosecond.
@@ -41,7 +41,7 @@ def step_seconds(components: Floats) -> float:
 
 
 @dataclass
-class Outcome:
+class SearchOutcome:
     """The best assignment found. ``bound``: no assignment (that fits) is faster (0: not known); ``solves``: problems
     solved for it; ``largest_joint``: combinations of the largest joint table; ``candidates``: the other assignments
     seen, fastest first. ``stopped``: at a cutoff below ``bound``, so that faster assignments may be left."""
@@ -77,11 +77,11 @@ class DoesNotFit(Exception):
 
 def search(
     cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise, cutoff: float = inf
-) -> Outcome:
+) -> SearchOutcome:
     """The fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is known
     elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far will do (``stopped``).
     Raises DoesNotFit."""
-    run = _Run(cost, memory_bytes, solver, cutoff)
+    run = _ExactSearch(cost, memory_bytes, solver, cutoff)
     bound = run.overlapped(TIE)
     if memory_bytes is not None and not run.fits(run.best_of_last):
         bound = max(bound, run.within_memory())
@@ -90,7 +90,7 @@ def search(
     best = run.best
     assert best is not None, "a search that fits nothing raises"
     others = sorted((item for item in run.seen.values() if run.fits(item)), key=lambda item: item.seconds)
-    return Outcome(
+    return SearchOutcome(
         list(best.assignment),
         best.components,
         max(0.0, min(bound, best.seconds)),
@@ -102,7 +102,7 @@ def search(
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _VisitedAssignments:
     assignment: tuple[int, ...]
     components: Floats
 
@@ -110,35 +110,35 @@ class _Seen:
     def seconds(self) -> float:
         return step_seconds(self.components)
 
-    def at(self, weights: Weights) -> float:
+    def at(self, weights: CostWeights) -> float:
         return float(self.components @ np.array(weights.vector))
 
 
-class _Run:
+class _ExactSearch:
     """One search: the assignments seen so far, and the best that fits. ``slack``: how much lower than the last solve's
     value its proven bound is; 0 unless a solver stopped early."""
 
     def __init__(self, cost: CostGraph, memory_bytes: float | None, solver: Solver, cutoff: float) -> None:
         self.cost, self.memory_bytes, self.solver, self.cutoff = cost, memory_bytes, solver, cutoff
-        self.seen: dict[tuple[int, ...], _Seen] = {}
-        self.best: _Seen | None = None
+        self.seen: dict[tuple[int, ...], _VisitedAssignments] = {}
+        self.best: _VisitedAssignments | None = None
         self.solves = self.largest_joint = 0
         self.slack, self.multiplier = 0.0, 0.5
 
-    def fits(self, item: _Seen) -> bool:
+    def fits(self, item: _VisitedAssignments) -> bool:
         return self.memory_bytes is None or item.components[BYTES] <= self.memory_bytes
 
-    def add(self, assignment: list[int], components: Floats | None = None) -> _Seen:
+    def add(self, assignment: list[int], components: Floats | None = None) -> _VisitedAssignments:
         key = tuple(assignment)
         item = self.seen.get(key)
         if item is None:
-            item = _Seen(key, self.cost.components(assignment) if components is None else components)
+            item = _VisitedAssignments(key, self.cost.components(assignment) if components is None else components)
             self.seen[key] = item
         if self.fits(item) and (self.best is None or _order(item) < _order(self.best)):
             self.best = item
         return item
 
-    def solved(self, weights: Weights) -> _Seen:
+    def solved(self, weights: CostWeights) -> _VisitedAssignments:
         key = self.solver, weights
         if key not in self.cost.solutions:
             self.cost.solutions[key] = self.solver(self.cost.weighted(weights))
@@ -152,8 +152,8 @@ class _Run:
         """The best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the assignment
         of least seconds and bytes so priced, in ``bracket`` the two that the bound lies between."""
 
-        def weights(multiplier: float) -> Weights:
-            return Weights(1.0, 1.0 - multiplier, multiplier, per_byte)
+        def weights(multiplier: float) -> CostWeights:
+            return CostWeights(1.0, 1.0 - multiplier, multiplier, per_byte)
 
         # Where all traffic hides behind compute, or all compute behind traffic, one solve settles it.
         # What is hidden is weighed a little all the same, so that there is no more of it than need be.
@@ -192,7 +192,7 @@ class _Run:
         return per_byte == TIE and bound > self.cutoff * (1 + EXACT)
 
     @staticmethod
-    def _without_ties(value: float, item: _Seen, per_byte: float) -> float:
+    def _without_ties(value: float, item: _VisitedAssignments, per_byte: float) -> float:
         """A bound without what the bytes were weighed with to settle ties."""
         return value if per_byte > TIE else value - float(item.components[BYTES]) * TIE
 
@@ -200,11 +200,11 @@ class _Run:
         """The best bound over the price of a byte, and assignments around the limit."""
         assert self.memory_bytes is not None, "no limit"
         large = self.best_of_last
-        small = self.solved(Weights(0.0, 0.0, 0.0, 1.0))
+        small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
         if not self.fits(small):
             raise DoesNotFit(list(small.assignment), float(small.components[BYTES]))
         # Of all that need the least memory, the fastest: seconds at a weight below the least difference of bytes.
-        small = self.solved(Weights(1e-3, 1e-3, 1e-3, 1.0))
+        small = self.solved(CostWeights(1e-3, 1e-3, 1e-3, 1.0))
         bound = 0.0
         for _ in range(MAX_SOLVES):
             saved = float(large.components[BYTES] - small.components[BYTES])
@@ -239,14 +239,14 @@ class _Run:
         if self.best.seconds > bound * (1 + NEAR) and self.largest_joint <= CHEAP_JOINT:
             deciding = self.deciding(low, high)
             for multiplier in (HIDDEN, self.multiplier, 1.0 - HIDDEN):
-                problem = self.cost.weighted(Weights(1.0, 1.0 - multiplier, multiplier, TIE))
+                problem = self.cost.weighted(CostWeights(1.0, 1.0 - multiplier, multiplier, TIE))
                 for variable in deciding:
                     for value in (low.assignment[variable], high.assignment[variable]):
-                        self.add(self.solver(restricted(problem, {variable: value})).assignment)
+                        self.add(self.solver(fix_variables(problem, {variable: value})).assignment)
                         self.solves += 1
         self.descend()
 
-    def deciding(self, low: _Seen, high: _Seen) -> list[int]:
+    def deciding(self, low: _VisitedAssignments, high: _VisitedAssignments) -> list[int]:
         """The few variables whose values in two assignments differ most in traffic."""
         moved: dict[int, float] = {}
         for scope, kind in self.cost.factors:
@@ -258,7 +258,7 @@ class _Run:
                         moved[variable] = moved.get(variable, 0.0) + abs(ends[0] - ends[1])
         return sorted(moved, key=lambda variable: -moved[variable])[:BRANCHES]
 
-    def mix(self, first: _Seen, second: _Seen) -> None:
+    def mix(self, first: _VisitedAssignments, second: _VisitedAssignments) -> None:
         """All assignments that agree with one up to some variable and with the other from there; the best that fits.
         The last column counts what is forbidden."""
         if first is second:
@@ -335,5 +335,5 @@ class _Run:
         return components
 
 
-def _order(item: _Seen) -> tuple[float, float]:
+def _order(item: _VisitedAssignments) -> tuple[float, float]:
     return item.seconds, float(item.components[BYTES])

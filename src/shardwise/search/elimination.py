@@ -250,12 +250,12 @@ class Elimination:
             key = number, tuple([assignment[v] for v in neighbours])
             value = known.get(key)
             if value is None:
-                value = known[key] = int(beside(step, tables, key[1]).argmin())
+                value = known[key] = int(eliminated_minimum(step, tables, key[1]).argmin())
             assignment[variable] = value
         return assignment
 
 
-def beside(step: _Least, tables: Sequence[Table], neighbours: Sequence[int]) -> Table:
+def eliminated_minimum(step: _Least, tables: Sequence[Table], neighbours: Sequence[int]) -> Table:
     """Per value of an eliminated variable the least sum of its tables, and of all eliminated before it, where its
     neighbours have given values."""
     total = np.zeros(step.size)
@@ -340,7 +340,7 @@ def _within(inner: Sequence[int], outer: Sequence[int]) -> bool:
     return all(a in (1, b) for a, b in zip(inner, outer, strict=True))
 
 
-def restricted(problem: Problem, fixed: Mapping[int, int]) -> Problem:
+def fix_variables(problem: Problem, fixed: Mapping[int, int]) -> Problem:
     """The problem with some variables held at a value: the others' tables are read there, and no variable has a held
     one for a neighbour."""
     tables: list[Table] = []

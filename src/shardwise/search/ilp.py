@@ -48,7 +48,7 @@ def solve_ilp(sums: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
     """An assignment of least value, to the tolerances of HiGHS; after ``time_limit`` seconds the best found, with the
     bound that was proven. Raises TooLarge for a program of more than ``MAX_BYTES``, and ShardwiseError when by then
     neither HiGHS nor a greedy pass has found a finite one."""
-    program = _Program(sums)
+    program = _IntegerProgram(sums)
     if program.num_bytes > MAX_BYTES:
         raise TooLarge(program.num_bytes)
     assignment, bound = program.solve(time_limit)
@@ -68,7 +68,7 @@ def solve_ilp(sums: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
 
 
 @dataclass
-class _Joint:
+class _JointTable:
     """A table over several variables; ``classes``: per variable the row of ``table`` that each of its values has."""
 
     scope: Scope
@@ -77,12 +77,12 @@ class _Joint:
 
 
 @dataclass
-class _Program:
+class _IntegerProgram:
     """The columns and rows of the integer program. ``values``: per variable those that need a column of their own."""
 
     problem: Problem
     unary: list[Table] = field(default_factory=list)
-    joints: list[_Joint] = field(default_factory=list)
+    joints: list[_JointTable] = field(default_factory=list)
     values: list[Ints] = field(default_factory=list)
     constant: float = 0.0
 
@@ -101,7 +101,7 @@ class _Program:
         for scope, table in merged.items():
             if id(table) not in known:
                 known[id(table)] = _collapsed(table)
-            self.joints.append(_Joint(scope, *known[id(table)]))
+            self.joints.append(_JointTable(scope, *known[id(table)]))
         self.values = self._distinct()
 
     def _distinct(self) -> list[Ints]:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.search.elimination import Elimination, Problem, Table, beside
+from shardwise.search.elimination import Elimination, Problem, Table, eliminated_minimum
 from shardwise.search.solving import narrow_elimination
 
 
 def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
     """The ``k`` best (value, assignment), in order; fewer where there are no more. Raises TooWide."""
     elimination = narrow_elimination(problem)
-    decoder = _Decoder(elimination, elimination.tables(problem))
+    decoder = _AssignmentDecoder(elimination, elimination.tables(problem))
     # (value over the least one, order of arrival, the assignment whose way it leaves, position, value there)
     heap: list[tuple[float, int, list[int], int, int]] = [(0.0, 0, [0] * len(problem.sizes), -1, 0)]
     best: list[tuple[float, list[int]]] = []
@@ -41,7 +41,7 @@ def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
 
 
 @dataclass
-class _Decoder:
+class _AssignmentDecoder:
     """Variables from the last eliminated to the first; what is known of a variable beside its neighbours is kept."""
 
     elimination: Elimination
@@ -65,7 +65,7 @@ class _Decoder:
             key = number, tuple([assignment[v] for v in neighbours])
             more = self._known.get(key)
             if more is None:
-                total = beside(step, self.tables, key[1])
+                total = eliminated_minimum(step, self.tables, key[1])
                 least = total.min()
                 more = self._known[key] = total - least if np.isfinite(least) else np.zeros_like(total)
             chosen = assignment[variable] = int(more.argmin())

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.texts import shown
+from shardwise.untrusted_text import shorten_repr
 
 MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
 
 
 @dataclass(frozen=True)
-class Batches:
+class MicroBatchOptions:
     """``step``: the samples of an optimizer step; ``candidates``: of a micro-batch, those that may be chosen, largest
     first. ``is_asked``: whether the user gave a size; otherwise there are others than the step only where that does not
     fit, and the least of them comes second: where it does not fit, none does."""
@@ -23,7 +23,7 @@ class Batches:
 
 
 @dataclass(frozen=True)
-class Tried:
+class MicroBatchOutcome:
     """A micro-batch that was planned for: the seconds of its step, its peak, and why it is out of the question."""
 
     micro_batch: int
@@ -35,7 +35,7 @@ class Tried:
 
 def batches_of(
     samples: int | None, global_batch: int | None, micro_batch: int | None, num_devices: int, *, chooses: bool
-) -> Batches | None:
+) -> MicroBatchOptions | None:
     """What the sizes that the user gave mean, for example inputs of some ``samples``; None: one pass over them.
 
     ``chooses``: whether plans are compared by price. Raises ShardwiseError where they contradict each other.
@@ -44,7 +44,7 @@ def batches_of(
         if not chooses or not samples or samples > MOST_SAMPLES:
             return None
         step, *smaller = _divisors(samples, num_devices)
-        return Batches(step, (step, *smaller[-1:], *smaller[:-1]), is_asked=False)
+        return MicroBatchOptions(step, (step, *smaller[-1:], *smaller[:-1]), is_asked=False)
     _check_size("global_batch", global_batch)
     _check_size("micro_batch", micro_batch)
     if samples is None or not samples:
@@ -64,7 +64,7 @@ def batches_of(
                 )
             )
     if size is None:
-        return Batches(step, _divisors(step, num_devices) if chooses else (step,))
+        return MicroBatchOptions(step, _divisors(step, num_devices) if chooses else (step,))
     if samples not in (size, step):
         raise ShardwiseError(
             problem(
@@ -82,14 +82,14 @@ def batches_of(
                 "any size)",
             )
         )
-    return Batches(step, (size,))
+    return MicroBatchOptions(step, (size,))
 
 
 def _check_size(name: str, size: Any) -> None:
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ShardwiseError(problem(f"{name} is {size!r}", fix="a whole number of samples from 1"))
     if size is not None and size > MOST_SAMPLES:
-        raise ShardwiseError(problem(f"{name} is {shown(size)}", fix=f"at most {MOST_SAMPLES:,} samples"))
+        raise ShardwiseError(problem(f"{name} is {shorten_repr(size)}", fix=f"at most {MOST_SAMPLES:,} samples"))
 
 
 def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
@@ -104,4 +104,4 @@ def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
     return tuple(sorted(tried, reverse=True))
 
 
-__all__ = ["Batches", "Tried", "batches_of"]
+__all__ = ["MicroBatchOptions", "MicroBatchOutcome", "batches_of"]

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.batch import batch_size
 from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.choice import INVARIANT, Choices, Place, Where, layout_of
+from shardwise.layouts.choice import INVARIANT, Choices, ShardPosition, Where, layout_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.propagate import Propagation
 from shardwise.programs.spmd import Choice
@@ -64,7 +64,7 @@ def choose(
     merged: Choices = {name: dict(choices) for name, choices in fixed.items()}
     closed: set[tuple[str, str]] = set()
     for op in graph.ops:
-        if op.name in fixed or op.scope in scopes or follows(op, factored):
+        if op.name in fixed or op.scope in scopes or follows_operand(op, factored):
             continue
         by_default = default.strategies[op.name].choice_of
         merged[op.name] = {axis: by_default.get(axis, INVARIANT) for axis in mesh.sub_axes}
@@ -85,7 +85,7 @@ def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
     )
 
 
-def follows(op: Op, factored: Factored) -> bool:
+def follows_operand(op: Op, factored: Factored) -> bool:
     """Operators that only rearrange or cast their single operand: they take whatever layout it has."""
     rule = factored.rules[op.name]
     return len(op.operands) == 1 and (0,) in rule.linear and all(f.kind in ("parallel", "whole") for f in rule.factors)
@@ -160,5 +160,5 @@ def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str
         if position is None:
             continue
         parts[position] = devices[position]
-        places[axis] = Place.of(dim, sizes, position)
+        places[axis] = ShardPosition.of(dim, sizes, position)
     return places

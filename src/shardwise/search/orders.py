@@ -27,7 +27,7 @@ from itertools import pairwise, product
 from math import inf
 from random import Random
 
-from shardwise.costs.pipeline import Action, Kind, Order, StageSeconds, simulate_pipeline
+from shardwise.costs.pipeline_simulation import Action, Kind, Order, StageSeconds, simulate_pipeline
 
 _KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
 _FORWARD, _INPUT, _WEIGHT = range(3)
@@ -38,7 +38,7 @@ _WORTH = 0.995  # an order that keeps more than the known ones must be so much f
 
 
 @dataclass(frozen=True)
-class Work:
+class OrderProblem:
     """What is to be ordered. ``place_of``: stage -> place; ``kept``: of every stage, the bytes of a micro-batch from
     its forward until its weight part is done; ``room``: of every place, the bytes for these."""
 
@@ -85,7 +85,7 @@ class SolvedOrder:
     bound: float
 
 
-def solve_order(work: Work, known: Sequence[Order] = ()) -> SolvedOrder:
+def solve_order(work: OrderProblem, known: Sequence[Order] = ()) -> SolvedOrder:
     """The fastest order that is found within the room. ``known``: orders to begin from, of the same stages and places:
     what is returned is not slower than those of them that there is room for. Raises ValueError where there is room for
     none."""
@@ -144,7 +144,7 @@ _Bumps = list[list[tuple[float, float]]]
 
 
 def _searched(
-    work: Work, known: Sequence[Order], best: tuple[float, Order] | None, bound: float
+    work: OrderProblem, known: Sequence[Order], best: tuple[float, Order] | None, bound: float
 ) -> tuple[float, Order] | None:
     """The fastest order of many within the room; ``best`` where none is faster."""
     random = Random(0)
@@ -187,7 +187,7 @@ def _searched(
     return best
 
 
-def _positions(work: Work, order: Order, unit: float) -> _Bumps:
+def _positions(work: OrderProblem, order: Order, unit: float) -> _Bumps:
     """Priorities under which an order is taken up again: what comes earlier is preferred."""
     bumps = [[[0.0, 0.0] for _ in range(work.num_micro_batches)] for _ in work.stages]
     for actions in order:
@@ -213,7 +213,7 @@ def _bumped(bumps: _Bumps, random: Random, by: float) -> _Bumps:
 class _Table:
     """The construction of orders: what does not change from one to the next."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: OrderProblem) -> None:
         self.work = work
         self.stages_at = [work.stages_of(place) for place in range(work.num_places)]
         self.sends = [work.send(stage) for stage in range(len(work.stages))]
@@ -323,7 +323,7 @@ def _change(kind: Kind) -> int:
     return {"forward": 1, "input": 0, "weight": -1, "backward": -1}[kind]
 
 
-def _tails(work: Work) -> tuple[list[float], list[float]]:
+def _tails(work: OrderProblem) -> tuple[list[float], list[float]]:
     """Per stage the seconds from the beginning of a forward, and of an input part, until its micro-batch is done."""
     count = len(work.stages)
     back = [0.0] * count
@@ -341,7 +341,7 @@ def _tails(work: Work) -> tuple[list[float], list[float]]:
     return ahead, back
 
 
-def least_seconds(work: Work) -> float:
+def least_seconds(work: OrderProblem) -> float:
     """What no order can take less than, whatever the room."""
     # A micro-batch goes through a chain of actions: forward of all stages, then their input parts back.
     last = len(work.stages) - 1
@@ -408,4 +408,4 @@ def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
     return longest
 
 
-__all__ = ["SolvedOrder", "Work", "least_seconds", "solve_order"]
+__all__ = ["OrderProblem", "SolvedOrder", "least_seconds", "solve_order"]

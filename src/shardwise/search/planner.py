@@ -15,7 +15,7 @@ from math import ceil, inf, log10
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
-from shardwise.costs.ledger import Peak, stays_at
+from shardwise.costs.ledger import Peak, static_bytes
 from shardwise.costs.memory import memory_of_program
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
@@ -29,13 +29,13 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.layouts.transfer import on_mesh
-from shardwise.programs.spmd import Choice, Spmd
-from shardwise.programs.vjp import Kinds
+from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.programs.vjp import VjpCache
 from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
-from shardwise.search.auto import Search, domains_of, searched, separate_axes
-from shardwise.search.built import Stored, built, stored
+from shardwise.search.auto import MeshSearch, domains_of, run_search, separate_axes
+from shardwise.search.block_extrapolation import FoldedSteps
 from shardwise.search.candidates import (
     BOUNDED,
     MAX_OPERATORS,
@@ -45,17 +45,17 @@ from shardwise.search.candidates import (
     Candidate,
     candidates,
 )
+from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
-from shardwise.search.domains import Choosing
+from shardwise.search.domains import SearchSpace
 from shardwise.search.dynamic_programming import EXACT, DoesNotFit
-from shardwise.search.fixed import annotated_rules, fixed_choices
-from shardwise.search.folded import Folded
-from shardwise.search.kept import keep
-from shardwise.search.levers import Levers
-from shardwise.search.ranking import Ranked, Simulated, ranked
-from shardwise.search.settings import Settings
+from shardwise.search.memory_policy import MemoryPolicy
+from shardwise.search.ranking import CandidateRanking, SimulatedCandidate, rank_candidates
+from shardwise.search.stored_program import StoredProgram, build_program, build_stored_program
 from shardwise.search.transients import searches_within
+from shardwise.search.user_choices import annotated_rules, fixed_choices
+from shardwise.search.user_layouts import apply_layouts
 
 RETRIES = 3
 # Of the searches with a cap on moments, how many become programs.
@@ -65,27 +65,27 @@ HALVINGS = 3
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannerResult:
     """What a planner decided: the choice, its program, what is predicted for it, and the search that it comes from.
     ``ranking``: among which it was chosen; if that has an ``excess``, nothing fits and this needs least. ``levers``:
     what it makes again."""
 
     factored: Factored
     choice: Choice
-    spmd: Spmd
+    spmd: SpmdProgram
     prediction: Prediction
-    search: Search
-    ranking: Ranked
-    levers: Levers
+    search: MeshSearch
+    ranking: CandidateRanking
+    levers: MemoryPolicy
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class SearchResult:
     """What a planner found: the candidate to take among those it was ranked with, whose program need not have been
     built yet, and the searches that they come from (none: nothing of them fits)."""
 
-    ranking: Ranked
-    searches: Sequence[Search] = ()
+    ranking: CandidateRanking
+    searches: Sequence[MeshSearch] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,34 +94,40 @@ class Planner:
     ``factored``: the same, divided; ``choosing``: what of the model is to be chosen; ``folded``: estimates for models
     of many equal blocks (None: every candidate is built as a whole). What is known so far: ``tables`` of the meshes,
     which planners share that differ in levers and limits alone; ``choices`` that assignments stand for, by mesh;
-    ``stored``: programs of fewer blocks before lifetimes, which many levers share; ``programs`` of the candidates, by
-    levers, mesh and assignment."""
+    ``build_stored_program``: programs of fewer blocks before lifetimes, which many levers share; ``programs`` of the
+    candidates, by levers, mesh and assignment."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
     rules: Mapping[str, OpRule]
     factored: Factored
-    choosing: Choosing
+    choosing: SearchSpace
     cluster: Cluster
     meshes: tuple[Mesh, ...]
-    settings: Settings
-    kinds: Kinds = field(default_factory=Kinds)
-    folded: Folded | None = None
+    settings: SearchConfig
+    kinds: VjpCache = field(default_factory=VjpCache)
+    folded: FoldedSteps | None = None
     tables: dict[Mesh, Tables] = field(default_factory=dict)
-    programs: dict[Hashable, Simulated] = field(default_factory=dict)
+    programs: dict[Hashable, SimulatedCandidate] = field(default_factory=dict)
     choices: dict[Hashable, Choice] = field(default_factory=dict)
-    stored: dict[Hashable, Stored] = field(default_factory=dict)
+    stored: dict[Hashable, StoredProgram] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        graph: Graph, annotations: Iterable[Annotation], cluster: Cluster, meshes: Iterable[Mesh], settings: Settings
+        graph: Graph,
+        annotations: Iterable[Annotation],
+        cluster: Cluster,
+        meshes: Iterable[Mesh],
+        settings: SearchConfig,
     ) -> Planner:
         """The planner for a captured model. Raises LayoutError for splits by hand, which have no price."""
         annotations = tuple(annotations)
         rules, factored = annotated_rules(graph, annotations)
         _refuse_cuts(annotations, settings.search)
-        choosing, meshes = Choosing(graph, factored), tuple(meshes)
-        return Planner(graph, annotations, rules, factored, choosing, cluster, meshes, settings, folded=Folded(graph))
+        choosing, meshes = SearchSpace(graph, factored), tuple(meshes)
+        return Planner(
+            graph, annotations, rules, factored, choosing, cluster, meshes, settings, folded=FoldedSteps(graph)
+        )
 
     @property
     def limit(self) -> float:
@@ -129,7 +135,7 @@ class Planner:
         memory_bytes = self.settings.memory_bytes
         return self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes
 
-    def plan(self) -> Planned:
+    def plan(self) -> PlannerResult:
         """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
         the one that needs least."""
         answer = self.answer()
@@ -138,28 +144,30 @@ class Planner:
             return replace(self, folded=None).plan()  # the estimate was too low
         return planned
 
-    def answer(self) -> Answer:
+    def answer(self) -> SearchResult:
         """As ``plan``; what it is the plan of."""
         return self.answer_of(*self.searches())
 
-    def answer_of(self, searches: Sequence[Search], refused: Sequence[tuple[float, CostGraph]]) -> Answer:
+    def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:
         """The answer of ``searches``."""
         if searches:
-            return Answer(self.fastest(searches), searches)
+            return SearchResult(self.fastest(searches), searches)
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
-        least = searched(cost, self.settings.search, num_bytes)
-        return Answer(self.within_moments(least, self.rank([least])))
+        least = run_search(cost, self.settings.search, num_bytes)
+        return SearchResult(self.within_moments(least, self.rank([least])))
 
-    def searches(self, costs: Sequence[CostGraph] | None = None) -> tuple[list[Search], list[tuple[float, CostGraph]]]:
+    def searches(
+        self, costs: Sequence[CostGraph] | None = None
+    ) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
         """The searches of the meshes on which something fits, and of the others the least bytes. ``costs``: of all
         meshes, where they are known."""
-        searches: list[Search] = []
+        searches: list[MeshSearch] = []
         refused: list[tuple[float, CostGraph]] = []
         for number, mesh in enumerate(each(self.meshes, lambda mesh: f"prices and search on {mesh}")):
             cost = self.cost_graph(mesh) if costs is None else costs[number]
             cutoff = NEAR * min((search.outcome.seconds for search in searches), default=inf)
             try:
-                searches.append(searched(cost, self.settings.search, self.limit, cutoff))
+                searches.append(run_search(cost, self.settings.search, self.limit, cutoff))
             except DoesNotFit as error:
                 refused.append((error.num_bytes, cost))
         return searches, refused
@@ -187,7 +195,7 @@ class Planner:
 
     # -- ranking -------------------------------------------------------------------------------------------------------
 
-    def fastest(self, searches: Sequence[Search]) -> Ranked:
+    def fastest(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
         """The fastest candidate of the meshes that are nearly as cheap as the cheapest. Where none of them fits, the
         meshes in the order of their price, each under lower limits. A search that stopped goes on where its turn
         comes."""
@@ -199,13 +207,13 @@ class Planner:
         while left and lowest.excess:
             search = left.pop(0)
             if search.outcome.stopped:
-                left = sorted([searched(search.cost, self.settings.search, self.limit), *left], key=_least_seconds)
+                left = sorted([run_search(search.cost, self.settings.search, self.limit), *left], key=_least_seconds)
                 continue
             start = pooled if near == [search] else self.rank([search])
             lowest = min(lowest, self.fitted(search, start), key=lambda ranking: ranking.excess)
         return replace(lowest, cheapest=cheapest)
 
-    def fitted(self, search: Search, start: Ranked) -> Ranked:
+    def fitted(self, search: MeshSearch, start: CandidateRanking) -> CandidateRanking:
         """The ranking of a search; while its peak does not fit, what the search finds under lower limits, then what
         keeps least, and in the end what it finds under caps on moments. If all of them are too large, the one of the
         lowest peak."""
@@ -226,7 +234,9 @@ class Planner:
             return self._between(search, lowest, allowed, too_much)
         return self.within_moments(search, lowest)
 
-    def _between(self, search: Search, fitting: Ranked, allowed: float, too_much: float) -> Ranked:
+    def _between(
+        self, search: MeshSearch, fitting: CandidateRanking, allowed: float, too_much: float
+    ) -> CandidateRanking:
         """The fastest of a ranking that fits under a lower limit and of what the search finds under limits between that
         and one that was too high."""
         for _ in range(HALVINGS):
@@ -240,7 +250,7 @@ class Planner:
             fitting = min(fitting, ranking, key=lambda result: result.prediction.step_seconds)
         return fitting
 
-    def within_moments(self, search: Search, known: Ranked) -> Ranked:
+    def within_moments(self, search: MeshSearch, known: CandidateRanking) -> CandidateRanking:
         """A ranking; where that does not fit, the first that does of what the search finds under caps on moments, else
         the one of the lowest peak."""
         lowest = known
@@ -251,28 +261,28 @@ class Planner:
                     break
         return lowest
 
-    def _rank_alone(self, search: Search) -> Ranked:
+    def _rank_alone(self, search: MeshSearch) -> CandidateRanking:
         """The ranking of what a search found, without other candidates."""
         alone = Candidate(search, search.outcome.assignment, search.outcome.components)
-        return ranked([self._built(alone, simulated=len(self.graph.ops) <= MAX_OPERATORS)], self.limit)
+        return rank_candidates([self._built(alone, simulated=len(self.graph.ops) <= MAX_OPERATORS)], self.limit)
 
-    def _searched_below(self, search: Search, allowed: float) -> tuple[Search, bool]:
+    def _searched_below(self, search: MeshSearch, allowed: float) -> tuple[MeshSearch, bool]:
         """The search under a limit, and whether that was too low and it is the one of least memory instead."""
         try:
-            return searched(search.cost, self.settings.search, allowed), False
+            return run_search(search.cost, self.settings.search, allowed), False
         except DoesNotFit as error:
-            return searched(search.cost, self.settings.search, error.num_bytes), True
+            return run_search(search.cost, self.settings.search, error.num_bytes), True
 
-    def rank(self, searches: Sequence[Search]) -> Ranked:
+    def rank(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
         """The best candidate of searches."""
         if len(self.graph.ops) > MAX_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
         share = NEAR_WITH_LEVERS if self.settings.levers else NEAR
         near = candidates(searches, self.settings.search, self.limit, share)
         counted = each(near, lambda candidate: "simulating candidates")
-        return ranked([self._built(candidate) for candidate in counted], self.limit)
+        return rank_candidates([self._built(candidate) for candidate in counted], self.limit)
 
-    def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> Simulated:
+    def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> SimulatedCandidate:
         """A candidate with its program, its peak and a simulated step; where the model has many equal blocks, and not
         the ``whole`` program is asked for, with an estimate of these."""
         levers, mesh, is_folded = self.settings.levers, candidate.search.mesh, self.folded is not None and not whole
@@ -281,35 +291,39 @@ class Planner:
             self.programs[key] = self._build(candidate, simulated=simulated, whole=whole)
         return replace(self.programs[key], candidate=candidate)
 
-    def _build(self, candidate: Candidate, *, simulated: bool, whole: bool) -> Simulated:
+    def _build(self, candidate: Candidate, *, simulated: bool, whole: bool) -> SimulatedCandidate:
         search = candidate.search
-        choice = keep(
+        choice = apply_layouts(
             self._choice(search, candidate.assignment), self.settings.layouts, self.graph, self.factored, search.mesh
         )
         prices = search.cost.domains.prices
         if self.folded is not None and not whole:
 
-            def short(graph: Graph, levers: Levers) -> SimulatedStep:
+            def short(graph: Graph, levers: MemoryPolicy) -> SimulatedStep:
                 settings = replace(self.settings, levers=levers)
                 names = tuple(op.name for op in graph.ops)
                 key = search.mesh, tuple(candidate.assignment), levers.gathered == "again", names
                 if key not in self.stored:
                     rules = self.factored.rules
-                    self.stored[key] = stored(graph, rules, choice, search.mesh, settings, self.kinds)
+                    self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, settings, self.kinds)
                 return simulate_program(self.stored[key].with_lifetimes(graph, settings).busiest, prices)
 
             step = self.folded.step(choice, self.settings.levers, search.mesh, short)
             if step is not None:
-                return Simulated(candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes))
-        program = built(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.kinds)
+                return SimulatedCandidate(
+                    candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes)
+                )
+        program = build_program(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.kinds)
         choice, spmd = program.choice, program.spmd
         if not simulated:
             memory = memory_of_program(program.busiest, prices)
-            return Simulated(candidate, choice, spmd, memory.peak, None, self._others(memory.peak, memory.kept_bytes))
+            return SimulatedCandidate(
+                candidate, choice, spmd, memory.peak, None, self._others(memory.peak, memory.kept_bytes)
+            )
         step = simulate_program(program.busiest, prices)
-        return Simulated(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
+        return SimulatedCandidate(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
 
-    def _choice(self, search: Search, assignment: list[int]) -> Choice:
+    def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
         """What an assignment stands for, whatever is made again."""
         key = search.mesh, tuple(assignment)
         if key not in self.choices:
@@ -319,17 +333,19 @@ class Planner:
     def _others(self, peak: Peak, kept_bytes: int) -> int:
         """What is kept of the passes in flight beside one that keeps so much, less what is there for a moment and is
         not this stage's alone."""
-        moment = max(0, peak.num_bytes - stays_at(peak) - kept_bytes) if peak.parts else 0
+        moment = max(0, peak.num_bytes - static_bytes(peak) - kept_bytes) if peak.parts else 0
         return (self.settings.in_flight - 1) * kept_bytes - moment + moment // self.settings.turns
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
-    def eased(self, ranking: Ranked, weaker: Levers, fastest: float = inf) -> tuple[Planner, Ranked]:
+    def eased(
+        self, ranking: CandidateRanking, weaker: MemoryPolicy, fastest: float = inf
+    ) -> tuple[Planner, CandidateRanking]:
         """A ranking that fits with some of its segments as ``weaker`` has them (the same segments in the same order):
         as many from the last as the limit allows; and the planner that has them so. Memory decides, as all that is made
         again costs time. Where not even all of them so make a pass ``fastest``, none is changed."""
         strong = self.settings.levers.segments
-        tried: dict[int, tuple[Planner, Simulated]] = {len(strong): (self, ranking.best)}
+        tried: dict[int, tuple[Planner, SimulatedCandidate]] = {len(strong): (self, ranking.best)}
 
         def bytes_of(count: int) -> float:
             if count not in tried:
@@ -356,7 +372,7 @@ class Planner:
     def bound_without_limit(self, costs: Iterable[CostGraph]) -> float:
         """No plan on the meshes of these cost graphs, which make nothing again, has a lower additive price, whatever
         its memory and whatever it makes again."""
-        searches = (searched(cost, self.settings.search, None) for cost in costs)
+        searches = (run_search(cost, self.settings.search, None) for cost in costs)
         return min(float(search.outcome.bound) for search in searches)
 
     def least_seconds(self, costs: Iterable[CostGraph]) -> float:
@@ -364,10 +380,10 @@ class Planner:
         each."""
         if self.settings.search not in BOUNDED:
             return 0.0
-        searches = (searched(cost, self.settings.search, None, 0.0) for cost in costs)
+        searches = (run_search(cost, self.settings.search, None, 0.0) for cost in costs)
         return min(float(search.outcome.bound) for search in searches) * (1 - EXACT)
 
-    def planned(self, answer: Answer) -> Planned:
+    def planned(self, answer: SearchResult) -> PlannerResult:
         """The plan of an answer, whose program is built where that was only estimated."""
         ranking, best = answer.ranking, answer.ranking.best
         if best.spmd is None:
@@ -375,11 +391,11 @@ class Planner:
             ranking = replace(ranking, best=best)
         assert best.spmd is not None, "a whole program was built"
         search = ranking.search
-        prediction = over_all_meshes(ranking.prediction, search.mesh, answer.searches)
+        prediction = with_bound_over_meshes(ranking.prediction, search.mesh, answer.searches)
         prediction = _as_emitted(prediction, best.spmd, search)
         if self.settings.layouts or self.settings.zero is not None or self.settings.levers:
             prediction = _as_stored(prediction, best, search, self._choice(search, best.candidate.assignment))
-        return Planned(self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.levers)
+        return PlannerResult(self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.levers)
 
 
 def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -> int:
@@ -399,7 +415,7 @@ def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -
     return most
 
 
-def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Search]) -> Prediction:
+def with_bound_over_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[MeshSearch]) -> Prediction:
     """The prediction for ``mesh`` with a bound that holds for the plans on the meshes of all searches, under the limit
     that these had (it may come from one under a lower limit)."""
     others = [search for search in searches if search.mesh != mesh]
@@ -412,7 +428,7 @@ def over_all_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[Searc
     )
 
 
-def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Prediction:
+def _as_emitted(prediction: Prediction, spmd: SpmdProgram, search: MeshSearch) -> Prediction:
     """The prediction with the seconds of the program that the plan is."""
     domains = search.cost.domains
     free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
@@ -420,7 +436,7 @@ def _as_emitted(prediction: Prediction, spmd: Spmd, search: Search) -> Predictio
     return replace(prediction, exposed=price.exposed + price.update, compute=price.compute, traffic=price.traffic)
 
 
-def _as_stored(prediction: Prediction, best: Simulated, search: Search, choice: Choice) -> Prediction:
+def _as_stored(prediction: Prediction, best: SimulatedCandidate, search: MeshSearch, choice: Choice) -> Prediction:
     """The prediction with what parameters hold where they are stored otherwise than in ``choice``, that of the search:
     as the user keeps them, or in parts. The searched plans have no conversions from there, so that the bound is
     compared with the step that has."""
@@ -448,6 +464,6 @@ def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
             )
 
 
-def _least_seconds(search: Search) -> float:
+def _least_seconds(search: MeshSearch) -> float:
     """The seconds that a search comes to, or a bound of them where it stopped."""
     return search.outcome.bound if search.outcome.stopped else search.outcome.seconds

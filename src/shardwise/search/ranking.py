@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.costs.timeline import SimulatedStep
-from shardwise.programs.spmd import Choice, Spmd
-from shardwise.search.auto import Search
+from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import Candidate
 
 # A simulated step must be faster than that of a cheaper candidate by this factor to be preferred.
@@ -18,14 +18,14 @@ CLEARLY = 0.999
 
 
 @dataclass(frozen=True, eq=False)
-class Simulated:
+class SimulatedCandidate:
     """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None where the
     model is too large to be simulated; ``others``: bytes kept of other passes in flight. ``spmd``: None where both come
-    from programs of fewer blocks (``search.folded``)."""
+    from programs of fewer blocks (``search.block_extrapolation``)."""
 
     candidate: Candidate
     choice: Choice
-    spmd: Spmd | None
+    spmd: SpmdProgram | None
     peak: Peak
     step: SimulatedStep | None
     others: int = 0
@@ -37,12 +37,12 @@ class Simulated:
 
 
 @dataclass(frozen=True, eq=False)
-class Ranked:
+class CandidateRanking:
     """``best``: the candidate to take; ``cheapest``: that of the least additive price; ``limit``: the bytes of a
     device that they were ranked for."""
 
-    best: Simulated
-    cheapest: Simulated
+    best: SimulatedCandidate
+    cheapest: SimulatedCandidate
     limit: float
 
     @property
@@ -51,7 +51,7 @@ class Ranked:
         return max(0.0, self.best.num_bytes - self.limit)
 
     @property
-    def search(self) -> Search:
+    def search(self) -> MeshSearch:
         """The search, with the best candidate for its outcome."""
         search, assignment = self.best.candidate.search, self.best.candidate.assignment
         seen = [search.outcome.assignment, *search.outcome.candidates]
@@ -84,16 +84,16 @@ class Ranked:
         return PassedOver(cheapest.additive_price, seconds, num_bytes, num_bytes <= self.limit)
 
 
-def ranked(simulated: Sequence[Simulated], limit: float) -> Ranked:
+def rank_candidates(simulated: Sequence[SimulatedCandidate], limit: float) -> CandidateRanking:
     """The fastest of the simulated candidates (the cheapest first) that fits, or, if none does, that of the lowest
     peak."""
     fitting = [candidate for candidate in simulated if candidate.num_bytes <= limit]
     if not fitting:
-        return Ranked(min(simulated, key=lambda candidate: candidate.num_bytes), simulated[0], limit)
+        return CandidateRanking(min(simulated, key=lambda candidate: candidate.num_bytes), simulated[0], limit)
     best = fitting[0]
     for candidate in fitting[1:]:
         assert candidate.step is not None, "several candidates are simulated"
         assert best.step is not None, "several candidates are simulated"
         if candidate.step.seconds < CLEARLY * best.step.seconds:
             best = candidate
-    return Ranked(best, simulated[0], limit)
+    return CandidateRanking(best, simulated[0], limit)

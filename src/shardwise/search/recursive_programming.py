@@ -16,10 +16,10 @@ import numpy as np
 
 from shardwise.layouts.choice import INVARIANT, AxisChoice, Split
 from shardwise.layouts.routes import Floats, Ints
-from shardwise.search.cost_graph import BYTES, CostGraph, Weights
+from shardwise.search.cost_graph import BYTES, CostGraph, CostWeights
 from shardwise.search.domains import Domain
-from shardwise.search.dynamic_programming import TIE, DoesNotFit, Outcome
-from shardwise.search.elimination import Problem, Scope, Solution, restricted
+from shardwise.search.dynamic_programming import TIE, DoesNotFit, SearchOutcome
+from shardwise.search.elimination import Problem, Scope, Solution, fix_variables
 from shardwise.search.solving import minimise
 from shardwise.search.variables import OperatorVariable
 
@@ -28,21 +28,21 @@ from shardwise.search.variables import OperatorVariable
 PER_BYTE = tuple(10.0**exponent for exponent in range(-14, -3))
 
 
-def halve(cost: CostGraph, memory_bytes: float | None = None) -> Outcome:
+def recursive_search(cost: CostGraph, memory_bytes: float | None = None) -> SearchOutcome:
     """The greedy assignment; where it does not fit, the first that does at growing prices of a byte, and in the end the
     one of least memory. Its bound is not known. Raises DoesNotFit."""
     solves = 0
     for per_byte in (TIE, *PER_BYTE):
-        assignment = _Levels(cost, cost.weighted(Weights(bytes=per_byte))).run()
+        assignment = _Levels(cost, cost.weighted(CostWeights(bytes=per_byte))).run()
         components = cost.components(assignment)
         solves += 1
         if memory_bytes is None or components[BYTES] <= memory_bytes:
-            return Outcome(assignment, components, 0.0, solves, 0)
-    least = minimise(cost.weighted(Weights(0.0, 0.0, 0.0, 1.0))).assignment
+            return SearchOutcome(assignment, components, 0.0, solves, 0)
+    least = minimise(cost.weighted(CostWeights(0.0, 0.0, 0.0, 1.0))).assignment
     components = cost.components(least)
     if components[BYTES] > memory_bytes:
         raise DoesNotFit(least, float(components[BYTES]))
-    return Outcome(least, components, 0.0, solves + 1, 0)
+    return SearchOutcome(least, components, 0.0, solves + 1, 0)
 
 
 class _Levels:
@@ -85,7 +85,7 @@ class _Levels:
 
     def _completed(self) -> Solution:
         """The strategies chosen, with the best layouts between them."""
-        return minimise(restricted(self.problem, self.chosen))
+        return minimise(fix_variables(self.problem, self.chosen))
 
     @staticmethod
     def _least_split(domain: Domain) -> int:

@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardwise.layouts.routes import Floats
-from shardwise.search.auto import Search
-from shardwise.search.cost_graph import BYTES, EXPOSED, Components, CostGraph, Weights
+from shardwise.search.auto import MeshSearch
+from shardwise.search.cost_graph import BYTES, EXPOSED, Components, CostGraph, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.solving import solver_of
@@ -24,7 +24,7 @@ from shardwise.search.solving import solver_of
 NUM_CAPS = 6
 
 
-def searches_within(search: Search, name: str, limit: float) -> list[Search]:
+def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSearch]:
     """What the search finds where moments are capped, the most promising first: those that should fit, by their
     seconds, then those that should not, by how much they hold. ``name``: of the search. Every one is the fastest under
     its cap, or where nothing fits so the one of least memory."""
@@ -32,7 +32,7 @@ def searches_within(search: Search, name: str, limit: float) -> list[Search]:
     moments = {number: table() for number, table in cost.transients.items()}
     for cap in _caps(cost, moments, search.outcome.assignment):
         capped = _within(cost, moments, cap)
-        least = solver_of(name)(capped.weighted(Weights(0.0, 0.0, 0.0, 1.0)))
+        least = solver_of(name)(capped.weighted(CostWeights(0.0, 0.0, 0.0, 1.0)))
         if not np.isfinite(least.value):
             break  # lower caps forbid as much
         try:
@@ -40,7 +40,7 @@ def searches_within(search: Search, name: str, limit: float) -> list[Search]:
         except DoesNotFit as error:
             outcome = solve_step(capped, error.num_bytes, solver_of(name))
         peak = float(outcome.components[BYTES]) + _most(cost, moments, outcome.assignment)
-        ordered.append(((peak > limit, peak if peak > limit else outcome.seconds), Search(cost, outcome)))
+        ordered.append(((peak > limit, peak if peak > limit else outcome.seconds), MeshSearch(cost, outcome)))
     return [capped_search for _, capped_search in sorted(ordered, key=lambda pair: pair[0])]
 
 

@@ -14,13 +14,13 @@ from math import prod
 
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.ir import Graph, Ref
-from shardwise.layouts.choice import INVARIANT, REPLICATED, Place, Places, Where, layout_of, where_of
+from shardwise.layouts.choice import INVARIANT, REPLICATED, ShardPosition, ShardPositions, Where, layout_of, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.spmd import Choice, Spmd
+from shardwise.programs.spmd import Choice, SpmdProgram
 from shardwise.rules.rule import OpRule
-from shardwise.search.again import Gathered
+from shardwise.search.recompute_spec import Gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Zero:
         return zero if zero is None or isinstance(zero, Zero) else Zero(zero)
 
 
-def stored_apart(choice: Choice, spmd: Spmd, zero: Zero) -> Choice:
+def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
     """The choice with parameters stored in parts. ``spmd``: its program, whose conversions say along which axes a
     parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
     mesh = spmd.mesh
@@ -81,7 +81,7 @@ def stored_apart(choice: Choice, spmd: Spmd, zero: Zero) -> Choice:
     return replace(choice, sources=sources)
 
 
-def summed_at_source(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
+def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
     """The choice in which what is made of parameters alone (a transposed weight, an expert's rows) hands partial
     gradients on to them: they are summed where the parameter is, and what can be split over devices is the parameter.
     So it is where all who read such a value do different work along an axis."""
@@ -100,7 +100,7 @@ def summed_at_source(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], 
         readers = {reader.name: reader for name in op.results for reader in graph.consumers[name]}
         if not readers or returned.intersection(op.results) or op.name not in strategies:
             continue
-        places = {name: Places.of(rules[name]) for name in readers}
+        places = {name: ShardPositions.of(rules[name]) for name in readers}
         by_axis = strategies[op.name].choice_of
         summed = {
             axis: REPLICATED
@@ -126,7 +126,7 @@ def _may_have_gradient(graph: Graph, parameter: str) -> bool:
     )
 
 
-def _copied(spmd: Spmd) -> dict[str, set[str]]:
+def _copied(spmd: SpmdProgram) -> dict[str, set[str]]:
     """Parameter -> the axes along which it is stored whole, and its gradient is summed."""
     parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
     whole_axes: dict[str, set[str]] = {}
@@ -161,5 +161,5 @@ def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
     return layout_of(where, layout.atoms, mesh)
 
 
-def _place(layout: Layout, at: Sequence[int]) -> Place:
-    return Place.of(at[0], layout.atoms[at[0]], at[1])
+def _place(layout: Layout, at: Sequence[int]) -> ShardPosition:
+    return ShardPosition.of(at[0], layout.atoms[at[0]], at[1])

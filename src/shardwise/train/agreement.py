@@ -13,14 +13,14 @@ T = TypeVar("T")
 _HALF_AN_HOUR = 1800.0
 
 
-def here() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """(rank, number of ranks)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def from_all(value: T) -> list[T]:
+def gather_values(value: T) -> list[T]:
     """What every rank gives, on each of them."""
-    _, count = here()
+    _, count = rank_and_world_size()
     values: list[Any] = [value]
     if count > 1:
         values = [None] * count
@@ -30,7 +30,7 @@ def from_all(value: T) -> list[T]:
 
 def raise_first(kind: type[ShardwiseError], fault: ShardwiseError | None) -> None:
     """Raise, on every rank, what went wrong on this one, or else on the first where something did."""
-    said = from_all(None if fault is None else str(fault))
+    said = gather_values(None if fault is None else str(fault))
     if fault is not None:
         raise fault
     failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
@@ -40,8 +40,8 @@ def raise_first(kind: type[ShardwiseError], fault: ShardwiseError | None) -> Non
 
 def patience_seconds() -> float:
     """How long a rank waits for the others."""
-    timeout = group_timeout() if here()[1] > 1 else None
+    timeout = group_timeout() if rank_and_world_size()[1] > 1 else None
     return _HALF_AN_HOUR if timeout is None else timeout.total_seconds()
 
 
-__all__ = ["from_all", "here", "patience_seconds", "raise_first"]
+__all__ = ["gather_values", "patience_seconds", "raise_first", "rank_and_world_size"]

@@ -23,24 +23,24 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
-from shardwise.runtime.agree import shown_once
-from shardwise.runtime.split import Split
-from shardwise.texts import check_texts
-from shardwise.train.agreement import from_all, here, patience_seconds, raise_first
-from shardwise.train.files import Staged, Streamed
-from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, Stored
+from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.parallel_module import ParallelModule
+from shardwise.train.agreement import gather_values, patience_seconds, raise_first, rank_and_world_size
+from shardwise.train.files import StagedFile, StreamedFile
+from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, StoredTensor
 from shardwise.train.parts import (
     MODEL,
     RANDOM,
-    Part,
+    TensorPart,
     module_parts,
     optimizer_parts,
     random_part,
 )
 from shardwise.train.retention import Keep
-from shardwise.train.saving import Job, Saving, give_up, incomplete, make_room, release
-from shardwise.train.sharing import Offer, Piece, PlannedFile, offers_of, shared_out
+from shardwise.train.saving import SaveJob, Saving, give_up, incomplete, make_room, release
+from shardwise.train.sharing import Offer, PlannedFile, WritePiece, describe_parts, plan_files
 from shardwise.train.values import encode
+from shardwise.untrusted_text import check_texts
 
 
 class Resumable(Protocol):
@@ -59,10 +59,10 @@ Names = Sequence[Sequence[Sequence[str]]]  # of the parameters in every group of
 
 
 @dataclass(frozen=True)
-class State:
+class TrainingState:
     """What this rank has to save. ``values`` are equal on all ranks."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
     tied: Mapping[str, str]
     names: Names
     plain: Mapping[str, Mapping[str, Any]]
@@ -79,15 +79,15 @@ class Shares:
     names: Names = ()
 
     @cached_property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredTensor]:
         """Where the elements of every tensor are."""
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, WritePiece] = {}
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         for file in (file for rank_files in self.files for file in rank_files):
             for piece, chunk in file.chunks():
                 pieces[piece.name] = piece
                 chunks[piece.name].append(chunk)
-        return {name: Stored(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
+        return {name: StoredTensor(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
 
     def model_names(self) -> dict[str, str]:
         """Further names of tensors of the model -> their first."""
@@ -100,7 +100,7 @@ class _Saver:
 
     structures: list[str] = field(default_factory=list)
     shares: Shares = field(default_factory=Shares)
-    staged: dict[str, Staged] = field(default_factory=dict)
+    staged: dict[str, StagedFile] = field(default_factory=dict)
     under_way: Saving | None = None
 
 
@@ -137,14 +137,14 @@ def save_checkpoint(
     """
     finish_saving(par)
     saver = _savers.setdefault(par, _Saver())
-    rank, num_ranks = here()
+    rank, num_ranks = rank_and_world_size()
     path = Path(path)
-    state: State | None = None
+    state: TrainingState | None = None
     fault: ShardwiseError | None = None
     token = ""
     try:
-        state = state_of(par, several(optimizer), rank)
-        state.values.update(values_of(step, several(schedulers), scaler, data, extra, metrics))
+        state = state_of(par, as_list(optimizer), rank)
+        state.values.update(values_of(step, as_list(schedulers), scaler, data, extra, metrics))
         if rank == 0:
             token = make_room(path)
     except ShardwiseError as error:
@@ -169,7 +169,7 @@ def save_checkpoint(
     manifest = Manifest(
         step=step,
         num_ranks=num_ranks,
-        plan=par.plan.digest if isinstance(par, Split) else "",
+        plan=par.plan.digest if isinstance(par, ParallelModule) else "",
         metrics={name: float(value) for name, value in (metrics or {}).items()},
         block_bytes=BLOCK_BYTES,
         files={},
@@ -177,11 +177,11 @@ def save_checkpoint(
         tied=saver.shares.model_names(),
         values={**state.values, "names": saver.shares.names, "plain": plain},
     )
-    job = Job(path, token, rank, num_ranks, files, manifest, keep, patience_seconds())
+    job = SaveJob(path, token, rank, num_ranks, files, manifest, keep, patience_seconds())
     try:
         saving = Saving(job)
         if blocking:
-            with shown_once("saving a checkpoint"):
+            with show_progress_once("saving a checkpoint"):
                 saving.wait()
     except BaseException:  # an interruption, too
         job.abandoned.set()
@@ -194,17 +194,17 @@ def save_checkpoint(
 
 
 def _files(
-    saver: _Saver, parts: Mapping[str, Part], planned: Sequence[PlannedFile], blocking: bool
-) -> list[Staged | Streamed]:
+    saver: _Saver, parts: Mapping[str, TensorPart], planned: Sequence[PlannedFile], blocking: bool
+) -> list[StagedFile | StreamedFile]:
     """This rank's files: from its parts as they are, or from a copy of them, whose memory later saves use again."""
     pinned = any(part.tensor.is_cuda for part in parts.values())
-    files: list[Staged | Streamed] = []
+    files: list[StagedFile | StreamedFile] = []
     for file in planned:
         if blocking:
-            files.append(Streamed.of(file, parts, pinned=pinned))
+            files.append(StreamedFile.of(file, parts, pinned=pinned))
             continue
         if file.name not in saver.staged:
-            saver.staged[file.name] = Staged.empty(file, pinned=pinned)
+            saver.staged[file.name] = StagedFile.empty(file, pinned=pinned)
         saver.staged[file.name].fill(parts)
         files.append(saver.staged[file.name])
     if torch.cuda.is_initialized():
@@ -220,24 +220,26 @@ def finish_saving(par: torch.nn.Module) -> None:
     try:
         saver.under_way.wait()
     except CheckpointError as error:
-        if here()[0] == 0:
+        if rank_and_world_size()[0] == 0:
             warnings.warn(f"the save before failed: {error}", PlanWarning, stacklevel=3)
     saver.under_way = None
 
 
-def several(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """One, several or none of something, as a list."""
     if value is None:
         return []
     return [value] if hasattr(value, "state_dict") else list(value)
 
 
-def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> State:
+def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> TrainingState:
     module = module_parts(par)
     kept = optimizer_parts(optimizers, module)
     parts = {MODEL + name: part for name, part in module.parts.items()}
     parts |= {**kept.parts, f"{RANDOM}{rank}": random_part()}
-    return State(parts, module.tied, kept.names, kept.plain, {"kinds": list(kept.kinds), "settings": kept.settings})
+    return TrainingState(
+        parts, module.tied, kept.names, kept.plain, {"kinds": list(kept.kinds), "settings": kept.settings}
+    )
 
 
 def values_of(
@@ -272,13 +274,13 @@ def _encoded(resumable: Resumable, what: str) -> Any:
     return encode(resumable.state_dict(), what)
 
 
-def _agree(saver: _Saver, path: Path, state: State, token: str) -> tuple[dict[str, Any], str]:
+def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple[dict[str, Any], str]:
     """Brings the saver up to date with what all ranks hold; returns the optimizers' states that are no tensors, and
     rank 0's ``token``. One exchange where nothing has changed since the last save."""
-    offers = offers_of(state.parts)
+    offers = describe_parts(state.parts)
     structure = _digest([offers, dict(state.tied), state.names])
     common = {name: _digest(value) for name, value in {**state.values, "path": str(path)}.items()}
-    everywhere = from_all((structure, common, state.plain, token))
+    everywhere = gather_values((structure, common, state.plain, token))
     for rank, (_, other, *_) in enumerate(everywhere):
         differing = [name for name, digest in other.items() if digest != everywhere[0][1].get(name)]
         if differing:
@@ -290,23 +292,23 @@ def _agree(saver: _Saver, path: Path, state: State, token: str) -> tuple[dict[st
             )
     structures = [structure for structure, *_ in everywhere]
     if structures != saver.structures:
-        blind = [rank for rank, sees in enumerate(from_all(incomplete(path).is_dir())) if not sees]
+        blind = [rank for rank, sees in enumerate(gather_values(incomplete(path).is_dir())) if not sees]
         if blind:
             what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 made"
             raise CheckpointError(problem(what, fix="give a folder on a file system that all machines share"))
-        saver.shares = share_out(state)
+        saver.shares = assign_writers(state)
         saver.staged.clear()
         saver.structures = structures
     plain = {name: dict(kept) for _, _, states, _ in everywhere for name, kept in states.items()}
     return plain, everywhere[0][3]
 
 
-def share_out(state: State) -> Shares:
+def assign_writers(state: TrainingState) -> Shares:
     """Who writes what of the states of all ranks. Every rank calls this."""
-    offered = from_all((offers_of(state.parts), dict(state.tied), state.names))
+    offered = gather_values((describe_parts(state.parts), dict(state.tied), state.names))
     tied = {name: first for _, some, _ in offered for name, first in some.items()}
     offers = [offer for offer, *_ in offered]
-    return Shares(shared_out(offers), offers, tied, _merged([names for *_, names in offered]))
+    return Shares(plan_files(offers), offers, tied, _merged([names for *_, names in offered]))
 
 
 def _merged(names: Sequence[Names]) -> list[list[list[str]]]:
@@ -326,11 +328,11 @@ __all__ = [
     "Resumable",
     "Schedulers",
     "Shares",
-    "State",
+    "TrainingState",
+    "as_list",
+    "assign_writers",
     "finish_saving",
     "save_checkpoint",
-    "several",
-    "share_out",
     "state_of",
     "values_of",
 ]

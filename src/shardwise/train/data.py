@@ -21,7 +21,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.initial.materialize import stable_seed
-from shardwise.train.agreement import from_all
+from shardwise.train.agreement import gather_values
 from shardwise.train.parts import splits_in
 
 Rows = tuple[int, int]  # [start, stop) of a batch
@@ -69,11 +69,11 @@ class DataLoader:
         self.epoch = self.cursor = self._turn = 0
         self._collate = collate_fn or default_collate
         self._is_iterable = isinstance(dataset, IterableDataset)
-        self._parts = _Parts(par)
+        self._parts = _BatchParts(par)
         self._loader: TorchLoader[Any] | None = None
         if not self._is_iterable:
             samples: Any = _Seeded(dataset, seed) if seed_samples else _Samples(dataset)
-            sampler: Any = _Batches(self)
+            sampler: Any = _BatchSampler(self)
             self._loader = TorchLoader(samples, batch_sampler=sampler, collate_fn=self._collate, **options)
             if not self._length:
                 raise ShardwiseError("the data set has no samples")
@@ -92,7 +92,7 @@ class DataLoader:
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
-        everywhere = from_all(settings)
+        everywhere = gather_values(settings)
         for rank, other in enumerate(everywhere):
             for name, value in other.items():
                 if value != everywhere[0][name]:
@@ -145,7 +145,7 @@ class DataLoader:
         stream = itertools.islice(iter(dataset), self.cursor, None)
         while True:
             samples = list(itertools.islice(stream, self.batch_size))
-            counts = from_all(len(samples))
+            counts = gather_values(len(samples))
             if len(set(counts)) > 1:
                 raise ShardwiseError(
                     problem(
@@ -202,7 +202,7 @@ class DataLoader:
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
 
 
-class _Batches:
+class _BatchSampler:
     """What torch's loader asks for the samples of this rank, batch by batch. It goes on ahead of what is handed out."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -248,7 +248,7 @@ class _Seeded(_Samples):
             torch.set_rng_state(before[2])
 
 
-class _Parts:
+class _BatchParts:
     """Which part of a batch is this rank's."""
 
     def __init__(self, par: torch.nn.Module) -> None:

@@ -19,23 +19,23 @@ import torch
 
 from shardwise.errors import CheckpointError, problem
 from shardwise.layouts.boxes import Box
-from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, Stored
-from shardwise.train.parts import Part
-from shardwise.train.sharing import AT_ONCE_BYTES, PAGE_BYTES, Piece, PlannedFile
+from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, StoredTensor
+from shardwise.train.parts import TensorPart
+from shardwise.train.sharing import AT_ONCE_BYTES, PAGE_BYTES, PlannedFile, WritePiece
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0: this system has no such thing
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedFile:
     """A file of a checkpoint in memory. ``buffer``: its data, as bytes."""
 
     file: PlannedFile
     buffer: torch.Tensor
 
     @staticmethod
-    def empty(file: PlannedFile, *, pinned: bool) -> Staged:
-        return Staged(file, _room(file.num_bytes, pinned=pinned))
+    def empty(file: PlannedFile, *, pinned: bool) -> StagedFile:
+        return StagedFile(file, _room(file.num_bytes, pinned=pinned))
 
     def part(self, start: int, stop: int) -> memoryview:
         """Some bytes of the data."""
@@ -49,7 +49,7 @@ class Staged:
             for start, piece in self.file.pieces
         ]
 
-    def fill(self, parts: Mapping[str, Part]) -> None:
+    def fill(self, parts: Mapping[str, TensorPart]) -> None:
         """Copy this rank's pieces of the file to where they will lie in it."""
         pinned = self.buffer.is_pinned()
         with torch.no_grad():
@@ -58,16 +58,16 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedFile:
     """A file that is written out of a rank's ``parts``, which nobody changes meanwhile, through a small ``window``."""
 
     file: PlannedFile
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
     window: torch.Tensor
 
     @staticmethod
-    def of(file: PlannedFile, parts: Mapping[str, Part], *, pinned: bool) -> Streamed:
-        return Streamed(file, parts, _room(min(file.num_bytes, AT_ONCE_BYTES), pinned=pinned))
+    def of(file: PlannedFile, parts: Mapping[str, TensorPart], *, pinned: bool) -> StreamedFile:
+        return StreamedFile(file, parts, _room(min(file.num_bytes, AT_ONCE_BYTES), pinned=pinned))
 
     def part(self, start: int, stop: int) -> memoryview:
         """Some bytes of the data, as many as the window has at most; the next ones take their place."""
@@ -122,7 +122,7 @@ def _in_large_pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _source(part: Part, piece: Piece) -> torch.Tensor:
+def _source(part: TensorPart, piece: WritePiece) -> torch.Tensor:
     for box in part.boxes:
         if (box.offsets, box.sizes) == (piece.offsets, piece.sizes):
             return part.at(box)
@@ -132,7 +132,7 @@ def _source(part: Part, piece: Piece) -> torch.Tensor:
     raise AssertionError(f"a rank writes {piece.sizes} at {piece.offsets} of {piece.name}, which it does not hold")
 
 
-def write(path: Path, source: Staged | Streamed) -> DataFile:
+def write(path: Path, source: StagedFile | StreamedFile) -> DataFile:
     """Write a file and wait until it is on the disk. Raises OSError.
 
     All but the last part goes past the system's cache, where the file system can do that: the disk takes it from
@@ -169,7 +169,7 @@ def _set_direct(descriptor: int, direct: bool) -> None:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
 
 
-class Reader:
+class CheckpointReader:
     """Reads boxes of tensors out of a checkpoint's files, through the memory map of each."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -202,7 +202,7 @@ class Reader:
     def prepare(self) -> None:
         """Between the last ``verify`` and the first ``read``, on every rank."""
 
-    def read(self, name: str, part: Part) -> None:
+    def read(self, name: str, part: TensorPart) -> None:
         """Copy the elements of a tensor that a rank holds to its part, in the part's dtype."""
         stored = self.manifest.tensors[name]
         with torch.no_grad():
@@ -217,7 +217,7 @@ class Reader:
                     part.at(common).copy_(whole)
 
     @staticmethod
-    def _chunks(stored: Stored, box: Box) -> list[tuple[Box, int]]:
+    def _chunks(stored: StoredTensor, box: Box) -> list[tuple[Box, int]]:
         """What of a box lies in which chunks."""
         common_boxes = ((box.common(chunk.offsets, chunk.sizes), at) for at, chunk in enumerate(stored.chunks))
         return [(common, at) for common, at in common_boxes if common is not None]
@@ -242,7 +242,7 @@ class Reader:
                 ) from error
         return self._mapped[file]
 
-    def _verify_blocks(self, stored: Stored, common: Box, position: int) -> None:
+    def _verify_blocks(self, stored: StoredTensor, common: Box, position: int) -> None:
         chunk = stored.chunks[position]
         size, data = self.manifest.block_bytes, self._data(chunk.file)
         content = self._map(chunk.file)
@@ -257,7 +257,7 @@ class Reader:
         done |= wanted
 
 
-def _blocks(stored: Stored, common: Box, position: int, size: int, count: int) -> np.ndarray:
+def _blocks(stored: StoredTensor, common: Box, position: int, size: int, count: int) -> np.ndarray:
     """Which blocks of a file the elements of a box lie in."""
     chunk, itemsize = stored.chunks[position], stored.dtype.itemsize
     inner = len(chunk.sizes)  # dims from here on lie in one stretch
@@ -280,4 +280,4 @@ def _blocks(stored: Stored, common: Box, position: int, size: int, count: int) -
     return is_touched
 
 
-__all__ = ["Reader", "Staged", "Streamed", "write"]
+__all__ = ["CheckpointReader", "StagedFile", "StreamedFile", "write"]

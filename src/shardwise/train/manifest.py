@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError, problem
-from shardwise.texts import MAX_FILE, MAX_NUMBER, read_json, read_text, shown
 from shardwise.train.values import DTYPES
+from shardwise.untrusted_text import MAX_FILE, MAX_NUMBER, read_json, read_text, shorten_repr
 
 FILE = "checkpoint.json"
 FORMAT, VERSION = "shardwise checkpoint", 1
@@ -40,7 +40,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint, by its global shape."""
 
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Manifest:
     metrics: Mapping[str, float]
     block_bytes: int
     files: Mapping[str, DataFile]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
         raise CheckpointError(
             problem(
-                f"{folder} is no checkpoint: {FILE} cannot be read ({shown(str(error), 200)})",
+                f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})",
                 fix="give the folder of one that save_checkpoint finished, or the folder above several",
             )
         ) from error
@@ -131,14 +131,14 @@ def parse_manifest(text: str) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ShardwiseError(f'it does not say "format": "{FORMAT}"')
     if value.get("version") != VERSION:
-        raise ShardwiseError(f"it has version {shown(value.get('version'))}, and this shardwise reads {VERSION}")
+        raise ShardwiseError(f"it has version {shorten_repr(value.get('version'))}, and this shardwise reads {VERSION}")
     content = value.get("content")
     if not isinstance(content, dict) or value.get("crc32") != _crc(content):
         raise ShardwiseError("its checksum is not that of its content")
     try:
         return _manifest(content)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ShardwiseError(f"it is not what a checkpoint has ({shown(str(error), 200)})") from error
+        raise ShardwiseError(f"it is not what a checkpoint has ({shorten_repr(str(error), 200)})") from error
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
@@ -146,7 +146,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     _require(2**9 <= block <= 2**30, f"blocks of {block:,} bytes")
     files: dict[str, DataFile] = {}
     for name, start, num_bytes, checksums in content["files"]:
-        _require(isinstance(name, str) and _NAME.fullmatch(name) is not None, f"a file called {shown(name)}")
+        _require(isinstance(name, str) and _NAME.fullmatch(name) is not None, f"a file called {shorten_repr(name)}")
         files[name] = DataFile(_count(start), _count(num_bytes), checksums)
         blocks = -(-num_bytes // block)
         _require(re.fullmatch(r"[0-9a-f]*", checksums) is not None and len(checksums) == 8 * blocks, "checksums")
@@ -169,21 +169,21 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     )
 
 
-def _stored(name: str, entry: Any, names: list[str], files: Mapping[str, DataFile]) -> Stored:
+def _stored(name: str, entry: Any, names: list[str], files: Mapping[str, DataFile]) -> StoredTensor:
     dtype, shape, chunks = DTYPES[entry[0]], tuple(map(_count, entry[1])), []
-    _require(prod(shape) * dtype.itemsize <= MAX_NUMBER, f"the size of {shown(name)}")
+    _require(prod(shape) * dtype.itemsize <= MAX_NUMBER, f"the size of {shorten_repr(name)}")
     for position, start, offsets, sizes in entry[2]:
         file = names[_count(position)]
         chunk = Chunk(file, _count(start), tuple(map(_count, offsets)), tuple(map(_count, sizes)))
         inside = all(a + n <= size for a, n, size in zip(chunk.offsets, chunk.sizes, shape, strict=True))
         fits = start + prod(chunk.sizes) * dtype.itemsize <= files[file].num_bytes and start % dtype.itemsize == 0
-        _require(inside and fits and files[file].start % dtype.itemsize == 0, f"where {shown(name)} lies")
+        _require(inside and fits and files[file].start % dtype.itemsize == 0, f"where {shorten_repr(name)} lies")
         chunks.append(chunk)
-    return Stored(dtype, shape, tuple(chunks))
+    return StoredTensor(dtype, shape, tuple(chunks))
 
 
 def _count(value: Any) -> int:
-    _require(isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER, shown(value))
+    _require(isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER, shorten_repr(value))
     number: int = value
     return number
 
@@ -193,4 +193,4 @@ def _require(holds: bool, what: str) -> None:
         raise ShardwiseError(f"{what} cannot be")
 
 
-__all__ = ["BLOCK_BYTES", "FILE", "Chunk", "DataFile", "Manifest", "Stored", "parse_manifest", "read_manifest"]
+__all__ = ["BLOCK_BYTES", "FILE", "Chunk", "DataFile", "Manifest", "StoredTensor", "parse_manifest", "read_manifest"]

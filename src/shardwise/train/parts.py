@@ -25,9 +25,9 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Layout
-from shardwise.runtime.guards.memory import Owners
 from shardwise.runtime.guards.registry import held_shards
-from shardwise.runtime.split import Split
+from shardwise.runtime.guards.tensor_owners import Owners
+from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.values import decode, encode
 
 MODEL, STATE, RANDOM = "model.", "optimizer.state.", "random."
@@ -35,7 +35,7 @@ _TEXT_BYTES = 4096  # states of generators are padded to a multiple: their size 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """``tensor``: what this rank holds of a global tensor of ``shape``. Its ``boxes`` say which elements."""
 
     tensor: torch.Tensor
@@ -43,12 +43,12 @@ class Part:
     boxes: tuple[Box, ...]
 
     @staticmethod
-    def whole(tensor: torch.Tensor) -> Part:
-        return Part(tensor, tuple(tensor.shape), (Box.whole(tensor.shape),))
+    def whole(tensor: torch.Tensor) -> TensorPart:
+        return TensorPart(tensor, tuple(tensor.shape), (Box.whole(tensor.shape),))
 
-    def like(self, tensor: torch.Tensor) -> Part:
+    def like(self, tensor: torch.Tensor) -> TensorPart:
         """The same boxes of another tensor."""
-        return Part(tensor, self.shape, self.boxes)
+        return TensorPart(tensor, self.shape, self.boxes)
 
     def at(self, box: Box) -> torch.Tensor:
         """A view of the local elements of a box that lies in one of the part's own."""
@@ -68,18 +68,18 @@ class Part:
 class ModuleParts:
     """By canonical names, those of ``model.named_parameters()``; ``tied``: further name -> canonical name."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
     tied: Mapping[str, str]
 
 
-def splits_in(module: torch.nn.Module) -> dict[str, Split]:
+def splits_in(module: torch.nn.Module) -> dict[str, ParallelModule]:
     """The parallel modules that a module is, or has in it, by path."""
-    if isinstance(module, Split):
+    if isinstance(module, ParallelModule):
         return {"": module}
-    return {path: submodule for path, submodule in module.named_modules() if isinstance(submodule, Split)}
+    return {path: submodule for path, submodule in module.named_modules() if isinstance(submodule, ParallelModule)}
 
 
-def seeds_in(module: torch.nn.Module) -> dict[str, Split]:
+def seeds_in(module: torch.nn.Module) -> dict[str, ParallelModule]:
     """The parallel modules, by the name of the number that their random numbers follow from."""
     return {f"{path}.{SEED}".lstrip("."): split for path, split in splits_in(module).items()}
 
@@ -91,18 +91,18 @@ def is_seed(name: str) -> bool:
 def module_parts(module: torch.nn.Module) -> ModuleParts:
     """What this rank holds of a module: of what is parallel its shards, also inside of other modules, else the whole.
     Raises ShardwiseError for views of shards."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, TensorPart] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
     splits = splits_in(module)
-    owners = None if isinstance(module, Split) else Owners(held_shards())
+    owners = None if isinstance(module, ParallelModule) else Owners(held_shards())
     for name, tensor in _persistent(module):
         first = names.setdefault(id(tensor), name)
         if first == name:
             parts[name] = _part_of(name, tensor, splits, owners)
         else:
             tied[name] = first
-    parts |= {name: Part.whole(split._seed) for name, split in seeds_in(module).items()}
+    parts |= {name: TensorPart.whole(split._seed) for name, split in seeds_in(module).items()}
     return ModuleParts(parts, tied)
 
 
@@ -114,7 +114,9 @@ def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _part_of(name: str, tensor: torch.Tensor, splits: Mapping[str, Split], owners: Owners | None) -> Part:
+def _part_of(
+    name: str, tensor: torch.Tensor, splits: Mapping[str, ParallelModule], owners: Owners | None
+) -> TensorPart:
     """``owners``: of the memory of shards, where not all of the module is parallel."""
     for path, split in splits.items():
         if name.startswith(f"{path}." if path else ""):
@@ -122,7 +124,7 @@ def _part_of(name: str, tensor: torch.Tensor, splits: Mapping[str, Split], owner
             return _part_in(tensor, layout, split.coordinates)
     shard = None if owners is None else owners.of(tensor)
     if shard is None:
-        return Part.whole(tensor)
+        return TensorPart.whole(tensor)
     coordinates = shard.ranks.coordinates
     if tuple(tensor.shape) != shard.layout.local_shape(coordinates):
         raise ShardwiseError(
@@ -134,10 +136,10 @@ def _part_of(name: str, tensor: torch.Tensor, splits: Mapping[str, Split], owner
     return _part_in(tensor, shard.layout, coordinates)
 
 
-def _part_in(tensor: torch.Tensor, layout: Layout | None, coordinates: Mapping[str, int]) -> Part:
+def _part_in(tensor: torch.Tensor, layout: Layout | None, coordinates: Mapping[str, int]) -> TensorPart:
     if layout is None or not prod(layout.shape):
-        return Part.whole(tensor)
-    return Part(tensor, layout.shape, boxes(layout, coordinates))
+        return TensorPart.whole(tensor)
+    return TensorPart(tensor, layout.shape, boxes(layout, coordinates))
 
 
 # ---------------------------------------------------------------------------------------------------------- optimizers
@@ -148,7 +150,7 @@ class OptimizerParts:
     """``parts``: states that are tensors, by full name; ``plain``: other states, encoded, by parameter and key;
     ``names``: of the parameters in every group of every optimizer; ``settings``: the groups' options, encoded."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
     plain: Mapping[str, Mapping[str, Any]]
     names: Sequence[Sequence[Sequence[str]]]
     kinds: Sequence[str]
@@ -158,7 +160,7 @@ class OptimizerParts:
 def optimizer_parts(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> OptimizerParts:
     """What this rank holds of optimizers of a module's parameters. Raises ShardwiseError for parameters of others, and
     for states of which nobody can say which part of the whole they are."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, TensorPart] = {}
     plain: dict[str, dict[str, Any]] = {}
     names = names_in_groups(optimizers, module)
     for optimizer, groups in zip(optimizers, names, strict=True):
@@ -206,11 +208,11 @@ def state_name(name: str, key: object) -> str:
     return f"{STATE}{name}.{key}"
 
 
-def _state_part(name: str, value: torch.Tensor, parameter: Part) -> Part:
+def _state_part(name: str, value: torch.Tensor, parameter: TensorPart) -> TensorPart:
     if value.shape == parameter.tensor.shape:
         return parameter.like(value)
     if value.ndim == 0 or not parameter.is_split:
-        return Part.whole(value)
+        return TensorPart.whole(value)
     raise ShardwiseError(
         problem(
             f"{name} has shape {list(value.shape)}, and this rank holds {list(parameter.tensor.shape)} of the "
@@ -223,7 +225,7 @@ def _state_part(name: str, value: torch.Tensor, parameter: Part) -> Part:
 # ---------------------------------------------------------------------------------------------------------- generators
 
 
-def random_part() -> Part:
+def random_part() -> TensorPart:
     """The states of the generators of Python, NumPy, torch and the current CUDA device."""
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -234,7 +236,7 @@ def random_part() -> Part:
         states["cuda"] = torch.cuda.get_rng_state()
     text = json.dumps(encode(states, "the states of generators")).encode()
     padded = text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)
-    return Part.whole(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+    return TensorPart.whole(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
 
 
 def restore_random(content: torch.Tensor) -> None:
@@ -256,7 +258,7 @@ __all__ = [
     "STATE",
     "ModuleParts",
     "OptimizerParts",
-    "Part",
+    "TensorPart",
     "is_seed",
     "kind_of",
     "module_parts",

@@ -32,12 +32,12 @@ import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, ShardwiseError, problem
 from shardwise.runtime.private import check_own_folder
-from shardwise.train.agreement import from_all, here
-from shardwise.train.checkpoints import State, share_out
-from shardwise.train.files import Reader, Staged
+from shardwise.train.agreement import gather_values, rank_and_world_size
+from shardwise.train.checkpoints import TrainingState, assign_writers
+from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
-from shardwise.train.sharing import Offer, Piece, PlannedFile, file_of
-from shardwise.train.snapshots import no_checksums, place
+from shardwise.train.sharing import Offer, PlannedFile, WritePiece, file_of
+from shardwise.train.snapshots import no_checksums, write_atomically
 
 _TENSORS, _NOTE, _COPY, _FETCHED = "tensors.json", ".note", ".copy", ".fetched"
 _NUM_SLOTS = 2
@@ -70,7 +70,7 @@ class Mirrored:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SurvivingState:
     """A state that is whole on the machines that are left. ``where``: file -> a rank whose machine has it."""
 
     step: int
@@ -81,7 +81,7 @@ class Kept:
 
 
 @dataclass
-class _Exchange:
+class _PeerTransfer:
     """A message under way, with what to write down when it is there ("" where it leaves)."""
 
     work: dist.Work
@@ -103,14 +103,14 @@ class Peers:
     kept_bytes: int = 0
     mirrored: Sequence[Mirrored] = ()
     buffers: dict[Path, torch.Tensor] = field(default_factory=dict)
-    under_way: list[_Exchange] = field(default_factory=list)
+    under_way: list[_PeerTransfer] = field(default_factory=list)
     number: int = -1
     outdated: bool = True  # ``renew`` is due
     slot: int = 0
     filled: int = 0
 
     def __post_init__(self) -> None:
-        self.rank, self.num_ranks = here()
+        self.rank, self.num_ranks = rank_and_world_size()
         if self.num_ranks == 1 and not self.apart and not self.between_machines:
             what = "peer_copy= keeps the state on other ranks, and there is one"
             raise ShardwiseError(problem(what, fix="start more ranks, or leave it out"))
@@ -121,7 +121,7 @@ class Peers:
             check_own_folder(self.memory)
         except OSError as error:
             refused = str(error)
-        places = from_all((platform.node(), str(self.memory.resolve()), refused))
+        places = gather_values((platform.node(), str(self.memory.resolve()), refused))
         if refused := next((text for *_, text in places if text), ""):
             what = f"copies of the state cannot be kept in {self.memory}: {refused}"
             raise ShardwiseError(problem(what, fix="name a new folder, or one to which only you may write (chmod 700)"))
@@ -137,15 +137,15 @@ class Peers:
 
     # -- to keep -------------------------------------------------------------------------------------------------------
 
-    def renew(self, state: State) -> str:
+    def renew(self, state: TrainingState) -> str:
         """The tensors of some rank are others than before. What is wrong on some rank, where there is no memory."""
-        shares = share_out(state)
+        shares = assign_writers(state)
         if self.apart:
             self.mirrored = [
                 Mirrored(file, rank, _NOBODY, False) for rank, part in enumerate(shares.files) for file in part
             ]
         else:
-            self.mirrored = mirrored(shares.files, shares.offers, self.machine_of)
+            self.mirrored = assign_keepers(shares.files, shares.offers, self.machine_of)
         every = [[mirror.file for mirror in self.mirrored if mirror.writer == rank] for rank in range(self.num_ranks)]
         manifest = Manifest(
             step=0,
@@ -162,7 +162,7 @@ class Peers:
         )
         self.outdated = False
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known = from_all([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
+        known = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
         self.number, self.slot, self.filled = 1 + max((n for part in known for n in part), default=-1), 0, 0
         self.buffers, fault = {}, ""
         try:
@@ -173,12 +173,12 @@ class Peers:
                         if self.rank == (mirror.keeper if copy else mirror.writer):
                             self._map(self._path(mirror, slot, copy=copy), mirror.file.num_bytes)
             if self.shares_folder[self.rank] == self.rank:
-                place(self.folder / _TENSORS, manifest.to_text())
+                write_atomically(self.folder / _TENSORS, manifest.to_text())
         except OSError as error:
             fault = str(error)
         self.sent_bytes = sum(m.file.num_bytes for m in self.mirrored if m.writer == self.rank and m.is_sent)
         self.kept_bytes = sum(m.file.num_bytes for m in self.mirrored if m.keeper == self.rank)
-        return next((text for text in from_all(fault) if text), "")
+        return next((text for text in gather_values(fault) if text), "")
 
     def land(self) -> None:
         """Wait for the copies of the step before: every rank does, ahead of meeting the others. Raises CollectiveError
@@ -192,16 +192,16 @@ class Peers:
                 raise CollectiveError(what, (copy.peer,)) from error
         for copy in landed:
             if copy.note is not None:
-                place(copy.note, copy.text)
+                write_atomically(copy.note, copy.text)
         if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
             self._forget_numbers()
 
-    def fill(self, state: State, step: int, checked: int) -> None:
+    def fill(self, state: TrainingState, step: int, checked: int) -> None:
         """Copy this rank's share to the next slot, and start to send what others keep. Every rank has landed what it
         had under way, and met the others since. Raises OSError where no note can be written; what was started goes on.
         """
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
-        plain = {name: kept for rank_states in from_all(dict(state.plain)) for name, kept in rank_states.items()}
+        plain = {name: kept for rank_states in gather_values(dict(state.plain)) for name, kept in rank_states.items()}
         note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": state.values, "plain": plain}
         text, here_now = json.dumps(note), []
         for mirror in self.mirrored:
@@ -210,7 +210,7 @@ class Peers:
                     path = self._path(mirror, slot, copy=copy)
                     _note(path).unlink(missing_ok=True)
                     if not (copy and mirror.is_sent):
-                        Staged(mirror.file, self.buffers[path]).fill(state.parts)
+                        StagedFile(mirror.file, self.buffers[path]).fill(state.parts)
                         here_now.append(path)
         for tag, mirror in enumerate(self.mirrored):
             if mirror.is_sent and mirror.writer == self.rank:
@@ -222,11 +222,11 @@ class Peers:
                 self._start(work, mirror.writer, _note(path), text)
         self.filled += self.filled < _NUM_SLOTS
         for path in here_now:
-            place(_note(path), text)
+            write_atomically(_note(path), text)
 
     def _start(self, work: dist.Work | None, peer: int, note: Path | None, text: str = "") -> None:
         assert work is not None, "this rank is in the group"
-        self.under_way.append(_Exchange(work, peer, note, text))
+        self.under_way.append(_PeerTransfer(work, peer, note, text))
 
     @property
     def folder(self) -> Path:
@@ -249,18 +249,18 @@ class Peers:
 
     # -- to resume -----------------------------------------------------------------------------------------------------
 
-    def whole_states(self) -> list[Kept]:
+    def whole_states(self) -> list[SurvivingState]:
         """The states that are whole, newest first; every rank calls this."""
         seen: dict[tuple[int, int, int], dict[str, int]] = defaultdict(dict)
         least: dict[tuple[int, int, int], tuple[int, int]] = {}
-        for rank, notes in enumerate(from_all(self._notes())):
+        for rank, notes in enumerate(gather_values(self._notes())):
             for number, slot, file, step, checked, count in notes:
                 seen[step, number, slot].setdefault(file, rank)
                 known, _ = least.get((step, number, slot), (checked, count))
                 least[step, number, slot] = (min(known, checked), count)
         whole = [key for key, files in seen.items() if len(files) == least[key][1]]
         return [
-            Kept(step, number, slot, least[step, number, slot][0], seen[step, number, slot])
+            SurvivingState(step, number, slot, least[step, number, slot][0], seen[step, number, slot])
             for step, number, slot in sorted(whole, reverse=True)
         ]
 
@@ -273,9 +273,9 @@ class Peers:
                 notes.append((int(path.parent.name), int(slot), file, note["step"], note["checked"], note["of"]))
         return notes
 
-    def manifest(self, kept: Kept) -> Manifest:
+    def manifest(self, kept: SurvivingState) -> Manifest:
         """That of a state, from a machine that has it; every rank calls this. Raises ShardwiseError for none."""
-        texts = [text for text in from_all(self._texts(kept)) if text is not None]
+        texts = [text for text in gather_values(self._texts(kept)) if text is not None]
         if not texts:
             what = f"no machine says what {min(kept.where)} and the other files of step {kept.step} hold"
             raise ShardwiseError(what)
@@ -283,7 +283,7 @@ class Peers:
         values = {**manifest.values, **note["values"], "plain": note["plain"]}
         return replace(manifest, step=kept.step, values=values)
 
-    def _texts(self, kept: Kept) -> tuple[str, str] | None:
+    def _texts(self, kept: SurvivingState) -> tuple[str, str] | None:
         """The manifest of a state and a note of its step, where this machine has both. (A machine may keep no file, and
         some files of the slot may be of another step.)"""
         folder = self.memory / str(kept.number)
@@ -295,7 +295,7 @@ class Peers:
                         return (folder / _TENSORS).read_text(), note
         return None
 
-    def reader(self, kept: Kept, manifest: Manifest) -> PeerReader:
+    def reader(self, kept: SurvivingState, manifest: Manifest) -> PeerReader:
         return PeerReader(self, kept, manifest)
 
     def forget_after(self, step: int) -> None:
@@ -308,10 +308,10 @@ class Peers:
             path.unlink(missing_ok=True)
 
 
-class PeerReader(Reader):
+class PeerReader(CheckpointReader):
     """Reads a state of which files may be on other machines: what this one's ranks want of those is fetched."""
 
-    def __init__(self, peers: Peers, kept: Kept, manifest: Manifest) -> None:
+    def __init__(self, peers: Peers, kept: SurvivingState, manifest: Manifest) -> None:
         super().__init__(peers.memory / str(kept.number), manifest)
         self._peers, self._kept = peers, kept
         self._wanted: set[str] = set()
@@ -335,7 +335,7 @@ class PeerReader(Reader):
         peers = self._peers
         missing = {file for file in self._wanted if not self._is_whole(self.path(file))}
         by_folder: dict[int, set[str]] = defaultdict(set)
-        for rank, files in enumerate(from_all(sorted(missing))):
+        for rank, files in enumerate(gather_values(sorted(missing))):
             by_folder[peers.shares_folder[rank]].update(files)
         works: list[tuple[dist.Work | None, int]] = []
         wanted = sorted((file, first) for first, files in by_folder.items() for file in files)
@@ -351,10 +351,10 @@ class PeerReader(Reader):
         for work, _ in works:
             if work is not None:
                 work.wait()
-        from_all(None)  # the others of this machine read what its first rank fetched
+        gather_values(None)  # the others of this machine read what its first rank fetched
 
 
-def mirrored(
+def assign_keepers(
     files: Sequence[Sequence[PlannedFile]], offers: Sequence[Sequence[Offer]], machine_of: Sequence[int]
 ) -> list[Mirrored]:
     """The files of every rank, cut so that each has one keeper on another machine: of those that hold all of it the one
@@ -372,7 +372,7 @@ def mirrored(
         after = ranks_of[(at + 1) % len(machines)]
         successor = after[ranks_of[at].index(writer) % len(after)]
         for file in writer_files:
-            groups: dict[tuple[int, bool], list[Piece]] = defaultdict(list)
+            groups: dict[tuple[int, bool], list[WritePiece]] = defaultdict(list)
             for _, piece in file.pieces:
                 others = [
                     rank
@@ -389,7 +389,7 @@ def mirrored(
     return mirrors
 
 
-def _within(piece: Piece, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+def _within(piece: WritePiece, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether a piece lies in a box."""
     return all(
         start <= offset and offset + size <= start + whole
@@ -401,4 +401,4 @@ def _note(path: Path) -> Path:
     return path.with_name(path.name + _NOTE)
 
 
-__all__ = ["Kept", "PeerCopy", "Peers", "mirrored"]
+__all__ = ["PeerCopy", "Peers", "SurvivingState", "assign_keepers"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.runtime.generation import current, plan_file
-from shardwise.train.agreement import here
+from shardwise.train.agreement import rank_and_world_size
 
 _turns = count()  # a script may have several plans
 
@@ -25,7 +25,7 @@ def planned(make: Callable[[], Plan]) -> Plan | None:
     call this after ``sw.init_ranks``.
     """
     generation, turn = current.generation, next(_turns)
-    rank, num_ranks = here()
+    rank, num_ranks = rank_and_world_size()
     if rank:
         return None
     if generation is None:

@@ -19,14 +19,14 @@ import torch
 from shardwise.errors import CheckpointError, ShardwiseError, problem
 from shardwise.layouts.boxes import Box
 from shardwise.runtime.initial.weights import INDEX
-from shardwise.runtime.split import Split
-from shardwise.train.agreement import here, raise_first
+from shardwise.runtime.parallel_module import ParallelModule
+from shardwise.train.agreement import raise_first, rank_and_world_size
 from shardwise.train.checkpoints import save_checkpoint
-from shardwise.train.files import Reader
+from shardwise.train.files import CheckpointReader
 from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import read_manifest
-from shardwise.train.parts import MODEL, Part, is_seed
-from shardwise.train.sharing import AT_ONCE_BYTES, Piece, cut, safetensors_header
+from shardwise.train.parts import MODEL, TensorPart, is_seed
+from shardwise.train.sharing import AT_ONCE_BYTES, WritePiece, safetensors_header, split_piece
 
 _PARTS = ".parts"  # the checkpoint, in the folder
 
@@ -48,7 +48,7 @@ def save_pretrained(
     Raises CheckpointError, on all ranks, where it cannot be written, where the folder has weights already, and where
     another process saves to it.
     """
-    folder, (rank, _) = Path(folder), here()
+    folder, (rank, _) = Path(folder), rank_and_world_size()
     fault: ShardwiseError | None = None
     held: Lock | None = None
     try:
@@ -67,8 +67,8 @@ def save_pretrained(
 
 def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """The same, where nothing else writes to the folder."""
-    rank, num_ranks = here()
-    original = par.original if isinstance(par, Split) else par
+    rank, num_ranks = rank_and_world_size()
+    original = par.original if isinstance(par, ParallelModule) else par
     fault: ShardwiseError | None = None
     try:
         if any(folder.glob("*.safetensors")):
@@ -83,7 +83,7 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
     raise_first(ShardwiseError, fault)
     save_checkpoint(folder / _PARTS, par, step=0)
     try:
-        reader = Reader(folder / _PARTS, read_manifest(folder / _PARTS))
+        reader = CheckpointReader(folder / _PARTS, read_manifest(folder / _PARTS))
         names, stem = _names(original, reader)
         files = _files(reader, names, dtype, max_file_bytes)
         for position, pieces in enumerate(files):
@@ -110,7 +110,7 @@ def _unwritten(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
 
 
-def _names(original: torch.nn.Module, reader: Reader) -> tuple[dict[str, str], str]:
+def _names(original: torch.nn.Module, reader: CheckpointReader) -> tuple[dict[str, str], str]:
     """(name in the files -> name in the module, how the files begin). A peft model's adapters have names of their
     own."""
     tensors = (name for name in reader.manifest.tensors if name.startswith(MODEL) and not is_seed(name))
@@ -128,21 +128,21 @@ def _names(original: torch.nn.Module, reader: Reader) -> tuple[dict[str, str], s
 
 
 def _files(
-    reader: Reader, names: Mapping[str, str], dtype: torch.dtype | None, max_file_bytes: int
-) -> list[list[tuple[int, Piece]]]:
+    reader: CheckpointReader, names: Mapping[str, str], dtype: torch.dtype | None, max_file_bytes: int
+) -> list[list[tuple[int, WritePiece]]]:
     """The tensors of every file, each with where it begins."""
-    files: list[list[Piece]] = [[]]
+    files: list[list[WritePiece]] = [[]]
     size = 0
     for name, stored_name in names.items():
         stored = reader.manifest.tensors[MODEL + stored_name]
         kind = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-        piece = Piece(name, kind, stored.shape, (0,) * len(stored.shape), stored.shape)
+        piece = WritePiece(name, kind, stored.shape, (0,) * len(stored.shape), stored.shape)
         if files[-1] and size + piece.num_bytes > max_file_bytes:
             files.append([])
             size = 0
         files[-1].append(piece)
         size += piece.num_bytes
-    placed: list[list[tuple[int, Piece]]] = []
+    placed: list[list[tuple[int, WritePiece]]] = []
     for pieces in files:
         start, placed_pieces = 0, []
         for piece in sorted(pieces, key=lambda item: -item.dtype.itemsize):
@@ -152,12 +152,14 @@ def _files(
     return placed
 
 
-def _write(path: Path, pieces: Sequence[tuple[int, Piece]], reader: Reader, names: Mapping[str, str]) -> None:
+def _write(
+    path: Path, pieces: Sequence[tuple[int, WritePiece]], reader: CheckpointReader, names: Mapping[str, str]
+) -> None:
     with path.open("wb") as file:
         file.write(safetensors_header({"__metadata__": {"format": "pt"}}, pieces))
-        for some in (some for _, piece in pieces for some in cut(piece, -(-piece.num_bytes // AT_ONCE_BYTES))):
+        for some in (some for _, piece in pieces for some in split_piece(piece, -(-piece.num_bytes // AT_ONCE_BYTES))):
             stored, rows = MODEL + names[some.name], Box(some.offsets, some.sizes, (0,) * len(some.sizes))
-            part = Part(torch.empty(some.sizes, dtype=some.dtype), some.shape, (rows,))
+            part = TensorPart(torch.empty(some.sizes, dtype=some.dtype), some.shape, (rows,))
             reader.verify(stored, part.boxes)
             reader.read(stored, part)
             file.write(part.tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -165,7 +167,9 @@ def _write(path: Path, pieces: Sequence[tuple[int, Piece]], reader: Reader, name
         os.fsync(file.fileno())
 
 
-def _finish(folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tuple[int, Piece]]], stem: str) -> None:
+def _finish(
+    folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tuple[int, WritePiece]]], stem: str
+) -> None:
     """The configuration; then the files get their names, and are listed in the index. Raises OSError."""
     if stem == "model":
         for config in (getattr(original, "config", None), getattr(original, "generation_config", None)):

@@ -11,32 +11,32 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanWarning
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import Generation, current
+from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.runtime.replicas import ReplicaCheck
-from shardwise.runtime.split import Split
 from shardwise.runtime.stage_replicas import PipelineCheck
-from shardwise.runtime.trail import trail
-from shardwise.train.agreement import from_all, here
+from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import (
     Optimizers,
     Resumable,
     Schedulers,
     Shares,
-    State,
-    several,
-    share_out,
+    TrainingState,
+    as_list,
+    assign_writers,
     state_of,
     values_of,
 )
 from shardwise.train.manifest import BLOCK_BYTES, Manifest
-from shardwise.train.peers import Kept, PeerCopy, Peers
+from shardwise.train.peers import PeerCopy, Peers, SurvivingState
 from shardwise.train.resuming import Resumables, load_checkpoint, load_one
-from shardwise.train.retention import checkpoints_in, set_aside
+from shardwise.train.retention import checkpoints_in, rename_later_checkpoints
 from shardwise.train.rounds import Rounds
-from shardwise.train.snapshots import Snapshot, Writer, forget_generations, snapshots_in
+from shardwise.train.snapshots import MemorySnapshot, SnapshotWriter, forget_generations, snapshots_in
 
 _UNASKED_EVERY = 10  # steps to a copy on another machine, in an elastic job of several
-_Copy = tuple[int, Kept]  # a state that is left, and which of the stores has it
+_Copy = tuple[int, SurvivingState]  # a state that is left, and which of the stores has it
 
 
 class Recovery:
@@ -64,14 +64,16 @@ class Recovery:
     ) -> None:
         self.par, self.folder = par, None if folder is None else Path(folder)
         self.extra: Any = None
-        self._resumables = Resumables(several(optimizer), several(schedulers), scaler, data)
-        places = tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, Split) else ()
+        self._resumables = Resumables(as_list(optimizer), as_list(schedulers), scaler, data)
+        places = (
+            tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, ParallelModule) else ()
+        )
         self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), places)
         self._generation = current.generation
         self._keeps = self._generation is not None and self._generation.num_machines == 1
         self._structure: object = None
         self._shares = Shares()
-        self._writer: Writer | None = None
+        self._writer: SnapshotWriter | None = None
         self._count = 0
         self._failed = False  # to write the latest snapshot
         self._step, self._checked, self._passed = 0, -1, 0
@@ -113,12 +115,12 @@ class Recovery:
             self._say("begins again: no step was kept or saved")
         self._step = 0 if checkpoint is None else checkpoint.step
         self.extra = None if checkpoint is None else checkpoint.extra
-        from_all(None)  # all have read
+        gather_values(None)  # all have read
         for store in self._stores:
             store.forget_after(self._step)
-        if here()[0] == 0:
+        if rank_and_world_size()[0] == 0:
             if self.folder is not None and self.folder.is_dir():
-                set_aside(self.folder, self._step)
+                rename_later_checkpoints(self.folder, self._step)
             for later in self._snapshots():
                 if later.step > self._step:
                     later.forget()
@@ -161,14 +163,14 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------------- to resume
 
-    def _snapshots(self) -> list[Snapshot]:
+    def _snapshots(self) -> list[MemorySnapshot]:
         return [] if self._generation is None else snapshots_in(Path(self._generation.memory))
 
-    def _choose(self, copies: Sequence[_Copy]) -> tuple[Snapshot | None, int | None, int | None, _Copy | None]:
+    def _choose(self, copies: Sequence[_Copy]) -> tuple[MemorySnapshot | None, int | None, int | None, _Copy | None]:
         """(the snapshot to load, the step of the newest checkpoint otherwise, the last step that may be loaded, and the
         state of several machines where one is newer than both), as rank 0 sees it."""
-        choice: tuple[Snapshot | None, int | None, int | None, _Copy | None] = (None, None, None, None)
-        if here()[0] == 0:
+        choice: tuple[MemorySnapshot | None, int | None, int | None, _Copy | None] = (None, None, None, None)
+        if rank_and_world_size()[0] == 0:
             snapshots, steps = self._snapshots(), list[int]()
             suspect = self._generation is not None and self._generation.suspect
             copies = sorted(copies, key=lambda kept: -kept[1].step)
@@ -183,30 +185,30 @@ class Recovery:
             fits = (kept for kept in copies if (limit is None or kept[1].step <= limit) and kept[1].step > known)
             copy = next(fits, None)
             choice = newest, saved, limit, copy
-        return from_all(choice)[0]
+        return gather_values(choice)[0]
 
     def _say(self, text: str) -> None:
-        if here()[0] == 0 and (self._generation is not None or self._stores):
+        if rank_and_world_size()[0] == 0 and (self._generation is not None or self._stores):
             print(f"shardwise: training {text}", flush=True)
 
     # --------------------------------------------------------------------------------------------------------- to keep
 
-    def _state(self, step: int, extra: Any) -> State:
+    def _state(self, step: int, extra: Any) -> TrainingState:
         resumables = self._resumables
-        state = state_of(self.par, resumables.optimizers, here()[0])
+        state = state_of(self.par, resumables.optimizers, rank_and_world_size()[0])
         state.values.update(values_of(step, resumables.schedulers, resumables.scaler, resumables.data, extra, None))
         return state
 
-    def _renew(self, state: State) -> None:
+    def _renew(self, state: TrainingState) -> None:
         """The tensors of some rank are others than before: share out anew who writes what."""
         assert self._generation is not None
         memory = Path(self._generation.memory)
         if self._writer is not None:
             self._writer.close()
-        self._shares, self._count = share_out(state), 0
+        self._shares, self._count = assign_writers(state), 0
         manifest = Manifest(
             step=0,
-            num_ranks=here()[1],
+            num_ranks=rank_and_world_size()[1],
             plan="",
             metrics={},
             block_bytes=BLOCK_BYTES,
@@ -217,14 +219,14 @@ class Recovery:
         )
         fault = ""
         try:
-            self._writer = Writer(memory / str(self._generation.number), self._shares.files, manifest)
+            self._writer = SnapshotWriter(memory / str(self._generation.number), self._shares.files, manifest)
         except OSError as error:
             fault = str(error)
-        faults = [text for text in from_all(fault) if text]
+        faults = [text for text in gather_values(fault) if text]
         if faults:
             self._stop_keeping(faults[0])
 
-    def _fill(self, state: State, step: int) -> None:
+    def _fill(self, state: TrainingState, step: int) -> None:
         if self._writer is None:
             return
         assert self._generation is not None
@@ -232,14 +234,14 @@ class Recovery:
             "step": step,
             "checked": self._checked,
             "plain": state.plain,
-            "values": state.values if here()[0] == 0 else {},
+            "values": state.values if rank_and_world_size()[0] == 0 else {},
         }
         try:
             self._writer.fill(state.parts, note)
         except OSError:
             self._failed = True  # the others hear of it when they meet again
         self._count += 1
-        if self._count == 2 and here()[0] == 0:  # all have filled a slot
+        if self._count == 2 and rank_and_world_size()[0] == 0:  # all have filled a slot
             forget_generations(Path(self._generation.memory), self._generation.number)
 
     def _see_checked(self) -> None:
@@ -254,7 +256,7 @@ class Recovery:
         except OSError:
             self._failed = True  # the others hear of it when they meet
 
-    def _copy(self, store: Peers, state: State, step: int) -> None:
+    def _copy(self, store: Peers, state: TrainingState, step: int) -> None:
         if store.outdated and (fault := store.renew(state)):
             self._stop_copying(fault, [store])
             return
@@ -267,7 +269,7 @@ class Recovery:
         ended = self._stores if stores is None else stores
         self._stores = [store for store in self._stores if store not in ended]
         for store in ended:
-            if here()[0] == 0:
+            if rank_and_world_size()[0] == 0:
                 who = "steps are not kept in memory" if store.apart else "no other machine keeps copies of the state"
                 what = f"{who} any more ({reason}); give {store.memory} more room"
                 warnings.warn(what, PlanWarning, stacklevel=5)
@@ -279,7 +281,7 @@ class Recovery:
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-        if here()[0] == 0:
+        if rank_and_world_size()[0] == 0:
             warnings.warn(
                 f"steps are not kept in memory any more ({reason}): after a loss training goes on from the last "
                 "checkpoint; give /dev/shm more room",
@@ -299,7 +301,7 @@ def _stores(generation: Generation | None, asked: PeerCopy | None) -> list[Peers
     return stores if asked is None else [*stores, Peers(asked)]
 
 
-def _structure(state: State) -> object:
+def _structure(state: TrainingState) -> object:
     """What decides who writes what."""
     return [(name, part.tensor.shape, part.tensor.dtype) for name, part in state.parts.items()]
 

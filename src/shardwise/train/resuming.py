@@ -17,19 +17,18 @@ import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed, problem
 from shardwise.layouts.text import format_dtype
-from shardwise.runtime.agree import shown_once
-from shardwise.runtime.host_states import with_states_on_host
-from shardwise.texts import shown
-from shardwise.train.agreement import from_all, here, raise_first
-from shardwise.train.checkpoints import Optimizers, Resumable, Schedulers, finish_saving, several
+from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.cpu_optimizer import with_states_on_host
+from shardwise.train.agreement import gather_values, raise_first, rank_and_world_size
+from shardwise.train.checkpoints import Optimizers, Resumable, Schedulers, as_list, finish_saving
 from shardwise.train.data import DataLoader
-from shardwise.train.files import Reader
-from shardwise.train.manifest import FILE, Manifest, Stored, read_manifest
+from shardwise.train.files import CheckpointReader
+from shardwise.train.manifest import FILE, Manifest, StoredTensor, read_manifest
 from shardwise.train.parts import (
     MODEL,
     RANDOM,
     STATE,
-    Part,
+    TensorPart,
     is_seed,
     kind_of,
     module_parts,
@@ -40,6 +39,7 @@ from shardwise.train.parts import (
 )
 from shardwise.train.retention import checkpoints_in
 from shardwise.train.values import decode
+from shardwise.untrusted_text import shorten_repr
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ def load_checkpoint(
     optimizer or kind of dtype: on all ranks, and nothing is changed then.
     """
     finish_saving(par)
-    resumables = Resumables(several(optimizer), several(schedulers), scaler, data, random)
-    paths, is_folder = _candidates(Path(path_or_folder), here()[0], not_after)
+    resumables = Resumables(as_list(optimizer), as_list(schedulers), scaler, data, random)
+    paths, is_folder = _candidates(Path(path_or_folder), rank_and_world_size()[0], not_after)
     for path in paths:
-        with shown_once("loading a checkpoint"):
+        with show_progress_once("loading a checkpoint"):
             checkpoint = load_one(
-                path, partial(read_manifest, path), partial(Reader, path), par, resumables, skips=is_folder
+                path, partial(read_manifest, path), partial(CheckpointReader, path), par, resumables, skips=is_folder
             )
         if checkpoint is not None:
             return checkpoint
@@ -106,7 +106,7 @@ def load_checkpoint(
 def load_one(
     path: Path,
     read: Callable[[], Manifest],
-    reader: Callable[[Manifest], Reader],
+    reader: Callable[[Manifest], CheckpointReader],
     par: torch.nn.Module,
     resumables: Resumables,
     *,
@@ -114,7 +114,7 @@ def load_one(
 ) -> Checkpoint | None:
     """Continue from one checkpoint; every rank calls this. None, and a warning on rank 0, where it is damaged and
     ``skips``. ``read``: its manifest; ``reader``: of its files."""
-    rank, num_ranks = here()
+    rank, num_ranks = rank_and_world_size()
     load: _Load | None = None
     damage = fault = None
     try:
@@ -128,16 +128,16 @@ def load_one(
     except ShardwiseError as error:
         fault = error
     except (TypeError, LookupError, AttributeError) as error:
-        what = f"{path} has values that save_checkpoint does not write: {shown(str(error))}"
+        what = f"{path} has values that save_checkpoint does not write: {shorten_repr(str(error))}"
         damage = CheckpointError(problem(what, fix="load another checkpoint"))
-    damaged = [text for text in from_all(None if damage is None else str(damage)) if text]
+    damaged = [text for text in gather_values(None if damage is None else str(damage)) if text]
     if damaged and skips:
         if rank == 0:
             what = damaged[0].split("\n", 1)[0]
             warnings.warn(f"{path} is skipped: {what}", PlanWarning, stacklevel=3)
         return None
     raise_first(CheckpointError, damage)
-    left, forgotten = _nobodys(load)  # all ranks ask
+    left, forgotten = _unowned(load)  # all ranks ask
     if load is not None and left:
         fault = fault or _another(path, [f"{name} is in the checkpoint and not in the module" for name in left])
     raise_first(ShardwiseError, fault)
@@ -156,11 +156,11 @@ def load_one(
         raise CheckpointError(problem(what, fix=fix)) from error
 
 
-def _nobodys(load: _Load | None) -> tuple[list[str], list[str]]:
+def _unowned(load: _Load | None) -> tuple[list[str], list[str]]:
     """What the checkpoint has of the model and no rank wants; the parameters whose states no rank's optimizer has.
     Every rank calls this."""
     everywhere = [
-        lists for lists in from_all(None if load is None else (load.left, load.forgotten)) if lists is not None
+        lists for lists in gather_values(None if load is None else (load.left, load.forgotten)) if lists is not None
     ]
     return (
         sorted(set.intersection(*(set(left) for left, _ in everywhere))) if everywhere else [],
@@ -197,7 +197,7 @@ def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path
             what = f"there is no checkpoint {str(path)!r}{why}"
             fault = CheckpointError(problem(what, fix="give the folder of one, or of several"))
     raise_first(CheckpointError, fault)
-    names, is_folder = from_all(([str(place) for place in candidates], is_folder))[0]
+    names, is_folder = gather_values(([str(place) for place in candidates], is_folder))[0]
     return [Path(name) for name in names], is_folder
 
 
@@ -208,7 +208,7 @@ class _Load:
         self,
         path: Path,
         manifest: Manifest,
-        reader: Reader,
+        reader: CheckpointReader,
         par: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         source: int,
@@ -229,9 +229,9 @@ class _Load:
 
     # -- what is to be read --------------------------------------------------------------------------------------------
 
-    def _parameters(self) -> dict[str, Part]:
+    def _parameters(self) -> dict[str, TensorPart]:
         """Stored name -> this rank's part, of parameters and buffers. Raises ShardwiseError where they do not fit."""
-        parameters: dict[str, Part] = {}
+        parameters: dict[str, TensorPart] = {}
         faults: list[str] = []
         changed: dict[str, list[str]] = {}
         for name, part in self.module.parts.items():
@@ -287,14 +287,14 @@ class _Load:
             stored_settings.append(mine)
         return stored_settings
 
-    def _states(self) -> dict[int, dict[str, tuple[str, Part]]]:
+    def _states(self) -> dict[int, dict[str, tuple[str, TensorPart]]]:
         """Parameter (its identity) -> key -> (stored name, the part to fill)."""
         by_name: dict[str, list[str]] = {}
         for full in self.manifest.tensors:
             if full.startswith(STATE):
                 name, _, key = full.removeprefix(STATE).rpartition(".")
                 by_name.setdefault(name, []).append(key)
-        states: dict[int, dict[str, tuple[str, Part]]] = {}
+        states: dict[int, dict[str, tuple[str, TensorPart]]] = {}
         for optimizer, groups in zip(self.optimizers, names_in_groups(self.optimizers, self.module), strict=True):
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 for parameter, name in zip(group["params"], names, strict=True):
@@ -315,7 +315,7 @@ class _Load:
 
     def _state(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, name: str, full: str
-    ) -> Part:
+    ) -> TensorPart:
         """A new tensor for a state, with the elements that it is to hold."""
         stored, whole = self.manifest.tensors[full], self.module.parts[name]
         of_parameter = stored.shape == whole.shape and bool(stored.shape or not full.endswith(".step"))
@@ -330,7 +330,7 @@ class _Load:
             device = parameter.device if on_device else torch.device("cpu")
         if of_parameter:
             return whole.like(torch.empty(parameter.shape, dtype=dtype, device=device))
-        return Part.whole(torch.empty(stored.shape, dtype=dtype, device=device))
+        return TensorPart.whole(torch.empty(stored.shape, dtype=dtype, device=device))
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -352,11 +352,11 @@ class _Load:
         for name, part in self._wanted(random):
             self.reader.verify(name, part.boxes)
 
-    def _wanted(self, random: bool) -> list[tuple[str, Part]]:
+    def _wanted(self, random: bool) -> list[tuple[str, TensorPart]]:
         wanted = [*self.parameters.items(), *(state for kept in self.states.values() for state in kept.values())]
         generators = self.manifest.tensors.get(self._random) if random else None
         if generators is not None:
-            wanted.append((self._random, Part.whole(torch.empty(generators.shape, dtype=generators.dtype))))
+            wanted.append((self._random, TensorPart.whole(torch.empty(generators.shape, dtype=generators.dtype))))
         return wanted
 
     # -- and done ------------------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class _Load:
                     optimizer.state[parameter] = state
 
 
-def _misfit(name: str, stored: Stored, part: Part) -> str:
+def _misfit(name: str, stored: StoredTensor, part: TensorPart) -> str:
     """Why a stored tensor does not go into a part; "" where it does."""
     before, after = stored.dtype, part.tensor.dtype
     same_kind = before.is_floating_point and after.is_floating_point

@@ -77,7 +77,7 @@ def _written(path: Path) -> int:
     return 0
 
 
-def set_aside(folder: Path, step: int) -> None:
+def rename_later_checkpoints(folder: Path, step: int) -> None:
     """Rename the checkpoints of a folder that are of later steps than the one that could be loaded, so that a run that
     goes on from there may save under their names."""
     for path, manifest in checkpoints_in(folder)[0].items():
@@ -100,4 +100,4 @@ def prune(new: Path, keep: Keep) -> Sequence[Path]:
     return gone
 
 
-__all__ = ["DELETED", "INCOMPLETE", "Keep", "checkpoints_in", "prune", "set_aside"]
+__all__ = ["DELETED", "INCOMPLETE", "Keep", "checkpoints_in", "prune", "rename_later_checkpoints"]

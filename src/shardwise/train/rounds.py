@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import StragglerWarning
-from shardwise.runtime.agree import wire
-from shardwise.runtime.trail import trail
-from shardwise.train.agreement import here
+from shardwise.runtime.agree import wire_device
+from shardwise.runtime.collective_tracker import trail
+from shardwise.train.agreement import rank_and_world_size
 
 _WINDOW = 20  # steps that are looked at together
 _SLOWER = 1.2  # times as long as the median of the other ranks
@@ -33,7 +33,7 @@ class Rounds:
 
     def __init__(self, device: torch.device, places: Sequence[Sequence[int]] = ()) -> None:
         self._places = places
-        self._device, self._on_host = wire(device), device.type == "cpu"
+        self._device, self._on_host = wire_device(device), device.type == "cpu"
         self._began, self._waited = time.perf_counter(), trail.waited_seconds
         self._busy: deque[list[float]] = deque(maxlen=_WINDOW)  # per step, of every rank
         self._named: set[int] = set()
@@ -42,7 +42,7 @@ class Rounds:
         """Which of some things any rank says. Every rank calls this after the same steps."""
         now, waited = time.perf_counter(), trail.waited_seconds
         busy = now - self._began - (waited - self._waited)
-        rank, num_ranks = here()
+        rank, num_ranks = rank_and_world_size()
         if num_ranks > 1:
             row = torch.tensor([busy, *map(float, said)], dtype=torch.float64, device=self._device)
             rows = [torch.empty_like(row) for _ in range(num_ranks)]

@@ -23,7 +23,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from shardwise.errors import CheckpointError, problem
-from shardwise.train.files import Staged, Streamed, write
+from shardwise.train.files import StagedFile, StreamedFile, write
 from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import FILE, DataFile, Manifest
 from shardwise.train.retention import DELETED, INCOMPLETE, Keep, prune
@@ -35,7 +35,7 @@ _LAST_SECONDS = 30.0  # that a process whose script has ended waits for the othe
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """What one rank has to do. ``token``: of this save (``make_room``); ``manifest``: without files, whose checksums
     are not known yet; ``abandoned``: whoever called does not wait for it any more, and may change what it reads."""
 
@@ -43,7 +43,7 @@ class Job:
     token: str
     rank: int
     num_ranks: int
-    files: Sequence[Staged | Streamed]
+    files: Sequence[StagedFile | StreamedFile]
     manifest: Manifest
     keep: Keep | None
     limit_seconds: float
@@ -67,7 +67,7 @@ class Job:
 class Saving:
     """A save that was started. ``wait()`` returns the folder when it is complete, or raises CheckpointError."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SaveJob) -> None:
         self.path = job.path
         self._error: CheckpointError | None = None
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"shardwise-saves-{job.path.name}")
@@ -89,7 +89,7 @@ class Saving:
             raise self._error
         return self.path
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: SaveJob) -> None:
         try:
             _save(job)
         except CheckpointError as error:
@@ -100,7 +100,7 @@ class Saving:
             release(job.token)
 
 
-def _save(job: Job) -> None:
+def _save(job: SaveJob) -> None:
     """Raises CheckpointError, on every rank, where one of them fails."""
     try:
         written = {staged.file.name: write(job.folder / staged.file.name, staged) for staged in job.files}
@@ -120,7 +120,7 @@ def _save(job: Job) -> None:
         _poll(job, lambda: _belongs_to(job.path, job.token), "rank 0 completes it")
 
 
-def _finish(job: Job) -> None:
+def _finish(job: SaveJob) -> None:
     notes = [job.folder / job.note(rank) for rank in range(job.num_ranks)]
     try:
         _poll(job, lambda: all(note.exists() for note in notes), "all ranks have written their files")
@@ -151,7 +151,7 @@ def _finish(job: Job) -> None:
             prune(job.path, job.keep)
 
 
-def _poll(job: Job, is_done: Callable[[], bool], what: str) -> None:
+def _poll(job: SaveJob, is_done: Callable[[], bool], what: str) -> None:
     """Wait until something is done. Raises CheckpointError when a rank says that it failed, or time runs out."""
     pause, until, waited = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds, 0.0
     while not is_done():
@@ -193,7 +193,7 @@ def _owner(folder: Path) -> str | None:
         return None
 
 
-def _check_owner(job: Job) -> None:
+def _check_owner(job: SaveJob) -> None:
     """Raise CheckpointError where another save has begun in the folder of this one, or it is gone; for other ranks than
     0 it may just be complete."""
     owner = _owner(job.folder)
@@ -203,7 +203,7 @@ def _check_owner(job: Job) -> None:
         raise _taken(job)
 
 
-def _taken(job: Job) -> CheckpointError:
+def _taken(job: SaveJob) -> CheckpointError:
     return CheckpointError(
         problem(
             f"{job.path} was not saved: another job began to save it, or removed what this one had written",
@@ -307,4 +307,4 @@ def _is_of_saves(folder: Path) -> bool:
     return all(name in (FILE, OWNER) or re.fullmatch(_NAMES, name) for name in names)
 
 
-__all__ = ["Job", "Saving", "give_up", "incomplete", "make_room", "release"]
+__all__ = ["SaveJob", "Saving", "give_up", "incomplete", "make_room", "release"]

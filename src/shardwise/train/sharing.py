@@ -19,7 +19,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.train.manifest import Chunk
-from shardwise.train.parts import Part
+from shardwise.train.parts import TensorPart
 from shardwise.train.values import DTYPES
 
 CUT_FROM_BYTES = 2**20
@@ -39,7 +39,7 @@ Offer = tuple[str, str, Rows, tuple[tuple[Rows, Rows], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WritePiece:
     """What one rank writes of a tensor."""
 
     name: str
@@ -59,14 +59,14 @@ class PlannedFile:
 
     name: str
     header: bytes
-    pieces: tuple[tuple[int, Piece], ...]
+    pieces: tuple[tuple[int, WritePiece], ...]
     num_bytes: int
 
-    def chunks(self) -> list[tuple[Piece, Chunk]]:
+    def chunks(self) -> list[tuple[WritePiece, Chunk]]:
         return [(piece, Chunk(self.name, start, piece.offsets, piece.sizes)) for start, piece in self.pieces]
 
 
-def offers_of(parts: Mapping[str, Part]) -> list[Offer]:
+def describe_parts(parts: Mapping[str, TensorPart]) -> list[Offer]:
     """What this rank holds, in words. Raises ShardwiseError for a dtype that files do not hold."""
     offers: list[Offer] = []
     for name, part in sorted(parts.items()):
@@ -77,7 +77,7 @@ def offers_of(parts: Mapping[str, Part]) -> list[Offer]:
     return offers
 
 
-def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
+def plan_files(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
     """The files of every rank, from what every rank offers. Raises ShardwiseError where ranks differ about a tensor, or
     elements of one are nobody's."""
     holders: dict[tuple[str, Rows, Rows], list[int]] = defaultdict(list)
@@ -98,13 +98,13 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
         )
     total = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
     largest = max(CUT_FROM_BYTES, total // (PIECES_OF_A_SHARE * len(offers)))
-    to_write: list[tuple[Piece, list[int]]] = []
+    to_write: list[tuple[WritePiece, list[int]]] = []
     for (name, offsets, sizes), ranks in holders.items():
         dtype, shape = kinds[name]
-        piece = Piece(name, DTYPES[dtype], shape, offsets, sizes)
-        to_write += [(part, ranks) for part in cut(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
+        piece = WritePiece(name, DTYPES[dtype], shape, offsets, sizes)
+        to_write += [(part, ranks) for part in split_piece(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
     load = [0] * len(offers)
-    written: list[list[Piece]] = [[] for _ in offers]
+    written: list[list[WritePiece]] = [[] for _ in offers]
     for piece, ranks in sorted(to_write, key=lambda item: (-item[0].num_bytes, item[0].name, item[0].offsets)):
         writer = min(ranks, key=load.__getitem__)
         load[writer] += piece.num_bytes
@@ -112,14 +112,14 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
     return [_files(rank, len(offers), pieces) for rank, pieces in enumerate(written)]
 
 
-def cut(piece: Piece, count: int) -> list[Piece]:
+def split_piece(piece: WritePiece, count: int) -> list[WritePiece]:
     """A piece in pieces of rows, at most ``count``."""
     count = min(count, piece.sizes[0] if piece.sizes else 1)
     if count <= 1:
         return [piece]
     cuts = [index * piece.sizes[0] // count for index in range(count + 1)]
     return [
-        Piece(
+        WritePiece(
             piece.name,
             piece.dtype,
             piece.shape,
@@ -130,9 +130,9 @@ def cut(piece: Piece, count: int) -> list[Piece]:
     ]
 
 
-def _files(rank: int, num_ranks: int, pieces: Sequence[Piece]) -> list[PlannedFile]:
+def _files(rank: int, num_ranks: int, pieces: Sequence[WritePiece]) -> list[PlannedFile]:
     """A file holds a name once: the boxes that a rank has of one tensor go to different files."""
-    by_file: list[list[Piece]] = []
+    by_file: list[list[WritePiece]] = []
     count: dict[str, int] = defaultdict(int)
     for piece in pieces:
         if count[piece.name] == len(by_file):
@@ -146,11 +146,11 @@ def _files(rank: int, num_ranks: int, pieces: Sequence[Piece]) -> list[PlannedFi
     ]
 
 
-def file_of(name: str, pieces: Sequence[Piece]) -> PlannedFile:
+def file_of(name: str, pieces: Sequence[WritePiece]) -> PlannedFile:
     """A file with the header that torch's Hugging Face reader understands: it says where in the whole a part lies.
     Without gaps, as safetensors asks; pieces of whole lines are first, since a single number would move all behind
     it."""
-    placed: list[tuple[int, Piece]] = []
+    placed: list[tuple[int, WritePiece]] = []
     start = 0
     for piece in sorted(pieces, key=lambda item: (item.num_bytes % _LINE_BYTES > 0, -item.dtype.itemsize, item.name)):
         placed.append((start, piece))
@@ -164,7 +164,7 @@ def file_of(name: str, pieces: Sequence[Piece]) -> PlannedFile:
 
 
 def safetensors_header(
-    header: dict[str, object], placed: Sequence[tuple[int, Piece]], aligned: int = _ALIGNED
+    header: dict[str, object], placed: Sequence[tuple[int, WritePiece]], aligned: int = _ALIGNED
 ) -> bytes:
     """The first bytes of a safetensors file of some pieces (https://huggingface.co/docs/safetensors/index#format)."""
     for start, piece in placed:
@@ -179,10 +179,10 @@ __all__ = [
     "AT_ONCE_BYTES",
     "PAGE_BYTES",
     "Offer",
-    "Piece",
     "PlannedFile",
-    "cut",
-    "offers_of",
+    "WritePiece",
+    "describe_parts",
+    "plan_files",
     "safetensors_header",
-    "shared_out",
+    "split_piece",
 ]

@@ -29,28 +29,28 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.train.agreement import here
-from shardwise.train.files import Reader, Staged
+from shardwise.train.agreement import rank_and_world_size
+from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
-from shardwise.train.parts import Part
+from shardwise.train.parts import TensorPart
 from shardwise.train.sharing import PlannedFile
 
 _NUM_SLOTS = 2
 _TENSORS = "tensors.json"
 
 
-class Writer:
+class SnapshotWriter:
     """Fills the slots of one generation. ``files``: of all ranks. Raises OSError where there is no memory for them."""
 
     def __init__(self, folder: Path, files: Sequence[Sequence[PlannedFile]], manifest: Manifest) -> None:
-        self.folder, self.rank = folder, here()[0]
+        self.folder, self.rank = folder, rank_and_world_size()[0]
         self.files, self.slot = files[self.rank], 0
         folder.mkdir(exist_ok=True)
-        self.staged = [[Staged(file, self._map(file, slot)) for file in self.files] for slot in range(_NUM_SLOTS)]
+        self.staged = [[StagedFile(file, self._map(file, slot)) for file in self.files] for slot in range(_NUM_SLOTS)]
         if self.rank == 0:
             every = (entry for rank_files in files for entry in rank_files)
             data = {entry.name: DataFile(0, entry.num_bytes, no_checksums(entry.num_bytes)) for entry in every}
-            place(folder / _TENSORS, replace(manifest, files=data).to_text())
+            write_atomically(folder / _TENSORS, replace(manifest, files=data).to_text())
 
     def _map(self, file: PlannedFile, slot: int) -> torch.Tensor:
         path = self.folder / f"{file.name}-{slot}"
@@ -59,14 +59,14 @@ class Writer:
                 os.posix_fallocate(opened.fileno(), 0, file.num_bytes)
         return torch.from_file(str(path), shared=True, size=file.num_bytes, dtype=torch.uint8)
 
-    def fill(self, parts: Mapping[str, Part], note: Mapping[str, Any]) -> None:
+    def fill(self, parts: Mapping[str, TensorPart], note: Mapping[str, Any]) -> None:
         """Copy this rank's parts to the next slot. Every rank must have filled the one before. Raises OSError."""
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         path = self.folder / f"note-{self.rank}-{slot}"
         path.unlink(missing_ok=True)
         for staged in self.staged[slot]:
             staged.fill(parts)
-        place(path, json.dumps(note))
+        write_atomically(path, json.dumps(note))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -79,7 +79,7 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MemorySnapshot:
     """A slot that all ranks have filled. ``checked``: the last step whose copies were compared and equal by then."""
 
     folder: Path
@@ -95,15 +95,15 @@ class Snapshot:
         values = {**manifest.values, **notes[0]["values"], "plain": plain}
         return replace(manifest, step=self.step, values=values)
 
-    def reader(self, manifest: Manifest) -> Reader:
-        return _Reader(self.folder, manifest, self.slot)
+    def reader(self, manifest: Manifest) -> CheckpointReader:
+        return _SlotReader(self.folder, manifest, self.slot)
 
     def forget(self) -> None:
         for path in self.folder.glob(f"note-*-{self.slot}"):
             path.unlink(missing_ok=True)
 
 
-class _Reader(Reader):
+class _SlotReader(CheckpointReader):
     """Reads a slot. Nothing on the way from a rank's memory to another's needs a checksum."""
 
     def __init__(self, folder: Path, manifest: Manifest, slot: int) -> None:
@@ -117,9 +117,9 @@ class _Reader(Reader):
         pass
 
 
-def snapshots_in(memory: Path) -> list[Snapshot]:
+def snapshots_in(memory: Path) -> list[MemorySnapshot]:
     """Those of all generations that are whole, newest first."""
-    snapshots: list[Snapshot] = []
+    snapshots: list[MemorySnapshot] = []
     for folder in memory.iterdir():
         with contextlib.suppress(OSError, ShardwiseError):  # ended before its first step
             count = parse_manifest((folder / _TENSORS).read_text()).num_ranks
@@ -128,7 +128,7 @@ def snapshots_in(memory: Path) -> list[Snapshot]:
                 steps = {note["step"] for note in notes.values()}
                 if len(notes) == count and len(steps) == 1:
                     snapshots.append(
-                        Snapshot(folder, slot, steps.pop(), min(note["checked"] for note in notes.values()))
+                        MemorySnapshot(folder, slot, steps.pop(), min(note["checked"] for note in notes.values()))
                     )
     return sorted(snapshots, key=lambda snapshot: -snapshot.step)
 
@@ -152,11 +152,11 @@ def forget_generations(memory: Path, before: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def place(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """A file that is there whole or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.rename(part, path)
 
 
-__all__ = ["Snapshot", "Writer", "forget_generations", "no_checksums", "place", "snapshots_in"]
+__all__ = ["MemorySnapshot", "SnapshotWriter", "forget_generations", "no_checksums", "snapshots_in", "write_atomically"]

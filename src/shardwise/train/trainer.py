@@ -19,7 +19,7 @@ import torch
 from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import num_samples
 from shardwise.runtime.parallel import Parallel
-from shardwise.train.agreement import from_all, here
+from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import finish_saving, save_checkpoint
 from shardwise.train.data import DataLoader
 from shardwise.train.peers import PeerCopy
@@ -148,7 +148,7 @@ class Trainer:
         self.step = self._recovery.resume()
         if self.folder is None or self.step == 0:
             return
-        is_saved = from_all((self.folder / f"step-{self.step}").exists())[0]
+        is_saved = gather_values((self.folder / f"step-{self.step}").exists())[0]
         if is_saved:
             self._saved = self.step
         elif self._is_due(self.save_every):  # ranks were lost during this save
@@ -229,7 +229,7 @@ class _Log:
         self._file: Any = None
         self._board: Any = None
         self._bar: Any = None
-        if here()[0] != 0:
+        if rank_and_world_size()[0] != 0:
             return
         if folder is not None:
             self._file = self._stack.enter_context((folder / "log.jsonl").open("a", encoding="utf-8"))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.texts import MAX_NUMBER, shown
+from shardwise.untrusted_text import MAX_NUMBER, shorten_repr
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
@@ -79,11 +79,11 @@ def decode(value: Any) -> Any:
         return {name: decode(item) for name, item in value.items()}
     reader = _READERS.get(key)
     if reader is None or len(value) != 1:
-        raise ShardwiseError(f"{shown(value)} is no value of a checkpoint")
+        raise ShardwiseError(f"{shorten_repr(value)} is no value of a checkpoint")
     try:
         return reader(value[key])
     except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError) as error:
-        raise ShardwiseError(f"{key} of a checkpoint cannot be read: {shown(str(error))}") from error
+        raise ShardwiseError(f"{key} of a checkpoint cannot be read: {shorten_repr(str(error))}") from error
 
 
 def _tensor(value: Any) -> torch.Tensor:

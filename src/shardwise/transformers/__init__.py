@@ -6,9 +6,9 @@ Needs ``transformers`` and ``accelerate`` (``pip install "shardwise[hf]"``).
 from shardwise.errors import problem
 
 try:
-    from shardwise.transformers.generation import generator
+    from shardwise.transformers.generate import generator
+    from shardwise.transformers.hf_trainer import ShardwiseTrainer
     from shardwise.transformers.seq2seq import ShardwiseSeq2SeqTrainer
-    from shardwise.transformers.trainer import ShardwiseTrainer
 except ModuleNotFoundError as error:
     needed = (error.name or "").partition(".")[0]
     if needed not in ("transformers", "accelerate"):

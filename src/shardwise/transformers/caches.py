@@ -1,9 +1,9 @@
 """Models that keep what they know of the tokens so far: keys and values, as buffers of fixed lengths.
 
-``Decoder`` is a model of text alone, whose program takes a chunk of a prompt or one token. An encoder with a decoder is
-two modules over the same buffers: ``FirstToken`` runs the encoder and keeps what every layer of the decoder reads of
-the source, ``NextToken`` reads that. ``Rows`` exchanges sequences among the rows of the buffers, as beams ask for it.
-All are ordinary modules: they are planned, split and run as any other.
+``CachedDecoder`` is a model of text alone, whose program takes a chunk of a prompt or one token. An encoder with a
+decoder is two modules over the same buffers: ``FirstToken`` runs the encoder and keeps what every layer of the decoder
+reads of the source, ``NextToken`` reads that. ``CacheRows`` exchanges sequences among the rows of the buffers, as beams
+ask for it. All are ordinary modules: they are planned, split and run as any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWith
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CacheSizes:
     """``rows``: sequences of a pass; ``length``: the most tokens of each; ``source``: those of what an encoder reads
     (0: there is none)."""
 
@@ -41,7 +41,7 @@ class Sizes:
 class Caches(torch.nn.Module):
     """The buffers: ``keys_0``, ``values_0`` and so on, and of a source ``source_keys_0``, ... (on meta)."""
 
-    def __init__(self, config: Any, sizes: Sizes, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, sizes: CacheSizes, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.sizes = decoder_config(config), sizes
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
@@ -73,10 +73,10 @@ class Caches(torch.nn.Module):
             layer.is_initialized = True
 
 
-class Decoder(Caches):
+class CachedDecoder(Caches):
     """A model of text and its caches: the logits behind some more tokens."""
 
-    def __init__(self, model: torch.nn.Module, config: Any, sizes: Sizes) -> None:
+    def __init__(self, model: torch.nn.Module, config: Any, sizes: CacheSizes) -> None:
         super().__init__(config, sizes, dtype_of(model))
         self.model = model
 
@@ -104,7 +104,7 @@ class Decoder(Caches):
 class _Translation(Caches):
     """An encoder with a decoder and its caches."""
 
-    def __init__(self, model: torch.nn.Module, config: Any, sizes: Sizes) -> None:
+    def __init__(self, model: torch.nn.Module, config: Any, sizes: CacheSizes) -> None:
         super().__init__(config, sizes, dtype_of(model))
         self.model, self.width = model, config.hidden_size
 
@@ -165,7 +165,7 @@ class FirstToken(_Translation):
         return self.decoded(source, decoder_input_ids, decoder_attention_mask, start, knows_source=False)
 
 
-class Rows(Caches):
+class CacheRows(Caches):
     """The caches alone: every row becomes a copy of another one. What is known of a source stays: the beams of a
     sample have the same."""
 
@@ -189,7 +189,7 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def decoder_inputs(sizes: Sizes, tokens: int) -> dict[str, torch.Tensor]:
+def decoder_inputs(sizes: CacheSizes, tokens: int) -> dict[str, torch.Tensor]:
     """Arguments of a Decoder, all zeros."""
     shapes = {
         "input_ids": (sizes.rows, tokens),
@@ -201,7 +201,7 @@ def decoder_inputs(sizes: Sizes, tokens: int) -> dict[str, torch.Tensor]:
     return _zeros(shapes)
 
 
-def token_inputs(sizes: Sizes, *, first: bool) -> dict[str, torch.Tensor]:
+def token_inputs(sizes: CacheSizes, *, first: bool) -> dict[str, torch.Tensor]:
     """Arguments of NextToken, or of FirstToken, all zeros."""
     shapes = {
         "decoder_input_ids": (sizes.rows, 1),
@@ -224,7 +224,7 @@ def _rows_of(rule: str) -> tuple[list[str], list[str]]:
     return rows[:1], rows[1:]
 
 
-def planned(
+def plan_with_caches(
     module: Caches, inputs: Mapping[str, torch.Tensor], par: Parallel, caches: Mapping[str, str] | None = None
 ) -> Plan:
     """A plan for a module with caches. Parameters stay where ``par`` has them, the products over them are split as in
@@ -262,15 +262,15 @@ def planned(
 
 __all__ = [
     "CACHE",
+    "CacheRows",
+    "CacheSizes",
+    "CachedDecoder",
     "Caches",
-    "Decoder",
     "FirstToken",
     "NextToken",
-    "Rows",
-    "Sizes",
     "decoder_config",
     "decoder_inputs",
     "dtype_of",
-    "planned",
+    "plan_with_caches",
     "token_inputs",
 ]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwise.runtime.split import Split
+from shardwise.runtime.parallel_module import ParallelModule
 
 
-def front_of(par: Split) -> torch.nn.Module:
+def front_of(par: ParallelModule) -> torch.nn.Module:
     """A copy on meta of the module that was split, whose call is a call of all ranks' parts.
 
     What reads the configuration, names, shapes or types of submodules finds them; a call gives what the module would

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.launch.ranks import init_ranks
-from shardwise.train.agreement import from_all, here
+from shardwise.train.agreement import gather_values, rank_and_world_size
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -32,7 +32,7 @@ def become_one_process() -> None:
     """Join the other ranks, if that has not been done, and tell accelerate that nothing is divided between them."""
     state = PartialState()
     init_ranks()
-    rank = here()[0]
+    rank = rank_and_world_size()[0]
     state.distributed_type = DistributedType.NO
     state.num_processes = 1
     if state.process_index != rank:  # the script has joined the others by itself
@@ -54,7 +54,7 @@ def same_random_numbers() -> Iterator[None]:
 
 def check_same(value: Any, what: str, fix: str) -> None:
     """Raise ShardwiseError, on every rank, where a tree of tensors and others is not that of rank 0."""
-    said = from_all([_digest(leaf) for leaf in pytree.tree_leaves(value)])
+    said = gather_values([_digest(leaf) for leaf in pytree.tree_leaves(value)])
     differing = [rank for rank, digests in enumerate(said) if digests != said[0]]
     if differing:
         raise ShardwiseError(problem(f"rank {differing[0]} has {what} than rank 0", fix=fix))

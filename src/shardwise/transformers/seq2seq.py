@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from shardwise.transformers.generation import generator
+from shardwise.transformers.generate import generator
+from shardwise.transformers.hf_trainer import ShardwiseTrainer
 from shardwise.transformers.one_process import same_random_numbers
-from shardwise.transformers.trainer import ShardwiseTrainer
 
 _DEFAULT_LENGTH = 20  # of transformers, where neither settings nor the model say one
 _STEP = 64  # lengths of caches are multiples of it, so that other lengths need no other programs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rules.samples.calls import call, x
-from shardwise.graph.functions import FUNCTION
+from shardwise.graph.function_operator import FUNCTION
 
 
 class Cubed(torch.autograd.Function):

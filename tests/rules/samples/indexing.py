@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rules.samples.calls import bits, call, ids, plain, unsplit, x
-from shardwise.rules.kernels import SCATTERED_SUM
+from shardwise.rules.local_kernels import SCATTERED_SUM
 
 aten = torch.ops.aten
 

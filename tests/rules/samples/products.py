@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rules.samples.calls import bits, call, ids, x
+from shardwise.graph.attention_within import ATTENTION_WITHIN
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.within import ATTENTION_WITHIN
 
 aten = torch.ops.aten
 

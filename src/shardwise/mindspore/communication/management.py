@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from shardwise.errors import problem
 from shardwise.launch import ranks
-from shardwise.launch.rank_groups import RankGroup, backend, everyone, is_connected, leave_group, make_group
+from shardwise.launch.rank_groups import RankGroup, all_ranks_group, backend, is_connected, leave_group, make_group
 from shardwise.mindspore import context
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.notes import note
@@ -84,7 +84,7 @@ def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> RankGroup:
         if ranks.world_size() > 1 and not is_connected():
             what = f"this is rank {ranks.rank()} of {ranks.world_size()}, which are not connected yet"
             raise RuntimeError(problem(what, fix="call shardwise.mindspore.communication.init() first"))
-        return everyone()
+        return all_ranks_group()
     if group not in _groups:
         fix = closest(group, (*_groups, GlobalComm.WORLD_COMM_GROUP))
         raise ValueError(problem(f'there is no group "{group}"', fix=fix))
@@ -219,7 +219,7 @@ def _whole(name: str, value: int) -> None:
 
 
 def _only_world(group: str, function: str) -> None:
-    if find_group(group) != everyone():
+    if find_group(group) != all_ranks_group():
         fix = f"call {function}() without a group"
         raise ValueError(problem(f'{function} is asked about the group "{group}", a part of the ranks', fix=fix))
 

@@ -16,10 +16,10 @@ from shardwise.mindspore.ir.lines import Strategy, attribute
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.mindspore.ir.page import Page, Shape
 from shardwise.programs.buckets import Bucket
-from shardwise.programs.moves import Part, local_move
+from shardwise.programs.moves import OverlapPart, local_move
 from shardwise.programs.program import LocalOp, LocalProgram
-from shardwise.programs.spmd import Spmd, conversions_of
-from shardwise.programs.steps import Conversion
+from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd_steps import Conversion
 
 
 class Execution:
@@ -139,7 +139,7 @@ class Execution:
     def _slice(self, conversion: Conversion, value: str, result: str, move: Move, number: int) -> None:
         """The rank's part of a tensor."""
         dtype, scope = self.spmd.graph.by_name[conversion.origin].dtype, self.origins.scope(conversion.op)
-        steps = list(slicing(Part(move.source, self.coordinates, move.target, self.coordinates)))
+        steps = list(slicing(OverlapPart(move.source, self.coordinates, move.target, self.coordinates)))
         for count, (operator, args, shape) in enumerate(steps, 1):
             name = result if count == len(steps) else f"{result}, step {count}"
             attrs = {"input_names": list(SLICING_INPUTS[operator]), "output_names": ["output"]}
@@ -158,7 +158,7 @@ SLICING_INPUTS = {
 }
 
 
-def slicing(part: Part) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
+def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
     """How a part is cut out of a tensor: operators with what they take besides the tensor, and the shapes that they
     make. Dims that are cut inside are opened into their factors; rows that lie apart are gathered."""
     if part.is_open:
@@ -176,7 +176,7 @@ def slicing(part: Part) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
         yield "Reshape", (part.shape,), part.shape
 
 
-def group_attrs(spmd: Spmd, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
+def group_attrs(spmd: SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
     """The group of a collective of this rank."""
     members = tuple(sorted(spmd.mesh.group(axes, rank)))
     return {
@@ -187,7 +187,7 @@ def group_attrs(spmd: Spmd, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
     }
 
 
-def backward(spmd: Spmd, rank: int) -> Iterator[str]:
+def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
     """The collectives of backward, in order, as comments: autograd makes them from the operators of the file."""
     if spmd.loss is None:
         first = next((output for output in spmd.outputs if isinstance(output, Ref)), None)

@@ -10,9 +10,9 @@ import torch
 from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore import calls
 from shardwise.mindspore.holding import as_gradient, parameter_of
+from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import held_parameters
-from shardwise.runtime.hosted import device_of
 
 Tensor = torch.Tensor
 Bound = Tensor | float | None

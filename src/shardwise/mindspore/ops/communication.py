@@ -14,7 +14,7 @@ import torch
 
 from shardwise.errors import CaptureError, problem
 from shardwise.launch import rank_groups
-from shardwise.launch.rank_groups import Exchange, RankGroup
+from shardwise.launch.rank_groups import RankGroup, RecordedExchange
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm, find_group
 from shardwise.mindspore.named import WithSettings
@@ -32,10 +32,10 @@ class ReduceOp:
 REDUCTIONS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD)
 
 
-def counting() -> AbstractContextManager[list[Exchange]]:
+def counting() -> AbstractContextManager[list[RecordedExchange]]:
     """A list of (kind, ranks, bytes): what this process's operators, their gradients and gradient reducers exchange
     until the block ends."""
-    return rank_groups.recording()
+    return rank_groups.record_exchanges()
 
 
 class _Communication(WithSettings, Primitive):

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, Shapes, Strategy, counted
-from shardwise.search.wishes import axes_of_counts
+from shardwise.search.user_strategies import axes_of_counts
 
 
 def _numbered(letters: str, shapes: Shapes) -> Names:

@@ -15,7 +15,7 @@ from shardwise.errors import listed, problem
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.mindspore.holding import Held
 from shardwise.mindspore.train.serialization import Slice, entry_of, joined_files, of_parts, unwrapped, write
-from shardwise.runtime.shards import shard
+from shardwise.runtime.local_shards import shard
 
 
 def build_searched_strategy(strategy_filename: str) -> sw.Plan:

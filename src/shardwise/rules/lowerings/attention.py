@@ -8,7 +8,7 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
-from shardwise.graph.within import within
+from shardwise.graph.attention_within import interval_mask
 from shardwise.rules.lowerings.precision import cast, wide
 from shardwise.rules.lowerings.softmax import safe_softmax
 
@@ -58,7 +58,7 @@ def attention_within(
     *blocks: Sequence[int],
 ) -> Tensor:
     """Attention of queries that each see an interval of keys, with all scores."""
-    mask = within(torch.arange(key.shape[-2], device=key.device), first, end, seen)
+    mask = interval_mask(torch.arange(key.shape[-2], device=key.device), first, end, seen)
     return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -8,7 +8,7 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from shardwise.rules.calls import dims_of
+from shardwise.rules.arguments import dims_of
 from shardwise.rules.lowerings.precision import cast
 
 
@@ -233,7 +233,7 @@ def argmin(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tenso
     return _first(self.detach(), False, dim, keepdim)
 
 
-def positions(x: Tensor, dim: int) -> Tensor:
+def dim_indices(x: Tensor, dim: int) -> Tensor:
     """Indices along ``dim``, to be compared with ``x``."""
     return torch.arange(x.shape[dim], device=x.device).reshape(
         [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
@@ -247,12 +247,12 @@ def _first(x: Tensor, largest: bool, dim: int | None, keepdim: bool) -> Tensor:
         return position.reshape([1] * x.dim()) if keepdim else position
     extreme = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
     attained = (x == extreme) | x.isnan() if x.is_floating_point() else x == extreme
-    return torch.where(attained, positions(x, dim), x.shape[dim]).amin(dim, keepdim)
+    return torch.where(attained, dim_indices(x, dim), x.shape[dim]).amin(dim, keepdim)
 
 
 def _chosen(x: Tensor, index: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
     """The values at ``index``, which alone gets their gradient, and the index."""
-    values = torch.where(positions(x, dim) == index, x, 0).sum(dim, keepdim)
+    values = torch.where(dim_indices(x, dim) == index, x, 0).sum(dim, keepdim)
     return cast(values, x.dtype), index if keepdim else index.squeeze(dim)
 
 

@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from shardwise.rules.lowerings.reductions import positions
+from shardwise.rules.lowerings.reductions import dim_indices
 
 
 def _by_runs(x: Tensor, dim: int, runs: Sequence[int]) -> tuple[int, Tensor | None]:
@@ -20,7 +20,7 @@ def _by_runs(x: Tensor, dim: int, runs: Sequence[int]) -> tuple[int, Tensor | No
 
 def _starts(x: Tensor, dim: int) -> Tensor:
     """Where the runs of ``x`` begin, to be added to indices within them."""
-    return positions(x, dim) * x.shape[dim + 1]
+    return dim_indices(x, dim) * x.shape[dim + 1]
 
 
 def _before(totals: Tensor, dim: int, neutral: float) -> Tensor:
@@ -88,6 +88,6 @@ def _cumulative_extreme(x: Tensor, largest: bool, dim: int, runs: Sequence[int])
     better = before > values if largest else before < values
     if x.is_floating_point():
         better = better | (before.isnan() & ~values.isnan())
-    better = better & (positions(before, dim) > 0)
+    better = better & (dim_indices(before, dim) > 0)
     result = torch.where(better, before, values), torch.where(better, before_index, index)
     return result[0].flatten(dim, dim + 1), result[1].flatten(dim, dim + 1)

@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from shardwise.rules.calls import dims_of
+from shardwise.rules.arguments import dims_of
 from shardwise.rules.lowerings.precision import cast, wide
 
 

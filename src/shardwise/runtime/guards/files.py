@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError, listed, problem
-from shardwise.runtime.guards.checkpoints import Known
+from shardwise.runtime.guards.dcp import ShardIndex
 
 _OF_SAFETENSORS = ("_flatten_as_ptr", "_flatten")  # through which save, save_file and save_model go; the older second
 _PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they say where in the whole a part lies
@@ -68,7 +68,7 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
     caller = saves.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
         return
-    names = list(dict.fromkeys(held.name for held in Known().shards_in(value)))
+    names = list(dict.fromkeys(held.name for held in ShardIndex().shards_in(value)))
     path = str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", ""))
     rank = dist.get_rank() if names else 0
     if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.runtime.guards.memory import Owners
 from shardwise.runtime.guards.registry import held_shards
+from shardwise.runtime.guards.tensor_owners import Owners
 
 # What is inside of the functions that draw, and those that look at positions; constants are the same for all parts.
 _DRAWING = ("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out")

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.runtime.guards.registry import Held, held_parameters
-from shardwise.runtime.hosted import device_of
+from shardwise.runtime.cpu_embedding import device_of
+from shardwise.runtime.guards.registry import ShardRecord, held_parameters
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def clip_grad_norm(
 
 
 def total_norm(
-    tensors: Sequence[tuple[torch.Tensor, Held | None]],
+    tensors: Sequence[tuple[torch.Tensor, ShardRecord | None]],
     norm_type: float,
     *,
     device: torch.device,

@@ -11,7 +11,7 @@ first parallel module of any kind):
 * ``state_dict`` of optimizers, which says whose shards the states are of, and ``load_state_dict``, which asks;
 * ``DistributedDataParallel``, which refuses a module with shards in it;
 * the functions of ``torch.nn.init`` that draw or look at positions, which refuse shards (``initial_values``);
-* the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``checkpoints``);
+* the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``dcp``);
 * ``torch.save`` and safetensors, which refuse files of one rank's part under the names of the whole (``files``).
 
 For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
@@ -34,24 +34,24 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.entries import KEY, check, told
-from shardwise.runtime.guards import checkpoints, files, initial_values
-from shardwise.runtime.guards.elementwise import before_step
-from shardwise.runtime.guards.memory import Owners
+from shardwise.runtime.cpu_embedding import device_of
+from shardwise.runtime.guards import dcp, files, initial_values
+from shardwise.runtime.guards.elementwise_optimizers import before_step
 from shardwise.runtime.guards.norms import total_norm
-from shardwise.runtime.guards.registry import Held, held_parameters, remember
-from shardwise.runtime.hooks import wrapped
-from shardwise.runtime.hosted import device_of
+from shardwise.runtime.guards.registry import ShardRecord, held_parameters, register_module
+from shardwise.runtime.guards.tensor_owners import Owners
+from shardwise.runtime.hooks import foreign_wrapper_error
+from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metadata
 
 Norm = Callable[..., torch.Tensor]
 
 
-def protect(parallel: torch.nn.Module, held: Mapping[str, Held], everyone: Communicator | None = None) -> None:
+def protect(parallel: torch.nn.Module, held: Mapping[str, ShardRecord], everyone: Communicator | None = None) -> None:
     """From now on, torch's functions know the parameters of this module. ``held``: what it holds, by name;
     ``everyone``: all ranks, where each holds some stages. Raises ShardwiseError if this version of torch does not have
     what they are told through."""
     _watch_optimizers()
-    if remember(parallel, held, everyone):
+    if register_module(parallel, held, everyone):
         _install()
 
 
@@ -69,7 +69,7 @@ def _install() -> None:
     missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
     if body is None:
         missing.insert(0, "the body of torch.nn.utils.get_total_norm")
-    missing += initial_values.missing() + checkpoints.missing() + files.missing()
+    missing += initial_values.missing() + dcp.missing() + files.missing()
     if missing:
         raise ShardwiseError(
             problem(
@@ -87,7 +87,7 @@ def _install() -> None:
     for kind, name, change in (*changes, (DistributedDataParallel, "__init__", _refusing_shards)):
         setattr(kind, name, change(getattr(kind, name)))
     initial_values.install()
-    checkpoints.install()
+    dcp.install()
     files.install()
 
 
@@ -98,7 +98,7 @@ def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         parameters = {id(parameter) for parameter in module.parameters()}
         if any(held.is_shard and id(parameter) in parameters for parameter, held in held_parameters()):
-            raise wrapped("DistributedDataParallel")
+            raise foreign_wrapper_error("DistributedDataParallel")
         init(self, module, *args, **kwargs)
 
     return checked
@@ -114,7 +114,7 @@ def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callab
     def told_state(self: Optimizer) -> dict[str, Any]:
         shards = _shards_of(self)
         shard_of = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
-        return state_dict(self) | ({KEY: told(shard_of, dist.get_rank())} if shard_of else {})
+        return state_dict(self) | ({KEY: shard_metadata(shard_of, dist.get_rank())} if shard_of else {})
 
     return told_state
 
@@ -126,7 +126,7 @@ def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None
     def checked(self: Optimizer, state_dict: dict[str, Any]) -> None:
         shards = _shards_of(self) if KEY in state_dict else {}
         shard_of = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
-        check(
+        check_entries(
             state_dict.get(KEY, {}),
             shard_of,
             dist.get_rank() if shard_of else 0,
@@ -137,7 +137,7 @@ def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None
     return checked
 
 
-def _shards_of(optimizer: Optimizer) -> dict[int, Held]:
+def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:
     """Of an optimizer's parameters, by the numbers that its state has them under, those that are shards."""
     held = {id(parameter): held for parameter, held in held_parameters() if held.layout.positions}
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -181,13 +181,13 @@ def _norm_knowing_shards(local: Norm) -> Norm:
     return get_total_norm
 
 
-def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Held | None]]:
+def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, ShardRecord | None]]:
     """Every tensor with what it is: a held parameter, the gradient of one, or (None) something else.
 
     Raises ShardwiseError for other tensors in the memory of shards, and for tensors of another kind beside shards.
     """
-    held_by_id: dict[int, Held] = {}
-    shards: list[tuple[torch.Tensor, Held]] = []
+    held_by_id: dict[int, ShardRecord] = {}
+    shards: list[tuple[torch.Tensor, ShardRecord]] = []
     for parameter, held in held_parameters():
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
@@ -201,7 +201,9 @@ def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Held | None
     return placed
 
 
-def _check_strangers(strangers: list[torch.Tensor], shards: list[tuple[torch.Tensor, Held]], *, beside: bool) -> None:
+def _check_strangers(
+    strangers: list[torch.Tensor], shards: list[tuple[torch.Tensor, ShardRecord]], *, beside: bool
+) -> None:
     """Raise ShardwiseError for a ``detach()``, ``.data`` or view of a shard, which this rank would take for a whole
     tensor, and for tensor subclasses, which bring a norm of their own, ``beside`` tensors of ours."""
     owners = Owners(shards)

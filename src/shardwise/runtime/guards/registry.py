@@ -19,7 +19,7 @@ from shardwise.runtime.communicator import Communicator
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShardRecord:
     """What this rank holds of a parameter or buffer. Of the ranks that hold the same elements, one (at coordinate 0 on
     every axis that does not shard it) ``counts`` them. ``ranks``: those that hold parts of it; ``in_stage``: ranks of
     other stages do not hold it."""
@@ -37,20 +37,20 @@ class Held:
 
 
 # Not a cache: torch's functions are global, so what they are told must be. Only modules that hold shards are in it.
-_holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, Held]] = WeakKeyDictionary()
+_holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, ShardRecord]] = WeakKeyDictionary()
 # Modules of which this rank holds some stages -> all ranks that hold one.
 _everyone: WeakKeyDictionary[torch.nn.Module, Communicator] = WeakKeyDictionary()
 
 
-def placed(
+def shard_records(
     module: torch.nn.Module,
     layouts: Mapping[str, Layout],
     ranks: Communicator,
     counted_elsewhere: frozenset[str] | None = None,
-) -> dict[str, Held]:
+) -> dict[str, ShardRecord]:
     """What a rank holds of a module, by name. ``ranks``: those on the mesh of the layouts; ``counted_elsewhere``: where
     ranks of other stages hold other parameters, those of this rank that they hold as well, and count."""
-    held: dict[str, Held] = {}
+    held: dict[str, ShardRecord] = {}
     for name, _ in _named_tensors(module):
         layout = layouts.get(name)
         if layout is None:  # another name of a tied parameter: the plan knows it by the first
@@ -58,11 +58,13 @@ def placed(
         assert not layout.states, f"what is stored is sharded or invariant, and {name} is {layout}"
         counts = not any(ranks.coordinates[axis] for axis in layout.mesh.sub_axes if axis not in layout.positions)
         counts = counts and name not in (counted_elsewhere or ())
-        held[name] = Held(name, layout, counts, ranks, counted_elsewhere is not None)
+        held[name] = ShardRecord(name, layout, counts, ranks, counted_elsewhere is not None)
     return held
 
 
-def remember(module: torch.nn.Module, held: Mapping[str, Held], everyone: Communicator | None = None) -> bool:
+def register_module(
+    module: torch.nn.Module, held: Mapping[str, ShardRecord], everyone: Communicator | None = None
+) -> bool:
     """Remember a module if it holds shards; whether it does. ``everyone``: all ranks, where each holds some stages."""
     if everyone is not None:
         _everyone[module] = everyone
@@ -78,7 +80,7 @@ def ranks_of_stages(module: torch.nn.Module | None) -> Communicator | None:
     return next((_everyone[part] for part in modules if part in _everyone), None)
 
 
-def held_parameters() -> Iterator[tuple[torch.nn.Parameter, Held]]:
+def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
     """The parameters of all living modules that hold shards, once each."""
     for module, held in list(_holders.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -86,7 +88,7 @@ def held_parameters() -> Iterator[tuple[torch.nn.Parameter, Held]]:
                 yield parameter, held[name]
 
 
-def held_shards() -> Iterator[tuple[torch.Tensor, Held]]:
+def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
     """The parameters and buffers of all living modules that are shards."""
     for module, held in list(_holders.items()):
         for name, tensor in _named_tensors(module):

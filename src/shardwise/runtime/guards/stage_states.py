@@ -13,11 +13,11 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError, problem
 from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.guards.registry import Held
-from shardwise.runtime.hooks import gathered
+from shardwise.runtime.guards.registry import ShardRecord
+from shardwise.runtime.hooks import gather_whole
 
 Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
-HeldOf = Callable[[Tensor, Path], Held | None]
+HeldOf = Callable[[Tensor, Path], ShardRecord | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Gathering:
 
     def __init__(self, held_of: HeldOf, everyone: Communicator, target: int | None) -> None:
         self._held_of, self._everyone, self._target = held_of, everyone, target
-        self._tensors: dict[Path, tuple[Tensor, Held | None]] = {}
+        self._tensors: dict[Path, tuple[Tensor, ShardRecord | None]] = {}
         self._first: dict[tuple[int, torch.Size], Path] = {}
         self._whole: dict[Path, Tensor | None] = {}
         backend = dist.get_backend()
@@ -88,7 +88,7 @@ class Gathering:
         what = f"the whole of {'.'.join(path)}"
         tensor, held = self._tensors.get(path, (None, None))
         if tensor is not None and held is not None and dist.get_rank() in node.parts:
-            tensor = gathered(tensor.to(self._wire), held.layout, what, held.ranks)
+            tensor = gather_whole(tensor.to(self._wire), held.layout, what, held.ranks)
         if dist.get_rank() != node.source:
             is_target = self._target in (None, dist.get_rank())
             tensor = torch.empty(node.shape if is_target else 0, dtype=node.dtype, device=self._wire)

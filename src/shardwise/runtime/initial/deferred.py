@@ -35,19 +35,19 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from shardwise.dispatch_mode import DispatchMode
 from shardwise.errors import ShardwiseError, problem
-from shardwise.modes import DispatchMode
-from shardwise.runtime.initial.regions import Regions
+from shardwise.runtime.initial.partial_values import Regions
 from shardwise.runtime.initial.replay import (
     DEFAULT_GENERATOR,
     SEEDED,
-    Constant,
     Draw,
-    Entry,
     GeneratorRef,
-    Ref,
-    Tape,
-    flat,
+    InitTape,
+    StorageRef,
+    TapeConstant,
+    TapeEntry,
+    flatten_results,
     leaves,
     map_leaves,
 )
@@ -79,21 +79,21 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "n
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class RecordedTensors:
     """The recorded tensors of one module, by attribute name."""
 
-    tape: Tape
-    refs: Mapping[str, Ref]
+    tape: InitTape
+    refs: Mapping[str, StorageRef]
 
 
 @contextmanager
-def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") -> Iterator[Tape]:
+def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") -> Iterator[InitTape]:
     """Modules built inside have meta tensors for parameters, and a tape that knows their values.
 
     ``values="parallel"``: every draw has random numbers of its own, of which a rank makes those of its shards only
-    (``runtime.initial.regions``): of the same distributions, and the same under every plan and number of ranks, but
-    other numbers than the CPU's generator gives. ``"cpu"``: bit for bit what ``torch.manual_seed(seed)`` and the same
-    code would have built on the CPU; every rank draws the whole model for it, one tensor at a time. Memory left
+    (``runtime.initial.partial_values``): of the same distributions, and the same under every plan and number of ranks,
+    but other numbers than the CPU's generator gives. ``"cpu"``: bit for bit what ``torch.manual_seed(seed)`` and the
+    same code would have built on the CPU; every rank draws the whole model for it, one tensor at a time. Memory left
     uninitialised (``torch.empty``) is zero. The global generator is
     as before when the context ends, and so are generators passed explicitly. ``device="meta"`` inside changes nothing.
 
@@ -107,8 +107,8 @@ def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") 
     """
     if values not in ("parallel", "cpu"):
         raise ShardwiseError(f'values are "parallel" (each rank draws its part) or "cpu" (bit for bit), not {values!r}')
-    tape = Tape(seed, in_order=values == "cpu")
-    recorder = Recorder(tape)
+    tape = InitTape(seed, in_order=values == "cpu")
+    recorder = TapeRecorder(tape)
     modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def note(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
@@ -122,34 +122,34 @@ def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") 
     for module in modules:
         owned = {**module._parameters, **module._buffers}
         refs = {
-            name: record[1] for name, tensor in owned.items() if tensor is not None and (record := recorded(tensor))
+            name: record[1] for name, tensor in owned.items() if tensor is not None and (record := find_record(tensor))
         }
-        module.__dict__[_SLOTS] = Slots(tape, refs)
+        module.__dict__[_SLOTS] = RecordedTensors(tape, refs)
 
 
-def recorded(tensor: torch.Tensor) -> tuple[Tape, Ref] | None:
+def find_record(tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
     """The tape that knows the tensor's value and the tensor's place on it; None if nothing was recorded for it."""
     link = _link(tensor)
     return None if link is None else (link[0], _ref(tensor, link[1]))
 
 
-def recorded_slot(module: nn.Module, name: str) -> tuple[Tape, Ref] | None:
+def find_recorded_attribute(module: nn.Module, name: str) -> tuple[InitTape, StorageRef] | None:
     """What the module's attribute was when its ``deferred()`` context ended.
 
     Finds tensors that ``module.to(dtype)`` or ``copy.deepcopy(module)`` have replaced since.
     """
     slots = module.__dict__.get(_SLOTS)
-    return (slots.tape, slots.refs[name]) if isinstance(slots, Slots) and name in slots.refs else None
+    return (slots.tape, slots.refs[name]) if isinstance(slots, RecordedTensors) and name in slots.refs else None
 
 
-class Recorder(DispatchMode):
+class TapeRecorder(DispatchMode):
     """Puts operators on a tape. ``adopt`` makes tensors from outside part of it, for as long as the recording lasts."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: InitTape) -> None:
         super().__init__()
         self.tape = tape
         self._paused = False
-        self._adopted: list[tuple[torch.UntypedStorage, tuple[Tape, int] | None]] = []  # with their links before
+        self._adopted: list[tuple[torch.UntypedStorage, tuple[InitTape, int] | None]] = []  # with their links before
         self._generators: list[torch.Generator] = [torch.default_generator]
         self._states: list[torch.Tensor] = []  # of the generators, as they were found
 
@@ -166,7 +166,7 @@ class Recorder(DispatchMode):
             for storage, link in self._adopted:
                 setattr(storage, _LINK, link)
 
-    def adopt(self, tensor: torch.Tensor) -> Ref:
+    def adopt(self, tensor: torch.Tensor) -> StorageRef:
         """Treats a tensor from outside as if it were made here by ``torch.empty``. Nothing is ever written to it."""
         link = _link(tensor)
         if link is None or link[0] is not self.tape:
@@ -176,7 +176,7 @@ class Recorder(DispatchMode):
             setattr(storage, _LINK, link)
             whole = _ref(tensor, link[1])
             if not whole.covers:
-                whole = Ref(link[1], tensor.dtype, 0, (storage.nbytes() // tensor.dtype.itemsize,), (1,), True)
+                whole = StorageRef(link[1], tensor.dtype, 0, (storage.nbytes() // tensor.dtype.itemsize,), (1,), True)
             self._append(
                 aten.empty_strided.default,
                 (whole.shape, whole.stride),
@@ -283,10 +283,10 @@ class Recorder(DispatchMode):
             )
         results = tuple(
             self._new(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in originals else None
-            for leaf in flat(out)
+            for leaf in flatten_results(out)
         )
         if _name(func) in _EMPTY and not written:
-            for ref, tensor in zip(results, flat(out), strict=True):
+            for ref, tensor in zip(results, flatten_results(out), strict=True):
                 assert ref is not None
                 layout = {"dtype": tensor.dtype, "device": torch.device("cpu")}
                 self._append(aten.empty_strided.default, (tuple(tensor.shape), tensor.stride()), layout, (ref,))
@@ -299,17 +299,17 @@ class Recorder(DispatchMode):
         func: OpOverload,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        results: tuple[Ref | None, ...],
+        results: tuple[StorageRef | None, ...],
         writes: frozenset[int] = frozenset(),
     ) -> None:
-        refs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
-        fills = _name(func) in _FILLS and args and isinstance(args[0], Ref) and args[0].covers
+        refs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, StorageRef)]
+        fills = _name(func) in _FILLS and args and isinstance(args[0], StorageRef) and args[0].covers
         overwrites = frozenset({args[0].storage}) if fills else frozenset()
         reads = frozenset(ref.storage for position, ref in enumerate(refs) if not (fills and position == 0))
         draw = self._draw(kwargs) if _is_random(func) else None
         dtype = torch.get_default_dtype()
         self.tape.entries.append(
-            Entry(func, args, dict(kwargs), results, reads, writes, overwrites - reads, dtype, draw)
+            TapeEntry(func, args, dict(kwargs), results, reads, writes, overwrites - reads, dtype, draw)
         )
 
     def _draw(self, kwargs: Mapping[str, Any]) -> Draw:
@@ -344,9 +344,9 @@ class Recorder(DispatchMode):
                 )
             )
         kept = leaf.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else leaf
-        return Constant(kept, kept._version)
+        return TapeConstant(kept, kept._version)
 
-    def _new(self, tensor: torch.Tensor) -> Ref | None:
+    def _new(self, tensor: torch.Tensor) -> StorageRef | None:
         """The place of a new meta tensor; None when it lies in a storage that is on the tape already."""
         if _link(tensor) is not None:
             return None
@@ -357,7 +357,7 @@ class Recorder(DispatchMode):
     def _value_leaf(self, leaf: Any) -> Any:
         return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _own(self, link: tuple[Tape, int]) -> tuple[Tape, int]:
+    def _own(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
         if link[0] is not self.tape:
             what = "a tensor recorded in one deferred() context is used in another"
             raise ShardwiseError(
@@ -369,7 +369,7 @@ class Recorder(DispatchMode):
 class _AsOnCpu(TorchFunctionMode):
     """Recorded tensors answer questions about themselves as CPU tensors would."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         tensor: Any = torch.Tensor
@@ -418,16 +418,16 @@ def _problem(func: Callable[..., Any], what: str, fix: str) -> ShardwiseError:
     return ShardwiseError(problem(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix))
 
 
-def _link(tensor: torch.Tensor) -> tuple[Tape, int] | None:
+def _link(tensor: torch.Tensor) -> tuple[InitTape, int] | None:
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         return None
     return getattr(tensor.untyped_storage(), _LINK, None)
 
 
-def _ref(tensor: torch.Tensor, storage: int) -> Ref:
+def _ref(tensor: torch.Tensor, storage: int) -> StorageRef:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     covers = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes() and _is_dense(shape, stride)
-    return Ref(
+    return StorageRef(
         storage, tensor.dtype, int(tensor.storage_offset()), shape, stride, covers, tensor.is_conj(), tensor.is_neg()
     )
 

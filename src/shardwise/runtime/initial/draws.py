@@ -32,7 +32,7 @@ _IN_FLOAT = (torch.bfloat16, torch.float16)  # drawn as float32, which torch's k
 
 
 @dataclass(slots=True)
-class Tally:
+class DrawCounter:
     """How many elements were drawn."""
 
     num_drawn: int = field(default=0)
@@ -45,7 +45,7 @@ def draw_box(
     start: Sequence[int],
     sizes: Sequence[int],
     dtype: torch.dtype,
-    tally: Tally,
+    tally: DrawCounter,
 ) -> torch.Tensor:
     """Rows ``[start, start + size)`` of every dim of a tensor of this shape that is drawn whole."""
     drawn = torch.empty(tuple(sizes), dtype=dtype)
@@ -113,4 +113,4 @@ def _tiles(
         yield number, offsets, tuple(map(min, tile, (s - at for s, at in zip(shape, offsets, strict=True))))
 
 
-__all__ = ["Fill", "Tally", "draw_box", "in_threads"]
+__all__ = ["DrawCounter", "Fill", "draw_box", "in_threads"]

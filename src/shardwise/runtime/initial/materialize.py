@@ -31,22 +31,22 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.text import format_dtype
-from shardwise.runtime.initial.deferred import Recorder, recorded, recorded_slot
-from shardwise.runtime.initial.regions import NotByParts, Regions
-from shardwise.runtime.initial.replay import Ref, Tape
+from shardwise.runtime.initial.deferred import TapeRecorder, find_record, find_recorded_attribute
+from shardwise.runtime.initial.partial_values import NotByParts, Regions
+from shardwise.runtime.initial.replay import InitTape, StorageRef
 
 # Fills the tensor, or returns the one to take, or NotImplemented for the module's own value.
 Init = Callable[[str, torch.Tensor], Any]
 # Tensors without values by their names, with what was recorded for them.
-Empty = dict[str, tuple[torch.Tensor, tuple[Tape, Ref] | None]]
+Empty = dict[str, tuple[torch.Tensor, tuple[InitTape, StorageRef] | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PartialTensor:
     """A tensor that is on a tape, of which any part can be made. ``dtype``: that the module has now."""
 
     regions: Regions
-    ref: Ref
+    ref: StorageRef
     dtype: torch.dtype
 
     def box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -67,13 +67,13 @@ def full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``initial_values``, every tensor whole."""
     for name, value in initial_values(module, seed, init, known):
-        yield name, value.whole() if isinstance(value, Parts) else value
+        yield name, value.whole() if isinstance(value, PartialTensor) else value
         del value
 
 
 def initial_values(
     module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
-) -> Iterator[tuple[str, torch.Tensor | Parts]]:
+) -> Iterator[tuple[str, torch.Tensor | PartialTensor]]:
     """Yields ``(name, full tensor, or what makes its parts)`` for every parameter and buffer of the module, tied ones
     once, under their first name, in no particular order; those whose values are ``known`` elsewhere excepted.
 
@@ -116,9 +116,11 @@ def initial_values(
         yield name, tensor.detach()
 
 
-def _own_values(module: nn.Module, empty: Empty, seed: int | None) -> Iterator[tuple[str, torch.Tensor | Parts]]:
+def _own_values(
+    module: nn.Module, empty: Empty, seed: int | None
+) -> Iterator[tuple[str, torch.Tensor | PartialTensor]]:
     """What the module's own code gives to tensors without values."""
-    tapes: dict[Tape, dict[str, Ref]] = {}
+    tapes: dict[InitTape, dict[str, StorageRef]] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, (tensor, recording) in empty.items():
         if recording is None:
@@ -138,10 +140,10 @@ def _own_values(module: nn.Module, empty: Empty, seed: int | None) -> Iterator[t
         else:
             regions = Regions(tape, own_seed)
             for name, ref in wanted.items():
-                yield name, Parts(regions, ref, empty[name][0].dtype)
+                yield name, PartialTensor(regions, ref, empty[name][0].dtype)
 
 
-def _seed_of(recording: tuple[Tape, Ref] | None, seed: int | None) -> int:
+def _seed_of(recording: tuple[InitTape, StorageRef] | None, seed: int | None) -> int:
     """The seed that was given, or else the one of a recording, or 0."""
     if seed is not None:
         return seed
@@ -176,17 +178,19 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
         )
 
 
-def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[Tape, Ref] | None:
+def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
     if not tensor.is_meta:
         return None
-    record = recorded(tensor)
+    record = find_record(tensor)
     if record is not None:
         return record
-    record = recorded_slot(owner, name.rpartition(".")[2])
+    record = find_recorded_attribute(owner, name.rpartition(".")[2])
     return record if record is not None and record[1].shape == tuple(tensor.shape) else None
 
 
-def _record_initialisers(module: nn.Module, plain: dict[str, torch.Tensor], seed: int) -> tuple[Tape, dict[str, Ref]]:
+def _record_initialisers(
+    module: nn.Module, plain: dict[str, torch.Tensor], seed: int
+) -> tuple[InitTape, dict[str, StorageRef]]:
     """Calls the initialisers that concern the plain meta tensors, and records them.
 
     What they do to other tensors of the module has no effect.
@@ -197,7 +201,7 @@ def _record_initialisers(module: nn.Module, plain: dict[str, torch.Tensor], seed
         for path, sub in module.named_modules()
         if any(id(tensor) in meta for tensor in (*sub.parameters(), *sub.buffers()))
     }
-    recorder = Recorder(Tape(seed, in_order=False))
+    recorder = TapeRecorder(InitTape(seed, in_order=False))
     with recorder.recording(), torch.no_grad():
         wanted = {name: recorder.adopt(tensor) for name, tensor in plain.items()}
         for _, _, tensor in _owned_tensors(module):

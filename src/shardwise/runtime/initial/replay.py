@@ -1,11 +1,11 @@
 """The tape of a deferred initialisation: which operators filled which storages, and how to run them again.
 
 A tape is a straight list of operators over *storages*. A tensor is a storage seen through a dtype, an offset, sizes and
-strides (``Ref``); view operators are therefore not on the tape, and ``.data``, ``nn.Parameter`` and tied weights need
-no special case: they are the same storage. Every operator that draws random numbers says after which draw its generator
-stood (``Draw``).
+strides (``StorageRef``); view operators are therefore not on the tape, and ``.data``, ``nn.Parameter`` and tied weights
+need no special case: they are the same storage. Every operator that draws random numbers says after which draw its
+generator stood (``Draw``).
 
-``Tape.replay`` runs the tape once, on CPU, and yields each wanted tensor when its last write is done. What it runs
+``InitTape.replay`` runs the tape once, on CPU, and yields each wanted tensor when its last write is done. What it runs
 follows from one walk backwards (``_schedule``), as a compiler would find dead code:
 
 * an operator runs if it writes a storage that is wanted, or that a later running operator reads;
@@ -30,7 +30,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.runtime.initial.elementwise import apply
+from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
 
 DEFAULT_GENERATOR = 0  # the index of torch's global CPU generator on every tape
 
@@ -39,7 +39,7 @@ SEEDED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class StorageRef:
     """A tensor as a window on a storage. ``covers``: it reaches every byte of the storage, each once.
 
     ``conjugate``, ``negative``: torch's lazy bits, which say that the values in memory are still to be conjugated or
@@ -57,7 +57,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class TapeConstant:
     """A real tensor that an operator reads. ``version`` tells whether it was written to since."""
 
     tensor: torch.Tensor
@@ -97,7 +97,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TapeEntry:
     """One operator call. Tensors in ``args`` and ``kwargs`` are Refs and Constants; ``results`` are the tensors in new
     storages that it makes, by position.
 
@@ -108,7 +108,7 @@ class Entry:
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    results: tuple[Ref | None, ...]
+    results: tuple[StorageRef | None, ...]
     reads: frozenset[int]
     writes: frozenset[int]
     overwrites: frozenset[int]
@@ -125,13 +125,13 @@ class Entry:
         if torch.Tag.pointwise not in self.target.tags or len(self.results) > 1:
             return False
         nested = (self.kwargs, [arg for arg in self.args if isinstance(arg, (list, tuple))])
-        return not any(isinstance(leaf, (Ref, Constant, GeneratorRef)) for leaf in leaves(nested))
+        return not any(isinstance(leaf, (StorageRef, TapeConstant, GeneratorRef)) for leaf in leaves(nested))
 
 
 class Draws(Protocol):
     """Random numbers that depend on where a draw stands, not on what was drawn before it (``initial.regions``)."""
 
-    def draw(self, index: int, entry: Entry) -> torch.Tensor | None:
+    def draw(self, index: int, entry: TapeEntry) -> torch.Tensor | None:
         """The result of a draw; None where the operator has to run."""
 
     def key(self, index: int) -> str:
@@ -139,7 +139,7 @@ class Draws(Protocol):
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Tape:
+class InitTape:
     """What ``deferred()`` recorded. Grows while the context is open, read-only afterwards.
 
     ``observed``: the model's constructor looked at random values (``.item()``, a loop until all samples fit), so that
@@ -148,14 +148,14 @@ class Tape:
     """
 
     seed: int
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TapeEntry] = field(default_factory=list)
     num_storages: int = 0
     observed: bool = False
     in_order: bool = True
     # Generator states after draws, as far as `value` needed them.
     _states: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tape:
+    def __deepcopy__(self, memo: dict[int, Any]) -> InitTape:
         return self  # a copied module has the same initial values
 
     def new_storage(self) -> int:
@@ -176,7 +176,7 @@ class Tape:
         return self.seed if seed is None else seed
 
     def replay(
-        self, wanted: Mapping[str, Ref], seed: int | None = None, draws: Draws | None = None
+        self, wanted: Mapping[str, StorageRef], seed: int | None = None, draws: Draws | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields every wanted tensor with its name, each once, in the order in which they are finished.
 
@@ -190,7 +190,7 @@ class Tape:
         for name, ref in wanted.items():
             names[ref.storage].append(name)
         schedule = _schedule(self.entries, names, known=(), in_order=draws is None)
-        run = _Run(seed, draws=draws)
+        run = _TapeRun(seed, draws=draws)
         steps = iter(schedule.steps)
         while True:
             with _alone(run):
@@ -206,10 +206,10 @@ class Tape:
                     yield name, run.tensor(wanted[name])
             run.free(step.frees)
 
-    def value(self, ref: Ref, draws: Draws | None = None) -> torch.Tensor:
+    def value(self, ref: StorageRef, draws: Draws | None = None) -> torch.Tensor:
         """The tensor's value at the end of the tape so far, computed from as few operators as possible."""
         schedule = _schedule(self.entries, (ref.storage,), known=self._states, in_order=draws is None)
-        run = _Run(self.seed, self._states, draws)
+        run = _TapeRun(self.seed, self._states, draws)
         with _alone(run):
             for step in schedule.steps:
                 entry = self.entries[step.index]
@@ -220,7 +220,7 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ReplayStep:
     """Run entry ``index``; then storages ``ready`` have their final values, and ``frees`` are read no more."""
 
     index: int
@@ -229,21 +229,21 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Schedule:
+class _ReplaySchedule:
     """``saved``: draws after which the generator's state must be kept: a draw other than the next continues there."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[_ReplayStep, ...]
     saved: frozenset[int]
 
 
-def _schedule(entries: list[Entry], wanted: Iterable[int], known: Iterable[int], in_order: bool) -> _Schedule:
+def _schedule(entries: list[TapeEntry], wanted: Iterable[int], known: Iterable[int], in_order: bool) -> _ReplaySchedule:
     """What the wanted storages need. ``known``: draws after which the generator's state is known already.
     ``in_order``: a draw continues another one."""
     live = set(wanted)
     unfinished, untouched = set(live), set(live)
     known = frozenset(known)
     continued: set[int] = set()  # draws that a later running operator continues
-    steps: list[_Step] = []
+    steps: list[_ReplayStep] = []
     draws: list[tuple[int, Draw]] = []
     for index in range(len(entries) - 1, -1, -1):
         if not live and not continued:
@@ -260,12 +260,12 @@ def _schedule(entries: list[Entry], wanted: Iterable[int], known: Iterable[int],
                 continued.add(after)
         touched = outputs | entry.reads
         ready = unfinished & outputs
-        steps.append(_Step(index, tuple(sorted(ready)), frozenset((touched - live) | (touched & untouched))))
+        steps.append(_ReplayStep(index, tuple(sorted(ready)), frozenset((touched - live) | (touched & untouched))))
         untouched -= touched
         unfinished -= ready
         live -= entry.creates | entry.overwrites
         live |= entry.reads | (entry.writes - entry.overwrites)
-    return _Schedule(tuple(reversed(steps)), _continued_out_of_order(draws))
+    return _ReplaySchedule(tuple(reversed(steps)), _continued_out_of_order(draws))
 
 
 def _continued_out_of_order(draws: list[tuple[int, Draw]]) -> frozenset[int]:
@@ -278,7 +278,7 @@ def _continued_out_of_order(draws: list[tuple[int, Draw]]) -> frozenset[int]:
     return frozenset(saved)
 
 
-class _Run:
+class _TapeRun:
     """One execution of (a part of) a tape: the storages alive, and where the generators stand."""
 
     def __init__(self, seed: int, saved: dict[int, torch.Tensor] | None = None, draws: Draws | None = None) -> None:
@@ -289,7 +289,7 @@ class _Run:
         self.at: dict[int, int] = {}  # the last draw on each generator
         self.default_state: torch.Tensor | None = None  # of the global generator, while the run is suspended
 
-    def execute(self, index: int, entry: Entry, save: bool) -> None:
+    def execute(self, index: int, entry: TapeEntry, save: bool) -> None:
         """Runs one entry; ``save`` keeps the generator's state after it."""
         torch.set_default_dtype(entry.default_dtype)
         if entry.draw is not None:
@@ -304,7 +304,7 @@ class _Run:
             inputs = {
                 leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             }
-            for ref, tensor in zip(entry.results, flat(out), strict=True):
+            for ref, tensor in zip(entry.results, flatten_results(out), strict=True):
                 if ref is not None:
                     self.storages[ref.storage] = _fitted(
                         tensor, ref, inputs, cleared=_leaves_memory_as_it_is(entry.target)
@@ -315,7 +315,7 @@ class _Run:
                 self.saved[index] = self.generators[entry.draw.generator].get_state()
 
     @staticmethod
-    def _as_in_parts(draws: Draws, index: int, entry: Entry, args: tuple[Any, ...]) -> torch.Tensor | None:
+    def _as_in_parts(draws: Draws, index: int, entry: TapeEntry, args: tuple[Any, ...]) -> torch.Tensor | None:
         """The result with the bits that its parts have where they are made alone; None where that is not done."""
         if entry.draw is not None:
             return draws.draw(index, entry)
@@ -323,15 +323,15 @@ class _Run:
             return None
         if entry.writes:
             copy = args[0].clone(memory_format=torch.contiguous_format)
-            return apply(entry.target, (copy, *args[1:]), entry.kwargs, copy.shape)
+            return apply_elementwise(entry.target, (copy, *args[1:]), entry.kwargs, copy.shape)
         shape = next(ref.shape for ref in entry.results if ref is not None)
-        return apply(entry.target, args, entry.kwargs, shape)
+        return apply_elementwise(entry.target, args, entry.kwargs, shape)
 
     def free(self, storages: Iterable[int]) -> None:
         for storage in storages:
             self.storages.pop(storage, None)
 
-    def tensor(self, ref: Ref) -> torch.Tensor:
+    def tensor(self, ref: StorageRef) -> torch.Tensor:
         if ref.storage not in self.storages:
             assert ref.covers, f"storage {ref.storage} is read before it is filled"
             blank = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype)  # about to be overwritten whole
@@ -345,11 +345,11 @@ class _Run:
         return seen
 
     def _real(self, leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
+        if isinstance(leaf, StorageRef):
             return self.tensor(leaf)
         if isinstance(leaf, GeneratorRef):
             return self.generators.setdefault(leaf.index, torch.Generator())
-        if isinstance(leaf, Constant):
+        if isinstance(leaf, TapeConstant):
             return leaf.value()
         return leaf
 
@@ -368,7 +368,7 @@ class _Run:
 
 
 @contextmanager
-def _alone(run: _Run) -> Iterator[None]:
+def _alone(run: _TapeRun) -> Iterator[None]:
     """The run has the global generator, default dtype and grad mode to itself; afterwards they are as before."""
     state, dtype = torch.default_generator.get_state(), torch.get_default_dtype()
     if run.default_state is not None:
@@ -382,7 +382,7 @@ def _alone(run: _Run) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _fitted(tensor: torch.Tensor, ref: Ref, inputs: set[int], cleared: bool) -> torch.UntypedStorage:
+def _fitted(tensor: torch.Tensor, ref: StorageRef, inputs: set[int], cleared: bool) -> torch.UntypedStorage:
     """The storage of a new tensor, laid out as recorded and shared with no input; ``cleared``: with zeros in it."""
     as_recorded = (tensor.shape, tensor.dtype) == (ref.shape, ref.dtype)
     assert as_recorded, f"recorded {ref}, replayed {tensor.shape} {tensor.dtype}"
@@ -404,7 +404,7 @@ def _leaves_memory_as_it_is(target: OpOverload) -> bool:
     return target is torch.ops.aten.empty_strided.default
 
 
-def flat(out: Any) -> tuple[Any, ...]:
+def flatten_results(out: Any) -> tuple[Any, ...]:
     """The results of an operator, in order, lists of tensors flattened."""
     return tuple(leaves(out))
 

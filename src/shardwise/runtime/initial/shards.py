@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import PlanWarning, listed
-from shardwise.graph.precision import Precision
+from shardwise.graph.step_precision import Precision
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.hosted import HOST
-from shardwise.runtime.initial.materialize import Init, Parts, initial_values
-from shardwise.runtime.initial.regions import NotByParts
-from shardwise.runtime.initial.weights import Weights
+from shardwise.runtime.cpu_embedding import HOST
+from shardwise.runtime.initial.materialize import Init, PartialTensor, initial_values
+from shardwise.runtime.initial.partial_values import NotByParts
+from shardwise.runtime.initial.weights import WeightFiles
+from shardwise.runtime.local_shards import shard
 from shardwise.runtime.replicas import Fingerprint
-from shardwise.runtime.shards import shard
 
 # Rows of each dim of the box by which ranks compare a tensor that none of them has whole.
 _PRINTED = 64
@@ -28,7 +28,7 @@ _LARGE = 2**22
 
 
 @dataclass(frozen=True)
-class Holder:
+class ShardMaterializer:
     """What this rank holds. ``layouts``: by name, over the mesh of ``ranks``; ``everyone``: all ranks of the job.
     ``host``: names of the tables that stay on the CPU, whose collectives ``host_ranks`` performs. ``only``: the names
     of the parameters and buffers of this rank's stages; None: it has a part of all."""
@@ -52,7 +52,7 @@ class InitialShards:
     """``parts``: this rank's parts by canonical names. ``prints``: numbers that must be alike on all ranks, of the
     whole initial values (of the first elements, where a rank makes its part only), or of the files that they are in."""
 
-    def __init__(self, holder: Holder, precision: Precision, device: torch.device) -> None:
+    def __init__(self, holder: ShardMaterializer, precision: Precision, device: torch.device) -> None:
         self.parts: dict[str, torch.Tensor] = {}
         self.prints: dict[str, int] = {}
         self._holder, self._stored, self._device = holder, precision.stored, device
@@ -65,7 +65,7 @@ class InitialShards:
         coordinates = self._holder.ranks.coordinates
         known: tuple[str, ...] = ()
         if weights is not None:
-            with Weights(weights, module, complete=init is None) as files:
+            with WeightFiles(weights, module, complete=init is None) as files:
                 known = tuple(files.stored_names)
                 for name in filter(self._holder.has, known):
                     layout = self._holder.layout(name, tensors[name])
@@ -79,11 +79,11 @@ class InitialShards:
         whole: list[str] = []
         for name, value in initial_values(module, seed, init, known=known):
             layout = self._holder.layout(name, tensors[name])
-            by_parts = self._parts(name, value, layout) if isinstance(value, Parts) else None
+            by_parts = self._parts(name, value, layout) if isinstance(value, PartialTensor) else None
             if by_parts is None:
-                full = value.whole() if isinstance(value, Parts) else value
+                full = value.whole() if isinstance(value, PartialTensor) else value
                 part, printed = shard(full, layout, coordinates).detach(), full
-                if isinstance(value, Parts):  # another rank's part may be made without the rest
+                if isinstance(value, PartialTensor):  # another rank's part may be made without the rest
                     printed = full[tuple(slice(_PRINTED) for _ in full.shape)]
                     whole += [name] if full.numel() >= _LARGE else []
             else:
@@ -99,7 +99,7 @@ class InitialShards:
             fix = "their initialiser looks at more than one element; init= may give them instead"
             warnings.warn(f"{what} ({fix})", PlanWarning, stacklevel=6)
 
-    def _parts(self, name: str, value: Parts, layout: Layout) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _parts(self, name: str, value: PartialTensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(this rank's part of a tensor, its first elements, which all ranks make alike); None where it is not made by
         parts."""
         coordinates, shape = self._holder.ranks.coordinates, value.ref.shape
@@ -119,4 +119,4 @@ class InitialShards:
         return HOST if name in self._holder.host else self._device
 
 
-__all__ = ["Holder", "InitialShards"]
+__all__ = ["InitialShards", "ShardMaterializer"]

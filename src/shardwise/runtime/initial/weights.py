@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.layouts.boxes import Box
 from shardwise.layouts.text import format_dtype
-from shardwise.texts import MAX_FILE, read_json, read_text
+from shardwise.untrusted_text import MAX_FILE, read_json, read_text
 
 INDEX = "model.safetensors.index.json"
 
 
-class Weights:
+class WeightFiles:
     """The tensors of a file, or of a folder of files, matched with a module's. Use as a context. Raises ShardwiseError
     for files that are missing or no safetensors, for tensors of other shapes or kinds of dtype than the module's, and,
     if they are to be ``complete``, for tensors without values that are not in them.
@@ -56,7 +56,7 @@ class Weights:
             self._open.close()
             raise
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> WeightFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -176,4 +176,4 @@ def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-__all__ = ["Weights"]
+__all__ = ["WeightFiles"]

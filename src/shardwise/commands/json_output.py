@@ -1,0 +1,179 @@
+"""What ``--json`` prints: one document on standard output; numbers are numbers, and names say their units. The schemas
+are in the page "commands" of the documentation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.costs.cluster import Cluster
+    from shardwise.plans.auto_stages import AutoStagesReport, SettingOutcome
+    from shardwise.plans.plan import Plan
+    from shardwise.report.alternatives import PlanRanking
+    from shardwise.report.explain import Explanation
+    from shardwise.report.pipeline_ranking import PipelineRanking
+    from shardwise.report.planned import MicroBatches, StageExplanation
+    from shardwise.search.micro_batch import MicroBatchOutcome
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
+
+
+def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
+    """For a person, or with --json for a program."""
+    print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else text)
+
+
+def _plain(data: Any) -> Any:
+    """As JSON has it: what is not finite is null."""
+    if isinstance(data, float):
+        return data if isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    return [_plain(value) for value in data] if isinstance(data, (list, tuple)) else data
+
+
+def predicted(plan: Plan) -> tuple[float, float] | None:
+    """Seconds of a step and bytes of a device; None: nothing is predicted."""
+    if plan.pipeline is not None:
+        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
+    prediction = plan.predicted
+    return None if prediction is None else (prediction.planned_seconds, prediction.memory_bytes)
+
+
+def totals(plan: Plan) -> list[dict[str, Any]]:
+    """The collectives of a pass, alike ones together."""
+    entries = []
+    for direction in ("forward", "backward"):
+        count: Counter[tuple[str, str]] = Counter()
+        size: Counter[tuple[str, str]] = Counter()
+        for entry in plan.collectives(backward=direction == "backward"):
+            count[entry.kind, entry.axes] += 1
+            size[entry.kind, entry.axes] += entry.num_bytes
+        for (kind, axes), number in count.items():
+            entries.append(
+                {"direction": direction, "kind": kind, "axes": axes, "count": number, "bytes": size[kind, axes]}
+            )
+    return entries
+
+
+def entry_data(plan: Plan, name: str) -> dict[str, Any]:
+    """What the file of a plan says of an operator or a tensor that it has."""
+    for number, stage in enumerate(plan.stages):
+        uses = [asdict(entry) for entry in stage.conversions or () if name in (entry.value, entry.op)]
+        for tensor in (*stage.parameters, *stage.buffers, *stage.inputs):
+            if tensor.name == name:
+                return {**asdict(tensor), "stage": number, "conversions": uses}
+        for operator in stage.operators:
+            if operator.name == name:
+                return {**asdict(operator), "stage": number, "conversions": uses}
+    raise AssertionError(f"{name} was found before")
+
+
+def explanation_data(answer: Explanation | StageExplanation | MicroBatches | AutoStagesReport) -> dict[str, Any]:
+    """Of a choice (in a stage), of micro-batches, or of stages."""
+    from shardwise.report.explain import Explanation
+    from shardwise.report.planned import MicroBatches, StageExplanation
+
+    if isinstance(answer, StageExplanation):
+        return {**explanation_data(answer.explanation), "stage": answer.stage, "alike": answer.alike or None}
+    if isinstance(answer, MicroBatches):
+        return {
+            "taken": answer.taken,
+            "tried": [
+                {"micro_batch": trial.micro_batch, "passes": trial.passes, **_planned(trial)} for trial in answer.tried
+            ],
+        }
+    if not isinstance(answer, Explanation):
+        return {
+            "taken": asdict(answer.taken),
+            "considered": [
+                {
+                    **asdict(trial.setting),
+                    "bound_seconds": trial.bound,
+                    **_planned(trial),
+                    "faster_seconds": trial.pruned or None,
+                }
+                for trial in answer.considered
+            ],
+        }
+    return {
+        "name": answer.name,
+        "kind": answer.kind,
+        "alone": answer.alone,
+        "decided_by": answer.decided_by or None,
+        "favour_seconds": answer.favour,
+        "alternatives": [
+            {
+                "choice": alternative.choice,
+                "chosen": alternative.chosen,
+                "step_at_least_seconds": alternative.step_seconds,
+                "here_seconds": alternative.seconds,
+                "bytes": alternative.num_bytes,
+                "terms": [
+                    {
+                        "neighbour": term.neighbour or None,
+                        "exposed_seconds": term.exposed,
+                        "compute_seconds": term.compute,
+                        "traffic_seconds": term.traffic,
+                        "bytes": term.num_bytes,
+                        "messages": [_renamed(asdict(message)) for message in term.messages],
+                    }
+                    for term in alternative.terms
+                ],
+            }
+            for alternative in answer.alternatives
+        ],
+    }
+
+
+def _planned(trial: MicroBatchOutcome | SettingOutcome) -> dict[str, Any]:
+    """What became of a micro-batch, or of a setting."""
+    return {
+        "step_seconds": trial.step_seconds or None,
+        "bytes": trial.num_bytes or None,
+        "refused": trial.refused or None,
+    }
+
+
+def _renamed(message: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes" if key == "num_bytes" else key: value for key, value in message.items()}
+
+
+def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:
+    """The best plans of a search, or the best pipelines."""
+    from shardwise.report.pipeline_ranking import PipelineRanking
+
+    if isinstance(ranking, PipelineRanking):
+        named = ("step_seconds", "bubble", "num_bytes", "changed")
+        pipelines = [
+            {name.replace("num_bytes", "bytes"): getattr(pipeline, name) for name in named}
+            for pipeline in ranking.pipelines
+        ]
+        return {"looked_at": ranking.looked_at, "refused": ranking.refused, "pipelines": pipelines}
+    return {
+        "exact": ranking.exact,
+        "plans": [
+            {
+                "additive_price_seconds": plan.prediction.passes * plan.prediction.additive_price,
+                "compute_seconds": plan.prediction.passes * plan.prediction.compute,
+                "exposed_seconds": plan.prediction.passes * plan.prediction.exposed,
+                "traffic_seconds": plan.prediction.passes * plan.prediction.traffic,
+                "bytes": plan.prediction.num_bytes,
+                "changes": [change._asdict() for change in plan.changed],
+            }
+            for plan in ranking.plans
+        ],
+    }
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """All figures of a cluster: bytes, seconds, bytes and FLOPs a second."""
+    return {"num_devices": cluster.num_devices, **asdict(cluster)}

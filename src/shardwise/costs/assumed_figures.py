@@ -1,0 +1,57 @@
+"""What a cluster file leaves out that prices need, and what is assumed instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.costs.cluster import rate_dtype
+
+# Key -> what is assumed without it.
+_OF_DEVICES = {
+    "matmul_efficiency": "large matmuls reach the peak",
+    "matmul_half_flops": "small matmuls are as fast as large ones",
+    "memory_efficiency": "element-wise operators reach the whole bandwidth",
+    "kernels": "every kind of kernel reaches the same part of a peak",
+    "overlap": "messages slow no kernel down",
+    "launch": "the host starts kernels as fast as they run",
+    "reserve": "a plan has all of the memory",
+    "host_bandwidth": "the memory is the host's",
+    "spread": "operators take what is predicted, without an interval",
+}
+_OF_LEVELS = {
+    "launch": "collectives begin at once",
+    "spread": "messages take what is predicted, without an interval",
+}
+
+
+def assumed_figures(content: Mapping[str, Any]) -> list[str]:
+    """What the tables of a cluster file, which was read without a fault, leave out, each with what is assumed. Nothing
+    of a file that was measured, which has what there is."""
+    if "measured" in content:
+        return []
+    devices = [content["device"]] if "device" in content else content.get("devices", [])
+    lacking = {
+        f"device.{key}": f"device.{key} (assumed: {what})"
+        for device in devices
+        for key, what in _OF_DEVICES.items()
+        if "like" not in device and key not in device and not (key == "kernels" and "kernels_like" in device)
+    }
+    for device in devices:
+        flops = {} if "like" in device else device.get("flops", {})
+        stands = {dtype: rate_dtype(dtype, flops) for dtype in ("bf16", "f16") if flops and dtype not in flops}
+        lacking |= {
+            f"flops.{dtype}": f"device.flops.{dtype} (assumed: the rate of {other})"
+            for dtype, other in stands.items()
+            if other
+        }
+    for level in content.get("levels", []):
+        lacking |= {
+            f"{level['name']}.{key}": f"levels.{level['name']}.{key} (assumed: {what})"
+            for key, what in _OF_LEVELS.items()
+            if key not in level and not (key == "launch" and ("launches" in level or "lines" in level))
+        }
+    return list(lacking.values())
+
+
+__all__ = ["assumed_figures"]

@@ -1,0 +1,173 @@
+"""The calls of a model's own code, on one device and on ranks, in float64 and under the same names.
+
+A call is known by the path of its module, its function, its line and its number among those; what a tool's own code
+does in between (its hooks, its exchanges) is not the model's and is not noted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.graph.call_arguments import call_module
+from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.to_float64 import Reference
+
+_TORCH = Path(torch.__file__).parent
+_SITE = _TORCH.parent
+_OWN_FORWARD, _CALLS_HOOKS = str(_TORCH / "nn" / "modules"), str(_TORCH / "nn" / "modules" / "module.py")
+TOOLS = (
+    str(_TORCH / "distributed"),
+    *(
+        str(_SITE / name)
+        for name in ("transformers/distributed", "transformers/integrations/tensor_parallel", "accelerate")
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """``module``: its path; ``index``: among the calls of this function on this line in this module."""
+
+    module: str
+    function: str
+    source: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        """As operators of plans are called: ``blocks.0.up/linear``."""
+        return f"{self.module}/{self.function}"
+
+
+@dataclass(frozen=True)
+class RecordedResult:
+    """What a call returned: copies, without DTensor's wrapper. ``differentiable``: it has gradients. ``operands``: what
+    it read, as calls, parameters (their names) or "an input"; ``read``: their values then, which a tool's code may
+    have brought into another layout since they were made (None: a parameter)."""
+
+    results: tuple[Tensor, ...]
+    differentiable: bool
+    operands: tuple[CallKey | str, ...]
+    read: tuple[Tensor | None, ...]
+
+
+class CallRecorder(Reference):
+    """Runs a model without dropout, in float64 (``widens``), and notes its calls (``records``). One per thread."""
+
+    def __init__(self, records: bool = False, widens: bool = True) -> None:
+        super().__init__(0, (), widens)
+        self.records, self.made = records, dict[CallKey, RecordedResult]()
+        self.failed: dict[CallKey, tuple[Tensor | None, ...]] = {}  # calls that raised, and what they read
+        self.drops = self.draws = False
+        self.names: dict[int, str] = {}  # parameters
+        self._path: list[str] = [""]
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._makers: dict[int, CallKey] = {}
+        self._kept: list[Any] = []  # ids are of living tensors
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        self.drops = True
+        return x
+
+    def uniform(self, shape: Any) -> Tensor:
+        self.draws = True
+        return super().uniform(shape)
+
+    def follow(self, module: nn.Module) -> None:
+        """Note in which module a call is made. To be called before a tool adds hooks of its own."""
+        for path, part in module.named_modules():
+            part.register_forward_pre_hook(partial(self._enter, path))
+            part.register_forward_hook(self._leave, always_call=True)
+
+    def know(self, module: nn.Module) -> None:
+        """The module's parameters as they are now, by name."""
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def _enter(self, path: str, *_: Any) -> None:
+        self._path.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self._path.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.records:
+            return super().__torch_function__(func, types, args, kwargs)
+        line = "" if getattr(func, "__name__", "") == "__get__" else _line(sys._getframe(1))
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if line else []
+        read = tuple(None if id(one) in self.names else _copy(one) for one in given)  # the call may write them
+        try:
+            result = super().__torch_function__(func, types, args, kwargs)
+        except Exception:
+            if line:
+                self.failed[self._call(func, line)] = read
+            raise
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if line and results and not _is_pending(result):
+            call = self._call(func, line)
+            self._counts[call.module, call.function, call.source] += 1
+            operands = tuple(self._makers.get(id(one)) or self.names.get(id(one), "an input") for one in given)
+            differentiable = any(one.requires_grad for one in results)
+            self.made[call] = RecordedResult(tuple(map(_copy, results)), differentiable, operands, read)
+            self._kept.append(results)
+            self._makers.update((id(one), call) for one in results)
+        return result
+
+    def _call(self, func: Callable[..., Any], line: str) -> CallKey:
+        key = self._path[-1], getattr(func, "__name__", str(func)).strip("_"), line
+        return CallKey(*key, self._counts[key])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return local(tensor).clone()
+
+
+def _is_pending(result: Any) -> bool:
+    """Whether it is DTensor's masked lookup, whose parts make sense only when they are reduced."""
+    return any("Mask" in type(placement).__name__ for placement in getattr(result, "placements", ()))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, DTensor or not."""
+    held: Tensor = getattr(tensor, "_local_tensor", tensor)
+    wait = getattr(held, "wait", None)
+    return (wait() if callable(wait) else held).detach()
+
+
+def _line(frame: FrameType | None) -> str:
+    """``"model.py:41"`` of the model's line, or that of a module of PyTorch, or ``"loss="``; "" for what a tool's own
+    code calls."""
+    of_torch = ""
+    while frame is not None and frame.f_code is not call_module.__code__:  # outside of the model: who asks
+        name = frame.f_code.co_filename
+        if name.startswith(_OWN_FORWARD) and name != _CALLS_HOOKS:
+            of_torch = of_torch or f"{Path(name).name}:{frame.f_lineno}"
+        elif name.startswith(TOOLS) and not of_torch:
+            return ""
+        elif not name.startswith((*NOT_USER_CODE, *TOOLS)):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return of_torch or ("loss=" if frame is not None else "")
+
+
+def error_line(error: BaseException) -> str:
+    """The model's line at which an error was raised, if there is one."""
+    line, step = "", error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if not name.startswith((*NOT_USER_CODE, *TOOLS)):
+            line = f"{Path(name).name}:{step.tb_lineno}"
+        step = step.tb_next
+    return line

@@ -1,0 +1,237 @@
+"""Where a plan of another tool goes wrong first: the call, its line, and how ranks hold what it reads and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError, listed
+from shardwise.foreign.call_recorder import CallKey, CallRecorder, RecordedResult, error_line
+from shardwise.foreign.inferred_layout import infer_layout, overcounted_factor, whole_text
+from shardwise.foreign.rank_threads import DifferentExchangesError, RankThread
+from shardwise.layouts.mesh import Mesh
+from shardwise.proof.errors_by_tensor import TensorError, magnitude, relative_difference
+
+_PARTIAL = "a partial sum is read by what is not linear, or added to a whole value: it must be reduced before"
+
+
+@dataclass(frozen=True)
+class FirstError:
+    """``what``: "the result of blocks.0.up/linear"; ``error``: relative, on the worst rank; ``operands``: what it
+    reads, with the layouts that ranks hold it in."""
+
+    what: str
+    source: str
+    ranks: tuple[int, ...]
+    error: float
+    expected: str
+    found: str
+    operands: tuple[tuple[str, str], ...] = ()
+    hint: str = ""
+
+    def lines(self) -> list[str]:
+        where = f" ({self.source})" if self.source else ""
+        ranks = f" on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        by = "" if self.error == float("inf") else f", by {self.error:.2g}"
+        return [
+            f"first wrong: {self.what}{where}{ranks}{by}",
+            f"  expected {self.expected}, found {self.found}",
+            *(f"  it reads {name}: {layout}" for name, layout in self.operands),
+            *([f"  {self.hint}"] if self.hint else []),
+        ]
+
+    def as_data(self) -> dict[str, Any]:
+        data = asdict(self)
+        return data | {"error": None if self.error == float("inf") else self.error}
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An error on a rank (None: before there were any). ``refutes``: it is of the plan, not of what this machine or
+    version cannot run."""
+
+    rank: int | None
+    error: str
+    source: str
+    refutes: bool
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.error}{'' if self.rank is None else f' on rank {self.rank}'}{where}"
+
+
+def describe_rank_error(rank: RankThread) -> RankError:
+    """What to say of a rank's error. What is not implemented, or not installed, says nothing about a plan."""
+    error = rank.error
+    assert error is not None, "the rank has failed"
+    text = str(error).strip().split("\n")[0] or "no message"
+    unknown = isinstance(error, (NotImplementedError, ImportError, ShardwiseError)) or any(
+        phrase in str(error) for phrase in ("not implemented", "does not have a sharding strategy", "not supported")
+    )
+    mixed = "mixed torch.Tensor and DTensor" in str(error)
+    name = type(error).__name__ if not isinstance(error, DifferentExchangesError) else "different exchanges"
+    return RankError(rank.rank, f"{name}: {text}", error_line(error), mixed or not unknown)
+
+
+def first_wrong_value(
+    one: CallRecorder,
+    ranks: Sequence[RankThread],
+    wrong: Sequence[TensorError],
+    gradients: Mapping[str, tuple[Tensor, list[Tensor]]],
+    mesh: Mesh,
+    data_axes: Sequence[str],
+    tolerance: float,
+) -> FirstError | None:
+    """The first call whose differentiable result is in no layout of that of one device; if all results are right, the
+    wrong gradient that backward makes first."""
+    found = first_wrong_call(one, ranks, mesh, tolerance)
+    return found or _of_gradient(one, wrong, gradients, mesh, data_axes, tolerance)
+
+
+def first_wrong_call(one: CallRecorder, ranks: Sequence[RankThread], mesh: Mesh, tolerance: float) -> FirstError | None:
+    """The first call whose differentiable result is in no layout of that of one device and that no reader makes good
+    (a tool may add a bias later than the model does); or, where ranks stopped, the call that they did not come from."""
+    if any(rank.result is None for rank in ranks):
+        return None
+    calls: list[CallRecorder] = [rank.result.calls for rank in ranks]
+    made: list[Mapping[CallKey, RecordedResult]] = [own.made for own in calls]
+    readers: dict[CallKey, list[CallKey]] = {}
+    for call, whole in one.made.items():
+        for operand in whole.operands:
+            if isinstance(operand, CallKey):
+                readers.setdefault(operand, []).append(call)
+    wrong: dict[CallKey, tuple[Tensor, list[Tensor]]] = {}
+    order = list(one.made)
+    reached = max((i for i, call in enumerate(order) if all(call in own for own in made)), default=-1)
+    absent = order[reached + 1 :]
+    for call, whole in one.made.items():
+        if not whole.differentiable or not all(call in own for own in made):
+            continue
+        for place, tensor in enumerate(whole.results):
+            held = [own[call].results[place] for own in made if len(own[call].results) > place]
+            if (
+                tensor.is_floating_point()
+                and len(held) == len(made)
+                and infer_layout(tensor, held, mesh, tolerance) is None
+            ):
+                wrong.setdefault(call, (tensor, held))
+    for call, (tensor, held) in wrong.items():
+        after = readers.get(call, [])
+        if not after or any(reader in wrong or reader in absent for reader in after):
+            return _of_call(call, one, calls, tensor, held, mesh, tolerance)
+    if absent and any(rank.error is not None for rank in ranks):
+        call, whole = absent[0], one.made[absent[0]]
+        reads = _operands(call, one, calls, mesh, tolerance)
+        expected = f"{whole_text(whole.results[0])} or parts of it"
+        return FirstError(f"{call.name}", call.source, (), float("inf"), expected, "an error", reads, _hint(reads))
+    return None
+
+
+def _of_call(
+    call: CallKey,
+    one: CallRecorder,
+    ranks: Sequence[CallRecorder],
+    whole: Tensor,
+    held: Sequence[Tensor],
+    mesh: Mesh,
+    tolerance: float,
+) -> FirstError:
+    errors = _errors(whole, held)
+    reads = _operands(call, one, ranks, mesh, tolerance)
+    return FirstError(
+        f"the result of {call.name}",
+        call.source,
+        tuple(errors),
+        max(errors.values()),
+        f"{whole_text(whole)} or parts of it",
+        _found(whole, held, mesh, tolerance),
+        reads,
+        _hint(reads),
+    )
+
+
+def _operands(
+    call: CallKey, one: CallRecorder, ranks: Sequence[CallRecorder], mesh: Mesh, tolerance: float
+) -> tuple[tuple[str, str], ...]:
+    """What a call reads of other calls, in the layouts in which ranks give it to the call."""
+    operands: dict[CallKey, tuple[str, str]] = {}
+    read = [own.made[call].read if call in own.made else own.failed.get(call, ()) for own in ranks]
+    for place, (maker, whole) in enumerate(zip(one.made[call].operands, one.made[call].read, strict=True)):
+        if not isinstance(maker, CallKey) or whole is None:
+            continue
+        held = [own[place] for own in read if len(own) > place]
+        parts = [part for part in held if part is not None]
+        if not parts:
+            continue  # no rank came to the call
+        layout = infer_layout(whole, parts, mesh, tolerance) if len(parts) == len(ranks) else None
+        operands.setdefault(maker, (maker.name, str(layout) if layout else "in no layout of it"))
+    return tuple(operands.values())
+
+
+def _hint(operands: Sequence[tuple[str, str]]) -> str:
+    return _PARTIAL if any("partial(sum" in layout for _, layout in operands) else ""
+
+
+def _of_gradient(
+    one: CallRecorder,
+    wrong: Sequence[TensorError],
+    gradients: Mapping[str, tuple[Tensor, list[Tensor]]],
+    mesh: Mesh,
+    data_axes: Sequence[str],
+    tolerance: float,
+) -> FirstError | None:
+    reads = {name: call for call, made in one.made.items() for name in made.operands if isinstance(name, str)}
+    order = {call: position for position, call in enumerate(one.made)}
+    floor = 1e-6 * max((magnitude(whole) for whole, _ in gradients.values()), default=0.0)
+
+    def is_wrong(whole: Tensor, held: Sequence[Tensor]) -> bool:
+        scale = max(magnitude(whole), floor)
+        if len(held) == mesh.num_devices and all(relative_difference(whole, one, scale) <= tolerance for one in held):
+            return False
+        layout = infer_layout(whole, held, mesh, tolerance) if len(held) == mesh.num_devices else None
+        return layout is None or layout.is_summand
+
+    suspects = {d.name for d in wrong if d.kind == "gradient"} & gradients.keys()
+    names = [name for name in sorted(suspects) if is_wrong(*gradients[name])]
+    if not names:
+        return None
+    name = max(names, key=lambda name: order.get(reads[name], -1) if name in reads else -1)
+    whole, held = gradients[name]
+    reader = reads.get(name)
+    what = f"the gradient of {name}" + (f", which {reader.name} reads" if reader else "")
+    source = reader.source if reader else ""
+    if len(held) < mesh.num_devices:
+        return FirstError(what, source, tuple(range(mesh.num_devices)), float("inf"), whole_text(whole), "no gradient")
+    errors = _errors(whole, held)
+    found = _found(whole, held, mesh, tolerance)
+    hint = "its ranks do different work on it: their gradients must be added up" if "partial" in found else ""
+    own = mesh.size_of(tuple(axis for name in data_axes for axis in mesh.expand(name)))
+    terms = infer_layout(whole * own, held, mesh, tolerance) if own > 1 else None
+    if terms is not None and not terms.splits and set(terms.partial) == {f"sum@{name}" for name in data_axes}:
+        found = str(replace(terms, partial=tuple(f"avg@{name}" for name in data_axes)))
+        hint = (
+            f"its ranks have samples of their own along {listed(data_axes)}, and nothing takes the mean of their "
+            "gradients: give a function (module, device_mesh) that applies this plan and DDP or fully_shard"
+        )
+    return FirstError(what, source, tuple(errors), max(errors.values()), whole_text(whole), found, (), hint)
+
+
+def _errors(whole: Tensor, held: Sequence[Tensor]) -> dict[int, float]:
+    """Ranks -> how far they are from the whole value: infinitely, where shapes differ."""
+    scale = magnitude(whole)
+    errors = {rank: relative_difference(whole, tensor, scale) for rank, tensor in enumerate(held)}
+    return {rank: error for rank, error in errors.items() if error > 1e-12} or errors
+
+
+def _found(whole: Tensor, held: Sequence[Tensor], mesh: Mesh, tolerance: float) -> str:
+    layout = infer_layout(whole, held, mesh, tolerance)
+    if layout is not None:
+        return str(layout)
+    factors = {overcounted_factor(whole, tensor, mesh.num_devices, tolerance) for tensor in held}
+    if len(factors) == 1 and (factor := factors.pop()):
+        return f"{factor} times that on every rank"
+    shapes = sorted({str(list(tensor.shape)) for tensor in held})
+    return f"{' and '.join(shapes)} on ranks, in no layout of it"

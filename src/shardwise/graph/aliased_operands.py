@@ -1,0 +1,73 @@
+"""Operators that hand on their operand's memory though their schema does not say so.
+
+``dropout(x, 0.)``, ``einsum("i->i", x)``, ``meshgrid(x)`` and others are functions over other operators, and return the
+operand itself, or a view of it, for some arguments. Export keeps such a function as one operator and gives its result
+memory of its own. Called once more on the same fake tensors, without export around it, it shows what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from shardwise.graph.bodies import storage_of
+from shardwise.graph.schema import tensor_results
+
+
+@dataclass(frozen=True, slots=True)
+class AliasedOperand:
+    """``operand``: whose memory a result has; ``is_whole``: it is the operand, element by element, and its memory is
+    nothing else."""
+
+    operand: Node
+    is_whole: bool
+
+
+@dataclass
+class NodeCalls:
+    """Of a program: every node is called at most once, however often its layer is repeated."""
+
+    known: dict[Node, Mapping[int, AliasedOperand]] = field(default_factory=dict)
+
+    def of(self, node: Node) -> Mapping[int, AliasedOperand]:
+        """The results of a call that have an operand's memory, by position."""
+        if node not in self.known:
+            self.known[node] = _aliased_operand(node)
+        return self.known[node]
+
+
+def _aliased_operand(node: Node) -> dict[int, AliasedOperand]:
+    target: Any = node.target
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    operands = [leaf for leaf in leaves if isinstance(leaf, Node) and isinstance(leaf.meta["val"], torch.Tensor)]
+    is_said = any(result.alias_info for result in target._schema.returns)
+    dtypes = {tensor.dtype for tensor in (*(o.meta["val"] for o in operands), *tensor_results(node.meta["val"]))}
+    # One dtype: what is handed on has its operand's, and under autocast others are not called with what was traced.
+    if is_said or not operands or len(dtypes) != 1 or not target._can_decompose():
+        return {}
+    args, kwargs = pytree.tree_map_only(Node, lambda argument: argument.meta["val"], (node.args, node.kwargs))
+    with operands[0].meta["val"].fake_mode, torch.no_grad():
+        results = tensor_results(target(*args, **kwargs))
+    owners = {storage_of(operand.meta["val"]): operand for operand in reversed(operands)}
+    handed_on = {}
+    for index, (result, traced) in enumerate(zip(results, tensor_results(node.meta["val"]), strict=True)):
+        operand = owners.get(storage_of(result))
+        if operand is None:
+            continue
+        entry = AliasedOperand(operand, _is_whole(result, operand.meta["val"]))
+        if entry.is_whole or storage_of(traced) not in owners:
+            handed_on[index] = entry
+    return handed_on
+
+
+def _is_whole(result: torch.Tensor, operand: torch.Tensor) -> bool:
+    same = (result.shape, result.stride(), result.storage_offset()) == (operand.shape, operand.stride(), 0)
+    return same and operand.is_contiguous() and result.is_conj() == operand.is_conj()
+
+
+__all__ = ["AliasedOperand", "NodeCalls"]

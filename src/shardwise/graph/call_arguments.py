@@ -1,0 +1,130 @@
+"""The call that is captured: its arguments, those that are targets of a loss function, and the loss that it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError, problem
+from shardwise.untrusted_text import shorten_repr
+
+
+def call_arguments(
+    example_inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones. Raises CaptureError
+    for what is none of these."""
+    if not isinstance(kwargs, Mapping | None):
+        what = f"kwargs is {shorten_repr(kwargs)}"
+        raise CaptureError(problem(what, fix="a dict of the inputs that are passed by name; leave it out for none"))
+    if isinstance(example_inputs, Mapping):
+        return (), {**example_inputs, **(kwargs or {})}
+    if not isinstance(example_inputs, Iterable):
+        what = f"the example inputs are {shorten_repr(example_inputs)}"
+        raise CaptureError(problem(what, fix="a tensor, a tuple of inputs, or a dict of named ones; () for none"))
+    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    return args, dict(kwargs or {})
+
+
+def call_module(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None
+) -> Any:
+    """What ``capture`` captures, as an ordinary call.
+
+    The module's output, or what ``loss`` makes of it and of the targets.
+    """
+    own_args, own_kwargs, targets, named = divide_targets(module, tuple(args), dict(kwargs), loss)
+    try:
+        output = module(*own_args, **own_kwargs)
+    except TypeError:
+        _check_taken(module, own_args, own_kwargs, len(targets) + len(named))
+        raise
+    return output if loss is None else loss(output, *targets, **named)
+
+
+def divide_targets(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
+    """(module args, module kwargs, positional targets, named targets)"""
+    if loss is None:
+        return args, kwargs, (), {}
+    parameters = _parameters_of(loss)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
+    wanted = required[1:]
+    of_forward, every = set(inspect.signature(module.forward).parameters), set(parameters)
+    named = {name: value for name, value in kwargs.items() if name in every and name not in of_forward}
+    count = len([name for name in wanted if name not in named])
+    if count > len(args):
+        raise CaptureError(
+            problem(
+                f"the loss takes {count} positional targets ({', '.join(wanted)}), "
+                f"but there are {len(args)} positional examples",
+                op=getattr(loss, "__name__", type(loss).__name__),
+                fix="give the examples in order: inputs of the module first, then the targets of the loss",
+            )
+        )
+    first = len(args) - count
+    own_args, own_kwargs = args[:first], {name: value for name, value in kwargs.items() if name not in named}
+    return own_args, own_kwargs, args[first:], named
+
+
+def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_targets: int) -> None:
+    """Raise CaptureError for arguments that forward does not take. ``num_targets``: how many are for the loss."""
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        why, fix, most = str(error), "pass what it takes", _most_positional(module)
+        if num_targets:
+            fix = f"pass the inputs and then the {num_targets} targets of the loss; par.predict takes the inputs only"
+        elif most is not None and len(args) > most:
+            why = f"{most} positional argument{'s' * (most != 1)}, {len(args)} were given"
+            fix = "if the last are targets, pass loss=, a function of the output and of them; else pass what it takes"
+        what = f"{type(module).__name__}.forward does not take these arguments: {why}"
+        raise CaptureError(problem(what, fix=fix)) from error
+
+
+def _most_positional(module: nn.Module) -> int | None:
+    """How many positional arguments forward takes; None: any number."""
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+
+
+def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a loss takes. Raises CaptureError for what is no function, and for a builtin, which does not say."""
+    try:
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except (TypeError, ValueError) as error:
+        name = getattr(loss, "__name__", repr(loss))
+        what = (
+            f"the loss {name} does not say what it takes: {error}"
+            if callable(loss)
+            else f"the loss {name} is no function"
+        )
+        fix = "a function with named parameters: loss=lambda output, target: ..."
+        raise CaptureError(problem(what, fix=fix)) from error
+
+
+def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
+    """The scalar that is differentiated, by the convention of ``capture``."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)):
+        candidates.extend(pytree.tree_leaves(output)[:1])
+    for candidate in candidates:
+        if isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.dtype.is_floating_point:
+            return candidate
+    if required:
+        shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise CaptureError(
+            problem(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()")
+        )
+    return None

@@ -1,0 +1,362 @@
+"""What the code of a call uses beside its arguments and the model's tensors: names of files, closures, attributes of
+classes, what objects and containers hold, and the dtype in which torch makes new tensors.
+
+One device reads them anew in every call. A program goes on with what they were when the call was captured. So a rank
+asks in every call whether they are the same: of every place whether it holds the same object, and by value only where
+one does not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import sys
+import threading
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextvars import ContextVar
+from operator import call, is_
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.code_reachability import ReachableCode, names_in_methods
+from shardwise.graph.looking import attribute, item_of, items_of, size_of, text_of
+from shardwise.graph.module_state import OF_TORCH
+from shardwise.graph.origins import is_module_of_models
+from shardwise.graph.trees import constant_key, is_constant, is_plain_tensor
+
+_MOST_ITEMS = (
+    1000  # of a container whose items are looked at, and of a tensor whose numbers are; longer ones are tables
+)
+_OF_USERS = (Namespace, SimpleNamespace, threading.local)  # classes of Python whose attributes are a user's
+
+
+class ReadAttribute(NamedTuple):
+    """What ``get(holder, key)`` was."""
+
+    get: Callable[[Any, Any], object]
+    holder: Any
+    key: Any
+    value: object
+
+
+class ClosureGuards:
+    """What was read when somebody last took ``note``."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[_GuardReader], None]) -> None:
+        self._names, self._read = frozenset(names), read
+        self.note()
+
+    @staticmethod
+    def of_code(code: ReachableCode) -> ClosureGuards:
+        """What some code uses, which is read again in every capture."""
+        return ClosureGuards(_names_of(code), lambda reader: reader.read_code(code))
+
+    @staticmethod
+    def of_settings(module: nn.Module, code: ReachableCode) -> ClosureGuards:
+        """The objects and containers of numbers and texts that a model has as attributes and its code names: whoever
+        made the model may have them, too, and ranks have copies."""
+        settings = {
+            f"{path}.{name}" if path else name: value
+            for path, owner in module.named_modules()
+            for name, value in vars(owner).items()
+            if name in code.names and name not in OF_TORCH and not is_constant(value) and _is_settings(value)
+        }
+        return ClosureGuards(_names_of(code), lambda reader: reader.read_all(settings))
+
+    def note(self) -> None:
+        """From now on things are to be as they are now."""
+        self._take(self._now())
+
+    def check(self) -> None:
+        """Raise ShardwiseError where something is no longer what it was."""
+        if all(map(is_, map(call, self._gets, self._holders, self._keys), self._values)):
+            return
+        now = self._now()
+        changed = self._reader.changed(now)
+        if not changed:  # other objects of the same values
+            self._take(now)
+            return
+        raise ShardwiseError(
+            problem(
+                f"the code of the model or of its loss uses {changed}: programs have been captured with what it was, "
+                "and ranks would go on with that",
+                fix="pass as an input what changes between steps, or keep it in a buffer of the model and write to "
+                "that (fill_, copy_); set what stays before sw.plan and sw.parallelize",
+            )
+        )
+
+    def _now(self) -> _GuardReader:
+        reader = _GuardReader(self._names)
+        self._read(reader)
+        return reader
+
+    def _take(self, reader: _GuardReader) -> None:
+        self._reader = reader
+        self._gets = [place.get for place in reader.places]
+        self._holders = [place.holder for place in reader.places]
+        self._keys = [place.key for place in reader.places]
+        self._values = [place.value for place in reader.places]
+
+
+class _GuardReader:
+    """Reads down to numbers, texts, tensors and identities. ``leaves``: where -> a key that tells values apart;
+    ``texts``: what a reader sees."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self.places: list[ReadAttribute] = []
+        self.leaves: dict[str, object] = {}
+        self.texts: dict[str, str] = {}
+        self.numbers: set[str] = set()  # where there is a number, a text or a tensor
+        self._seen: set[int] = set()
+
+    def changed(self, after: _GuardReader) -> str:
+        """``model.py: SCALE (2.0 -> 3.0)``, or "" where nothing differs. New functions, classes and containers in a
+        container are no difference: it may be a registry or a cache."""
+        apart: list[str] = []
+        for before, other in ((self, after), (after, self)):
+            alone = [where for where in before.leaves if where not in other.leaves]
+            whole = tuple(where for where in alone if where not in before.numbers)
+            apart += [where for where in alone if not where.startswith(whole)]
+        both = [where for where, key in self.leaves.items() if after.leaves.get(where, key) != key]
+        names = dict.fromkeys([*both, *apart])
+        shown = [f"{where} ({self.texts.get(where, 'none')} -> {after.texts.get(where, 'none')})" for where in names]
+        return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+    # -- places --------------------------------------------------------------------------------------------------------
+
+    def read_all(self, values: Mapping[str, object]) -> None:
+        """Values by name."""
+        for name, value in values.items():
+            self.read(name, value)
+
+    def read_code(self, code: ReachableCode) -> None:
+        """What code uses, and torch's default dtype."""
+        loss = code.loss if isinstance(code.loss, nn.Module) else None
+        of_loss = set() if loss is None else set(map(id, loss.modules()))
+        self._seen.update(set(map(id, code.owners)) - of_loss)
+        self._at(_default_dtype, None, None, "torch's default dtype")
+        for function in code.functions:
+            file = Path(function.__code__.co_filename).name
+            for name in _globals_of(function.__code__):
+                if not hasattr(builtins, name) or name in function.__globals__:
+                    self._at(dict.get, function.__globals__, name, f"{file}: {name}")
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                self._at(_content, cell, None, f"{function.__qualname__}: {name}")
+            for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self.read(f"a default of {function.__qualname__}", value)
+        for kind in code.classes:
+            self._read_class(kind, self.names)
+        for bound in code.bound:
+            name = type(bound).__name__
+            if isinstance(bound, functools.partial):
+                self.read(f"positional arguments of a {name}", bound.args)
+                self.read(f"arguments of a {name}", bound.keywords)
+            elif isinstance(bound, nn.Module):  # maybe the model as it was before it was split
+                self._read_attributes(name, vars(bound), self.names - OF_TORCH - {"training"})
+            else:
+                self.read(f"the {name}", bound)
+        if loss is not None:
+            self.read("the loss", loss)
+
+    def _at(self, get: Callable[[Any, Any], object], holder: Any, key: Any, where: str) -> None:
+        """A place, and what it holds."""
+        value = get(holder, key)
+        self.places.append(ReadAttribute(get, holder, key, value))
+        self.read(where, value)
+
+    def _if(self, is_so: Callable[[Any, Any], bool], holder: Any, key: Any) -> None:
+        """A place that holds whether something is as it is now."""
+        self.places.append(ReadAttribute(is_so, holder, key, True))
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def read(self, where: str, value: Any) -> None:
+        """A value that the code comes to, and what it holds."""
+        if isinstance(value, torch.Tensor):
+            self.numbers.add(where)
+            self._read_tensor(where, value)
+        elif is_constant(value):
+            if not isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+                self.numbers.add(where)
+            self._leaf(where, constant_key(value), (attribute(value, "__qualname__") or text_of(value))[:40])
+        elif id(value) in self._seen:
+            self._leaf(where, type(value), f"a {type(value).__name__}")
+        else:
+            self._seen.add(id(value))
+            self._read_parts(where, value)
+
+    def _read_parts(self, where: str, value: Any) -> None:
+        text = f"a {type(value).__name__}"
+        if isinstance(value, ModuleType):
+            self._leaf(where, id(value), value.__name__)
+            if is_module_of_models(value):
+                self._read_attributes(value.__name__, vars(value), self.names)
+        elif isinstance(value, nn.Module):
+            self._leaf(where, id(value), text)
+            self._read_module(where, value)
+        elif isinstance(value, ContextVar):
+            self._leaf(where, id(value), text)
+            self._at(_in_context, value, None, f"{where}, in its context")
+        elif isinstance(value, (dict, list, tuple, deque, set)):
+            self._leaf(where, type(value), f"{size_of(value)} items")
+            self._read_items(where, value)
+        elif _is_of_a_user(value):
+            self._leaf(where, type(value), text)
+            names = names_in_methods(type(value), self.names)
+            self._read_attributes(where, attribute(value, "__dict__") or {}, names)
+            for kind in type(value).__mro__:
+                if is_module_of_models(sys.modules.get(kind.__module__)):
+                    self._read_class(kind, names)
+        else:
+            self._leaf(where, id(value), text)
+
+    def _read_items(self, where: str, value: Any) -> None:
+        self._if(_has_length, value, size_of(value))
+        if size_of(value) > _MOST_ITEMS:
+            return
+        if isinstance(value, dict):
+            for key, _ in items_of(value):
+                self._at(dict.get, value, key, f"{where}[{text_of(key)}]")
+        elif isinstance(value, set):
+            items = frozenset(items_of(value))
+            self._leaf(where, frozenset(map(_item_key, items)), f"{len(items)} items")
+            self._if(_has_items, value, items)
+        else:
+            for i in range(size_of(value)):
+                self._at(_item, value, i, f"{where}[{i}]")
+
+    def _read_attributes(self, where: str, table: dict[str, Any], names: Set[str]) -> None:
+        for name in sorted(names & table.keys()):
+            self._at(dict.get, table, name, f"{where}.{name}")
+
+    def _read_module(self, where: str, module: nn.Module) -> None:
+        """A module that is not a part of the model: of its numbers programs have copies."""
+        for path, owner in module.named_modules():
+            prefix = f"{where}.{path}" if path else where
+            if id(owner) in self._seen and owner is not module:
+                continue
+            self._seen.add(id(owner))
+            for name in sorted((self.names.intersection(vars(owner)) - OF_TORCH) | {"training"}):
+                self._at(dict.get, vars(owner), name, f"{prefix}.{name}")
+            for table in (owner._parameters, owner._buffers):
+                for name in table:
+                    self._at(dict.get, table, name, f"{prefix}.{name}")
+
+    def _read_class(self, kind: type, names: Set[str]) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        table = vars(kind)
+        self._if(_has_names, table, len(table))
+        for name in sorted(names & table.keys()):
+            self._at(MappingProxyType.get, table, name, f"{kind.__qualname__}.{name}")
+
+    def _read_tensor(self, where: str, tensor: torch.Tensor) -> None:
+        text = f"a tensor {list(tensor.shape)}"
+        if tensor.numel() <= _MOST_ITEMS and tensor.device.type == "cpu" and is_plain_tensor(tensor):
+            copy = tensor.detach().clone()  # .data is written to without a version
+            text = text if tensor.numel() > 4 else str(copy.tolist())
+            self._leaf(where, (copy.dtype, copy.shape, _bytes(copy)), text)
+            self._if(_is_equal, tensor, copy)
+        elif tensor.is_inference() or not is_plain_tensor(tensor):
+            self._leaf(where, id(tensor), text)
+        else:
+            state = tensor._version, tensor.data_ptr()
+            self._leaf(where, (id(tensor), *state), f"{text} after {tensor._version} writes")
+            self._if(_is_at, tensor, state)
+
+    def _leaf(self, where: str, key: object, text: str) -> None:
+        self.leaves[where], self.texts[where] = key, text
+
+
+def _names_of(code: ReachableCode) -> frozenset[str]:
+    """The names of attributes that code may use, by name or through ``getattr``."""
+    return frozenset(code.names | code.texts | {"forward"})
+
+
+def _is_settings(value: Any, depth: int = 4) -> bool:
+    """Whether there is nothing but numbers and texts in a value, so that no tensor is kept alive with it."""
+    if is_constant(value):
+        return True
+    if isinstance(value, (list, tuple, dict, set)) and size_of(value) <= _MOST_ITEMS:
+        items: Iterable[Any] = dict.values(value) if isinstance(value, dict) else items_of(value)
+    elif _is_of_a_user(value):
+        items = (attribute(value, "__dict__") or {}).values()
+    else:
+        return False
+    return depth > 0 and all(_is_settings(item, depth - 1) for item in items)
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _is_of_a_user(value: object) -> bool:
+    """Whether an object is of a class whose attributes a user's code may set."""
+    return isinstance(value, _OF_USERS) or is_module_of_models(sys.modules.get(type(value).__module__))
+
+
+def _item_key(item: Any) -> object:
+    return constant_key(item) if is_constant(item) else id(item)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# What a place is read by, with a holder and a key.
+
+
+def _default_dtype(_: None, __: None) -> torch.dtype:
+    return torch.get_default_dtype()
+
+
+def _content(cell: CellType, _: None) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is in it
+        return None
+
+
+def _in_context(variable: ContextVar[Any], _: None) -> object:
+    try:
+        return variable.get()
+    except LookupError:  # it was never set
+        return None
+
+
+def _item(container: Any, i: int) -> object:
+    return item_of(container, i) if i < size_of(container) else None
+
+
+def _has_length(container: Any, length: int) -> bool:
+    return size_of(container) == length
+
+
+def _has_names(table: Any, length: int) -> bool:
+    return len(table) == length
+
+
+def _has_items(container: set[Any], items: frozenset[Any]) -> bool:
+    return set.__eq__(container, items)
+
+
+def _is_at(tensor: torch.Tensor, state: tuple[int, int]) -> bool:
+    return (tensor._version, tensor.data_ptr()) == state
+
+
+def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return torch.equal(tensor, copy)
+
+
+__all__ = ["ClosureGuards"]

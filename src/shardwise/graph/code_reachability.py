@@ -1,0 +1,189 @@
+"""The code that a call of a module may run, as far as it can be followed by names.
+
+From the ``forward`` of the modules' classes, through globals, closures, attributes of modules, and methods that any of
+the classes has under a name that is used. What is called through a container or a computed name is not found.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.graph.looking import function_of, unwrapped
+from shardwise.graph.origins import is_of_models
+
+Cached = functools._lru_cache_wrapper
+_MOST_OBJECTS = 100_000  # that are looked at in a cache
+
+
+@dataclass
+class ReachableCode:
+    """``names``: that the code uses; ``texts``: that it has as constants; ``values``: what globals, closures and
+    attributes of modules and owners with these names are; ``caches``: functions under ``functools.cache`` or
+    ``lru_cache``; ``owners``: the modules; ``functions``: that were followed; ``classes``: whose methods it may call;
+    ``bound``: objects whose methods it may call bound, and functions with some of their arguments; ``loss``: the
+    function that computes the loss."""
+
+    names: set[str] = field(default_factory=set)
+    values: list[Any] = field(default_factory=list)
+    caches: list[Cached[Any]] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
+    texts: set[str] = field(default_factory=set)
+    functions: list[FunctionType] = field(default_factory=list)
+    classes: list[type] = field(default_factory=list)
+    bound: list[object] = field(default_factory=list)
+    loss: Callable[..., Any] | None = None
+    _seen: set[int] = field(default_factory=set)
+    _pending: list[FunctionType] = field(default_factory=list)
+
+    def meet(self, value: Any) -> None:
+        """A value that the code may use."""
+        if issubclass(type(value), (MethodType, functools.partial)):
+            self.bound.append(value.__self__ if type(value) is MethodType else value)
+        value = function_of(value)
+        if issubclass(type(value), functools.partial):
+            value = value.func
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self.values.append(value)
+        if issubclass(type(value), Cached):
+            self.caches.append(value)
+        value = unwrapped(value)
+        if type(value) is FunctionType and is_of_models(value.__code__.co_filename):
+            self._pending.append(value)
+
+    def meet_class(self, kind: type, *first: str) -> None:
+        """A class whose methods the code may call by their names, and calls ``first``."""
+        if id(kind) not in self._seen:
+            self._seen.add(id(kind))
+            self.classes.append(kind)
+            for name in (*first, *self.names.intersection(vars(kind))):
+                self.meet(vars(kind).get(name))
+
+    def follow(self) -> None:
+        """Everything that the functions met so far use."""
+        while self._pending:
+            function = self._pending.pop()
+            self.functions.append(function)
+            names = set(_names(function.__code__))
+            self.texts.update(_texts(function.__code__))
+            for kind in self.classes:
+                for name in (names - self.names).intersection(vars(kind)):
+                    self.meet(vars(kind)[name])
+            self.names |= names
+            candidates: list[Any] = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # a cell that is empty yet
+                    candidates.append(cell.cell_contents)
+            modules: set[ModuleType] = set()
+            while candidates:
+                value = candidates.pop()
+                self.meet(value)
+                if issubclass(type(value), ModuleType) and value not in modules:
+                    modules.add(value)
+                    candidates += [vars(value)[name] for name in names.intersection(vars(value))]
+                elif issubclass(type(value), type) and value.__module__ != "builtins":
+                    self.meet_class(value, "__init__", "__call__")
+
+
+def reachable_code(
+    module: nn.Module, loss: Callable[..., Any] | None = None, argument_functions: Iterable[Callable[..., Any]] = ()
+) -> ReachableCode:
+    """What a call of a module, and of a loss, may run. ``argument_functions``: those among the call's arguments."""
+    owners = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+    code = ReachableCode(owners=owners, loss=loss)
+    for owner in code.owners:
+        for kind in type(owner).__mro__:
+            code.meet_class(kind, "forward")
+        for value in vars(owner).values():
+            if not isinstance(value, dict):
+                code.meet(value)
+    for function in (loss, *argument_functions):
+        code.meet(function)
+    code.follow()
+    return code
+
+
+def names_in_methods(kind: type, names: Collection[str]) -> set[str]:
+    """Names, and those that the methods use which have such names, of a class of a user's."""
+    used, pending = set(names), [*names, "__call__"]
+    while pending:
+        name = pending.pop()
+        method = inspect.getattr_static(kind, name, None)
+        method = function_of(method)
+        if isinstance(method, FunctionType) and is_of_models(method.__code__.co_filename):
+            new = set(_names(method.__code__)) - used
+            used |= new
+            pending += new
+    return used
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)
+
+
+@contextmanager
+def empty_tensor_caches(code: ReachableCode, *, keeps: bool = True) -> Iterator[None]:
+    """With no tables of tensors in caches: what was called earlier changes no graph. Afterwards, without what was made
+    of tensors without data, or of any tensors (``keeps`` is False: they are float64, which the model's are not). Other
+    objects stay: settings, or a module, of which there is one are not made anew."""
+    _empty_tables(code)
+    try:
+        yield
+    finally:
+        if not keeps:
+            _empty_tables(code)
+        for cache in code.caches:
+            if any(isinstance(x, torch.Tensor) and not _has_data(x) for x in _contents(cache, code.owners)):
+                cache.cache_clear()
+
+
+def _empty_tables(code: ReachableCode) -> None:
+    for cache in code.caches:
+        objects = _contents(cache, code.owners)
+        if any(isinstance(x, torch.Tensor) for x in objects) and not any(isinstance(x, nn.Module) for x in objects):
+            cache.cache_clear()
+
+
+def _contents(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:
+    """What a cache holds, itself or in what it holds, but for the model, on whose methods it may be."""
+    objects: list[Any] = []
+    seen = {id(cache), id(cache.__wrapped__), *map(id, owners)}
+    pending: list[Any] = [cache]
+    while pending and len(objects) < _MOST_OBJECTS:
+        for value in gc.get_referents(pending.pop()):
+            if id(value) not in seen and not isinstance(value, (type, ModuleType, FunctionType)):
+                seen.add(id(value))
+                objects.append(value)
+                if not isinstance(value, torch.Tensor):
+                    pending.append(value)
+    return objects
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
+
+
+__all__ = ["ReachableCode", "empty_tensor_caches", "names_in_methods", "reachable_code"]

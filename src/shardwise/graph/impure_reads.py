@@ -1,0 +1,244 @@
+"""What a model reads from outside while it runs: a clock, the environment, files, generators of its own, its rank.
+
+Capture runs the model's Python once, on one rank, so that whatever it reads would be the same on every rank and in
+every step ever after. Calls of C functions are seen by a profiler only, which is slow; therefore a look at the names in
+the model's code (``suspects``) says first whether one is needed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import pickle
+import random
+import secrets
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import CaptureError, CaptureWarning, problem
+from shardwise.garbage_collector import without_gc
+from shardwise.graph.change_line import Watching, watch_changes
+from shardwise.graph.code_reachability import ReachableCode
+from shardwise.graph.origins import NOT_USER_CODE
+
+_SEEDS = "its own seed"
+_GRADIENTS = "whether gradients are recorded"
+_GENERATOR = "a generator of random numbers"
+_CLOCKS = frozenset({"ctime", "gmtime", "localtime", "monotonic", "perf_counter", "process_time", "time"})
+_OF_THE_SYSTEM = frozenset(
+    {"getcwd", "getloadavg", "getpid", "getppid", "getrandom", "listdir", "scandir", "stat", "urandom"}
+)
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
+# What a model calls of the standard library to read, numpy, and wrappers of torch: who calls these is the reader.
+_BETWEEN = (
+    *(f"{_STANDARD}/{name}" for name in ("os.py", "random.py", "secrets.py", "uuid.py", "pathlib", "_collections_abc")),
+    str(Path(np.__file__).parent),
+    *(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo/eval_frame.py")),
+    "<frozen os>",
+    "<frozen _collections_abc>",
+)
+_PYTHON: dict[CodeType, str] = {
+    type(os.environ).__getitem__.__code__: "os.environ",
+    uuid.uuid1.__code__: "the clock (uuid.uuid1)",
+    dist.get_rank.__code__: "the rank (torch.distributed.get_rank)",
+    torch.random.initial_seed.__code__: "the seed of random numbers (torch.initial_seed)",
+    torch.random.get_rng_state.__code__: "the state of random numbers (torch.get_rng_state)",
+    torch.random.manual_seed.__code__: f"{_SEEDS} (torch.manual_seed)",
+    torch.random.seed.__code__: f"{_SEEDS} (torch.seed)",
+    torch.random.set_rng_state.__code__: f"{_SEEDS} (torch.set_rng_state)",
+}
+# What a name may stand for, if a call may read.
+_SUSPECTS = (
+    *(getattr(time, name) for name in vars(time) if name.removesuffix("_ns") in _CLOCKS),
+    *(getattr(os, name) for name in sorted(_OF_THE_SYSTEM) if hasattr(os, name)),
+    *(
+        os.environ,
+        os.getenv,
+        io.open,
+        datetime.datetime,
+        datetime.date,
+        uuid.uuid1,
+        uuid.uuid4,
+        threading.get_ident,
+        dist.get_rank,
+    ),
+    *(random.Random, random.SystemRandom, secrets.choice, secrets.randbelow, secrets.randbits, secrets.token_bytes),
+    *(np.random.default_rng, np.random.RandomState, np.load, np.fromfile, np.loadtxt),
+    *(torch.initial_seed, torch.get_rng_state, torch.seed),
+    *(torch.is_grad_enabled, torch.is_inference_mode_enabled),
+)
+# Of paths, and of functions in whose place torch puts others.
+_SUSPECT_NAMES = frozenset({"manual_seed", "read_bytes", "read_text", "set_rng_state"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImpureRead:
+    """``what`` is read, in words; ``line``: ``model.py:41``."""
+
+    what: str
+    line: str
+
+
+def _suspects(code: ReachableCode) -> bool:
+    """Whether the code names something that reads from outside."""
+    known = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in known or isinstance(v, kinds) for v in code.values)
+
+
+@contextmanager
+def _reading(reads: list[ImpureRead]) -> Iterator[None]:
+    """Notes what the model reads. Slow."""
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        what = ""
+        asks: FrameType | None = frame
+        if event == "c_call":
+            what = _of_builtin(called)
+        elif event == "call" and frame.f_code in _PYTHON:
+            what, asks = _PYTHON[frame.f_code], frame.f_back
+        if what and (asker := _asker(asks)) is not None and not _is_switch(what, asker):
+            reads.append(ImpureRead(what, f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"))
+
+    before = sys.getprofile()
+    with without_gc():
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def _of_builtin(called: Any) -> str:
+    """What a builtin function reads, in words, or ""."""
+    owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+    if owner is time and name.removesuffix("_ns") in _CLOCKS:
+        return f"the clock (time.{name})"
+    if isinstance(owner, type) and issubclass(owner, datetime.date) and name in ("now", "today", "utcnow"):
+        return f"the clock ({owner.__name__}.{name})"
+    if owner is sys.modules[os.name] and name in _OF_THE_SYSTEM:
+        return f"the system (os.{name})"
+    if called is io.open:
+        return "a file"
+    if called is threading.get_ident:
+        return "the system (threading.get_ident)"
+    if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
+        return f"{_GRADIENTS} (torch.{name})"
+    # What Python holds itself is followed by ``host_random``.
+    is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
+    if is_own_generator and name in ("random", "getrandbits"):
+        return f"{_GENERATOR} (random.Random)"
+    return ""
+
+
+def _asker(frame: FrameType | None) -> FrameType | None:
+    """The frame of the model's own code that asks, by itself or through what is there to ask; None for others'."""
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    name = frame.f_code.co_filename
+    is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
+    return None if is_standard or name.startswith(NOT_USER_CODE) else frame
+
+
+def _is_switch(what: str, asker: FrameType) -> bool:
+    """Whether an installed package reads the environment: its settings, which are those of the process."""
+    return what == "os.environ" and asker.f_code.co_filename.startswith(_INSTALLED)
+
+
+def ask_gradients(reads: Sequence[ImpureRead]) -> frozenset[ImpureRead]:
+    """Those that ask whether gradients are recorded."""
+    return frozenset(read for read in reads if read.what.startswith(_GRADIENTS))
+
+
+@contextmanager
+def other_answers(answered: set[ImpureRead]) -> Iterator[None]:
+    """Answer the model the opposite where it asks whether gradients are recorded. ``answered``: gets what it asked."""
+
+    def opposite(real: Callable[[], bool]) -> Callable[[], bool]:
+        def answer() -> bool:
+            if (asker := _asker(sys._getframe(1))) is None:
+                return real()
+            line = f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"
+            answered.add(ImpureRead(f"{_GRADIENTS} (torch.{real.__name__})", line))
+            return not real()
+
+        return answer
+
+    with ExitStack() as stack:
+        for real in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
+            stack.enter_context(patch.object(torch, real.__name__, opposite(real)))
+        yield
+
+
+def _described(reads: Sequence[ImpureRead]) -> str:
+    """``the clock (time.time), model.py:41; a file, model.py:43``."""
+    lines = [f"{read.what}, {read.line}" for read in reads]
+    return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
+
+
+def reads_of(code: ReachableCode, run: Callable[[Watching], object]) -> tuple[ImpureRead, ...]:
+    """What a model reads whose call may run this code. ``run``: captures it again, inside the context manager that it
+    is given; it is not called where no name of the code reads."""
+    if not _suspects(code):
+        return ()
+    reads: list[ImpureRead] = []
+    run(lambda: _reading(reads))
+    generators = [value for value in code.values if isinstance(value, (np.random.Generator, np.random.RandomState))]
+    if generators:  # a profiler does not see their calls
+        lines: list[str] = []
+        run(lambda: watch_changes(lines, lambda: pickle.dumps(generators)))
+        reads += [ImpureRead(f"{_GENERATOR} (numpy.random)", line) for line in lines]
+    return tuple(dict.fromkeys(reads))
+
+
+def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
+    """Raises CaptureError for seeds that are set, and for whatever is read where ``what`` a second call does otherwise
+    is known.
+
+    Warns of what was read otherwise, but for generators: they are made in every call."""
+    seeds = [read for read in reads if read.what.startswith(_SEEDS)]
+    if seeds:
+        raise CaptureError(
+            problem(
+                f"the model's forward sets {_described(seeds)}: under a plan random numbers follow a seed of its own",
+                source=seeds[0].line,
+                fix="set the seed outside of the model, and pass as an input what is to be the same in every step",
+            )
+        )
+    if reads and what:
+        raise CaptureError(
+            problem(
+                f"the model's forward reads {_described(reads)}, and {what}",
+                source=reads[0].line,
+                fix="pass as an input what is another in every call; draw with torch, without generator=",
+            )
+        )
+    if outside := [read for read in reads if not read.what.startswith(_GENERATOR)]:
+        warnings.warn(
+            f"forward reads from outside of the model: {_described(outside)}. A plan and its program are for what one "
+            "process read when the call was captured; every rank and every step go on with that",
+            CaptureWarning,
+            stacklevel=2,
+        )
+
+
+__all__ = ["ImpureRead", "ask_gradients", "other_answers", "reads_of", "reject_reads"]

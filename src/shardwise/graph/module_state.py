@@ -1,0 +1,360 @@
+"""Python state that a model changes while it runs: counters, flags, caches, tensors kept for the next call.
+
+Capture runs the model's Python once, so that whatever one call leaves for the next would be that of the first call ever
+after. State is compared before and after the call; only a model that changed some is called twice in one trace, and the
+second call must compute what the first did:
+
+* structurally: an operator is known by its target and by what its operands are (``_numbers``), so that programs over
+  the same sources are equal if their results have equal numbers;
+* from nothing but the sources: a value that the first call made may be used by the second if it depends on constants
+  alone (a table that is made once and kept).
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.graph.ir import Arg, Graph, Ref
+from shardwise.graph.looking import attribute, function_of, items_of, size_of, text_of
+from shardwise.graph.origins import is_module_of_models, is_of_models
+from shardwise.graph.schema import is_random
+from shardwise.graph.trees import constant_key, is_constant
+
+BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator)
+_OF_CLASSES = (bool, int, float, str, list, dict, type(None))
+_PLAIN = (bool, int, float, str, type(None), threading.local)
+_MOST_ITEMS = 1000  # of a container in a file that is looked at; a longer one is a table
+_CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """The state of a module's attributes, the class attributes of its modules and the numbers in their files.
+
+    ``leaves``: where -> a key that tells values apart; ``texts``: what a reader sees; ``held``: so that no identity is
+    given twice.
+    """
+
+    leaves: Mapping[str, object]
+    texts: Mapping[str, str]
+    kept_alive: Sequence[object]
+
+    def changed(self, after: StateSnapshot) -> tuple[str, ...]:
+        """Where the two differ."""
+        places = dict.fromkeys([*self.leaves, *after.leaves])
+        return tuple(p for p in places if self.leaves.get(p) != after.leaves.get(p))
+
+    def registered(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
+        """The places that say what a model has: parameters, whether they are trained, buffers, and backward hooks."""
+        both = ((p, (self.leaves.get(p), after.leaves.get(p))) for p in places)
+        return tuple(p for p, keys in both if any(isinstance(key, Registered) for key in keys))
+
+    def described(self, places: Iterable[str], after: StateSnapshot) -> str:
+        """``calls (0 -> 1), cache (None -> a tensor)``."""
+        gone = "nothing"
+        shown = [f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places]
+        return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+    def without_tensors(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
+        """The places that hold no tensor afterwards."""
+        return tuple(p for p in places if not str(after.texts.get(p, "")).startswith("a tensor"))
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The key of a parameter, of a buffer's shape, or of the backward hooks of a module."""
+
+    content: object
+
+
+def snapshot_state(module: nn.Module, others: Iterable[object] = ()) -> StateSnapshot:
+    """What a call of the module may change in Python. ``others``: what its code names (``reachable.Reached.values``),
+    of which modules, classes, objects and files of the user's are looked at."""
+    reader = StateReader()
+    for path, owner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, value in vars(owner).items():
+            if name not in OF_TORCH:
+                reader.read(f"{prefix}{name}", value)
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            reader.read_registered(f"{prefix}{name}", tensor)
+        hooks = (*owner._backward_hooks.values(), *owner._backward_pre_hooks.values())
+        place = f"backward hooks of {path or 'the model'}"
+        reader.leaf(place, Registered(tuple(map(id, hooks))), str(len(hooks)), hooks)
+        for kind in type(owner).__mro__:
+            reader.read_class(kind)
+    for value in others:
+        reader.read_other(value)
+    return StateSnapshot(reader.leaves, reader.texts, reader.kept_alive)
+
+
+@dataclass
+class StateReader:
+    """Reads Python values, down to numbers, texts and identities. ``thorough``: also configurations of transformers,
+    objects that are attributes of classes, and of a file whatever the methods of a class use."""
+
+    leaves: dict[str, object] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    kept_alive: list[object] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    thorough: bool = False
+
+    def read(self, place: str, value: Any) -> None:
+        try:
+            self._read(place, value)
+        except Exception:  # whatever a user's object raises when it is looked at: it is then known by its identity
+            self.leaf(place, id(value), type(value).__name__, value)
+
+    def _read(self, place: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.leaf(place, ("tensor", id(value)), f"a tensor {list(value.shape)}", value)
+        elif isinstance(value, (nn.Module, *_SEEN_BY_IDENTITY)):
+            kind: type = type(value)
+            self.leaf(place, id(value), kind.__name__, value)
+            self._read_function(function_of(value))
+        elif is_constant(value):
+            self.leaf(place, constant_key(value), text_of(value)[:40], None)
+        elif id(value) in self.seen or (_is_configuration(value) and not self.thorough):
+            self.leaf(place, id(value), type(value).__name__, value)
+        else:
+            self.seen.add(id(value))
+            self.kept_alive.append(value)
+            self._read_parts(place, value)
+
+    def _read_parts(self, place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self.leaf(place, ("items", size_of(value)), f"{size_of(value)} items", None)
+            for key, item in items_of(value):
+                self.read(f"{place}[{text_of(key)}]", item)
+        elif isinstance(value, set):
+            items = items_of(value)
+            self.leaf(place, ("set", frozenset(map(_item_key, items))), f"{len(items)} items", None)
+        elif isinstance(value, (list, tuple, deque)):
+            self.leaf(place, ("items", size_of(value)), f"{size_of(value)} items", None)
+            for i, item in enumerate(items_of(value)):
+                self.read(f"{place}[{i}]", item)
+        elif isinstance(attributes := attribute(value, "__dict__"), (dict, MappingProxyType)):
+            for name, item in attributes.items():
+                self.read(f"{place}.{name}", item)
+        else:
+            self.leaf(place, _pickled(value), type(value).__name__, value)
+
+    def read_registered(self, place: str, tensor: torch.Tensor | None) -> None:
+        """A parameter: which it is, and whether it is trained; a buffer: whether it is there, and its shape."""
+        if isinstance(tensor, nn.Parameter):
+            text = f"a {'' if tensor.requires_grad else 'frozen '}parameter {list(tensor.shape)}"
+            self.leaf(place, Registered((id(tensor), tensor.requires_grad)), text, tensor)
+        elif tensor is not None:
+            self.leaf(place, Registered((tensor.shape, tensor.dtype)), f"a buffer {list(tensor.shape)}", None)
+
+    def read_other(self, value: Any) -> None:
+        """What lies outside of the model and its code names: attributes of modules, functions and objects, numbers and
+        containers of classes and files, unless they are of Python or torch."""
+        kind = type(value)  # (isinstance asks an object for its __class__)
+        if issubclass(kind, ModuleType):
+            if is_module_of_models(value):
+                self._read_file(value)
+        elif issubclass(kind, type):
+            self.read_class(value)
+        elif kind is FunctionType:
+            self._read_function(value)
+        elif issubclass(kind, nn.Module) or is_module_of_models(sys.modules.get(type(value).__module__)):
+            if id(value) in self.seen or _is_configuration(value):
+                return
+            self.seen.add(id(value))
+            self.kept_alive.append(value)
+            for name, item in (attribute(value, "__dict__") or {}).items():
+                if name not in OF_TORCH:
+                    self._read_plain(f"{type(value).__name__}.{name}", item)
+
+    def _read_plain(self, place: str, value: Any) -> None:
+        """A number or a text, or what a container that is no table holds itself."""
+        if isinstance(value, (list, dict, set, deque)) and size_of(value) <= _MOST_ITEMS:
+            items = items_of(value)
+            self.leaf(place, tuple(map(_item_key, items)), f"{len(items)} items", tuple(items))
+        elif (
+            isinstance(value, (bool, int, float, str, type(None), threading.local))
+            or type(value).__module__ == "itertools"
+        ):
+            self.read(place, value)
+        elif isinstance(value, ContextVar):
+            self.read(place, value.get(None))
+
+    def _read_function(self, function: Any) -> None:
+        """What a function of the user's keeps from call to call: in its closure, defaults and attributes."""
+        if not isinstance(function, FunctionType) or id(function) in self.seen:
+            return
+        self.seen.add(id(function))
+        code = function.__code__
+        if not is_of_models(code.co_filename):
+            return
+        defaults = function.__defaults__ or ()
+        names = code.co_varnames[: code.co_argcount]
+        kept = [*zip(names[len(names) - len(defaults) :], defaults, strict=True)]
+        kept += [*(function.__kwdefaults__ or {}).items(), *vars(function).items()]
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a cell that is empty yet
+                kept.append((name, cell.cell_contents))
+        for name, value in kept:
+            if isinstance(value, FunctionType):
+                self._read_function(value)
+            elif not isinstance(value, _SEEN_BY_IDENTITY) and _is_content(value):
+                self.read(f"{function.__qualname__}: {name}", value)
+
+    def read_class(self, kind: type) -> None:
+        """Numbers, texts and containers that are attributes of a user's class, what its methods keep, and numbers and
+        containers in the file it is from."""
+        if id(kind) in self.seen or not is_module_of_models(sys.modules.get(kind.__module__)):
+            return
+        self.seen.add(id(kind))
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and (isinstance(value, _OF_CLASSES) or (self.thorough and _is_content(value))):
+                self.read(f"{kind.__name__}.{name}", value)
+            self._read_function(function_of(value))
+        module = sys.modules[kind.__module__]
+        if self.thorough:
+            for name in _names_used(kind, module):
+                if _is_content(value := vars(module).get(name)):
+                    self.read(f"{kind.__module__}.{name}", value)
+        else:
+            self._read_file(module)
+
+    def _read_file(self, module: ModuleType) -> None:
+        """Numbers and containers in a file."""
+        if id(module) in self.seen:
+            return
+        self.seen.add(id(module))
+        for name, value in vars(module).items():
+            if not name.startswith("__") and not isinstance(value, (str, type(None))):
+                self._read_plain(f"{module.__name__}.{name}", value)
+
+    def leaf(self, place: str, key: object, text: str, kept_alive: object) -> None:
+        self.leaves[place], self.texts[place] = key, text
+        self.kept_alive.append(kept_alive)
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether it is a configuration of transformers: models fill in what is not set in the first call that needs it."""
+    return any(kind.__name__ in _CONFIGURATIONS and "transformers" in kind.__module__ for kind in type(value).__mro__)
+
+
+def _is_content(value: Any) -> bool:
+    """Whether what a class or a file holds is looked at for what is inside of it: numbers, texts, containers, objects
+    of a user's classes."""
+    package = type(value).__module__.partition(".")[0]
+    is_users = package not in sys.stdlib_module_names and package not in ("torch", "shardwise")
+    return is_users or isinstance(value, (*_OF_CLASSES, set, tuple))
+
+
+def _names_used(kind: type, module: ModuleType) -> list[str]:
+    """The names that the methods of a class use, also in functions of its file that they name."""
+    names: dict[str, None] = {}
+    pending = [code for value in vars(kind).values() for code in _code_of(value)]
+    while pending:
+        code = pending.pop()
+        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        new = [name for name in code.co_names if name not in names]
+        names |= dict.fromkeys(new)
+        pending += [inner for name in new for inner in _code_of(vars(module).get(name))]
+    return list(names)
+
+
+def _code_of(value: Any) -> list[CodeType]:
+    """The code of a function, method or property."""
+    function = function_of(value)
+    return [inspect.unwrap(function).__code__] if isinstance(function, FunctionType) else []
+
+
+def _item_key(item: Any) -> object:
+    if isinstance(item, tuple):
+        return tuple(map(_item_key, item))
+    return constant_key(item) if is_constant(item) else id(item)
+
+
+def _pickled(value: Any) -> object:
+    """The content of an object that has no attributes (a generator of numbers, an iterator), or its identity."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever an object raises that can not be pickled: it is then known by its identity
+        return id(value)
+
+
+def trace_difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: int) -> str:
+    """What a second call computes otherwise than the first, in a trace of both, or "".
+
+    ``graph``: functional and simplified (a cast to the same dtype hands on its operand, and what reads the operand
+    later would seem to read the cast), its outputs those of the first call, then the mark, then those of the second.
+    ``half``: how many are of one call.
+    """
+    numbers = _numbers(graph, constants)
+    outputs = [numbers[o.name] if isinstance(o, Ref) else constant_key(o) for o in graph.outputs]
+    mark = graph.outputs[half]
+    assert isinstance(mark, Ref), "the mark between the calls is a value"
+    if outputs[:half] != outputs[half + 1 :]:
+        return "its next call would compute something else"
+    boundary = next(i for i, op in enumerate(graph.ops) if mark.name in op.results)
+    first = {name for op in graph.ops[:boundary] for name in op.results}
+    constant = {source.value for source in graph.sources if source.kind == "constant"}
+    sources = {numbers[source.value] for source in graph.sources}
+    for op in graph.ops[:boundary]:
+        if not is_random(op.target) and constant.issuperset(op.operands):
+            constant.update(op.results)
+    carried = {n for n in _read_later(graph, boundary, half) & first if n not in constant and numbers[n] not in sources}
+    return "its next call would use a tensor that this one made" if carried else ""
+
+
+def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
+    """What the operators behind the boundary that the second call's outputs need read."""
+    live = {o.name for o in graph.outputs[half + 1 :] if isinstance(o, Ref)}
+    read = set(live)
+    for op in reversed(graph.ops[boundary + 1 :]):
+        if live.intersection(op.results):
+            live.update(op.operands)
+            read.update(op.operands)
+    return read
+
+
+def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Value -> a number that values have in common which are computed alike from the same sources."""
+    known: dict[object, int] = {}
+    of: dict[str, int] = {}
+
+    def number(key: object) -> int:
+        return known.setdefault(key, len(known))
+
+    for source in graph.sources:
+        data = constants.get(source.value)
+        of[source.value] = number(("source", source.value) if data is None else _content(data))
+    for op in graph.ops:
+        called = op.target, _argument_key(op.args, of), _argument_key(tuple(v for _, v in op.kwargs), of)
+        of.update((name, number((called, i))) for i, name in enumerate(op.results))
+    return of
+
+
+def _argument_key(arg: Arg, of: Mapping[str, int]) -> object:
+    if isinstance(arg, Ref):
+        return Ref, of[arg.name]
+    return tuple(_argument_key(item, of) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
+
+
+def _content(data: torch.Tensor) -> object:
+    flat = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return data.dtype, tuple(data.shape), flat.numpy().tobytes()
+
+
+__all__ = ["BETWEEN_CALLS", "OF_TORCH", "StateSnapshot", "snapshot_state", "trace_difference"]

@@ -1,0 +1,48 @@
+"""Export without what it says beside its errors."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.fx.config
+
+_STACKS = "do_not_emit_stack_traces"
+_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
+
+
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """Export logs what it then raises, and warns about what we handle: only the error reaches the user."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    disabled = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+            warnings.filterwarnings("ignore", message=r".*(attribute|assigned) .*export.*")
+            warnings.filterwarnings("error", message=r".*Disabling autocast.*")  # CUDA's, where there is no CUDA
+            yield
+    finally:
+        for logger, was in zip(loggers, disabled, strict=True):
+            logger.disabled = was
+
+
+@contextmanager
+def without_stacks() -> Iterator[None]:
+    """Export without the stack of every node, which takes its time: ``user_lines`` notes the line that matters. A torch
+    that does not know the setting takes them."""
+    config: Any = torch.fx.config
+    before = getattr(config, _STACKS, False)
+    setattr(config, _STACKS, True)
+    try:
+        yield
+    finally:
+        setattr(config, _STACKS, before)
+
+
+__all__ = ["quiet_export", "without_stacks"]

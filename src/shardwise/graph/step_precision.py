@@ -1,0 +1,143 @@
+"""The dtypes of a step, where they are not those of the model.
+
+A parameter has three: it is stored in one (``Value.stored``), computed with in another (``Value.dtype``), and its
+gradient is reduced in a third (``Value.reduced``). A graph is captured in the dtypes of the computation; what is stored
+or given in others is cast once per step, which a program writes as instructions (``programs.casts``).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.graph.autocast import Autocast, no_autocast
+from shardwise.graph.ir import Graph, Value
+
+DTYPES = ("compute", "parameter", "reduce")
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of a training step; None: the model's own.
+
+    ``compute``: parameters and floating inputs of the module are cast to it once per step, parameters before they are
+    gathered. ``parameter``: in which parameters, their gradients and the optimizer's states are kept. ``reduce``: in
+    which gradients of parameters are summed over devices (None: that in which they are computed). Buffers, targets of a
+    loss function, and integers keep their dtypes, and so does what the model's own code casts. The step is that of one
+    device which calls ``torch.func.functional_call(model, {name: p.to(compute)}, inputs cast to compute)``.
+
+    Each is float64, float32, bfloat16 or float16; raises ShardwiseError for another. ``autocast``: instead of these,
+    what ``torch.autocast`` does around the call; ``sw.plan`` sets it where autocast is active.
+    """
+
+    compute: torch.dtype | None = None
+    parameter: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    autocast: Autocast | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [(name, dtype) for name in DTYPES if (dtype := getattr(self, name)) not in (None, *FLOATING)]
+        if wrong:
+            text = ", ".join(f"{name}={dtype!r}" for name, dtype in wrong)
+            is_dtype = all(isinstance(dtype, torch.dtype) for _, dtype in wrong)
+            what = "no gradient flows through such a dtype" if is_dtype else "not a dtype of torch"
+            raise ShardwiseError(
+                problem(
+                    f"Precision({text}): {what}",
+                    fix=f"one of {', '.join(map(str, FLOATING))}, or None for the model's own",
+                )
+            )
+        said = [name for name in DTYPES if getattr(self, name) is not None]
+        if self.autocast is not None and said:
+            raise ShardwiseError(
+                problem(
+                    f"{self.autocast} is active beside a Precision of {', '.join(said)}: two rules for the same casts",
+                    fix="leave one of them out",
+                )
+            )
+
+    @property
+    def is_models(self) -> bool:
+        """Whether every dtype is the model's own."""
+        return self == MODELS_OWN
+
+    def around_call(self) -> AbstractContextManager[None]:
+        """In which the model is called: with the autocast of this precision, and no other."""
+        return no_autocast() if self.autocast is None else self.autocast.active()
+
+    @property
+    def at_hand(self) -> Precision:
+        """This one, with the autocast that is active here. Raises CaptureError and ShardwiseError for what can not be
+        honoured."""
+        ambient = Autocast.ambient()
+        return self if ambient in (None, self.autocast) else replace(self, autocast=ambient)
+
+    @property
+    def lost_share(self) -> float:
+        """The share of a parameter below which its update is lost, where it is stored with fewer bits than it is
+        computed with; else 0."""
+        if self.parameter is None or self.compute is None:
+            return 0.0
+        stored, computed = (torch.finfo(dtype).eps for dtype in (self.parameter, self.compute))
+        return stored / 2 if stored > computed else 0.0
+
+    def of_parameter(self, value: Value) -> Value:
+        """A parameter with the dtypes that it has in a graph; ``value`` has the model's."""
+        dtype, computed = value.dtype, self.computed(value.dtype)
+        reduced = other_dtype(self.reduced(dtype), computed) if value.requires_grad else None
+        return replace(value, dtype=computed, stored=other_dtype(self.stored(dtype), computed), reduced=reduced)
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a parameter or an input of the module is computed with, whose dtype in the model is ``dtype``."""
+        return self.compute if self.compute is not None and dtype.is_floating_point else dtype
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a parameter is kept, whose dtype in the model is ``dtype``."""
+        return self.parameter if self.parameter is not None and dtype.is_floating_point else dtype
+
+    def reduced(self, dtype: torch.dtype) -> torch.dtype:
+        """In which the gradient of a parameter is reduced, whose dtype in the model is ``dtype``."""
+        return self.reduce if self.reduce is not None and dtype.is_floating_point else self.computed(dtype)
+
+
+MODELS_OWN = Precision()
+
+
+def check_real(module: nn.Module, precision: Precision) -> None:
+    """Raise CaptureError where a precision is asked of complex parameters, which have none of these dtypes."""
+    names = [name for name, tensor in module.named_parameters() if tensor.is_complex()]
+    if names and not precision.is_models:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise CaptureError(
+            problem(
+                f"the parameter {names[0]}{more} is complex, and a Precision names real dtypes",
+                fix="leave precision= out, or keep the real and the imaginary part as parameters (torch.view_as_real)",
+            )
+        )
+
+
+def with_reductions(graph: Graph) -> Graph:
+    """The graph in which what is computed from parameters and from no input (a transposed weight, the rows of a table
+    of positions) says, like parameters, in which dtype its gradient is reduced: it may be converted in their place."""
+    values = dict(graph.by_name)
+    fixed = {source.value for source in graph.sources if source.kind in ("parameter", "buffer", "constant")}
+    for op in graph.ops:
+        if not fixed.issuperset(op.operands):
+            continue
+        fixed.update(op.results)
+        said = {values[name].reduced for name in op.operands if values[name].requires_grad}
+        reduced = said.pop() if len(said) == 1 else None
+        for name in op.results if reduced is not None else ():
+            if values[name].requires_grad and values[name].dtype != reduced:
+                values[name] = replace(values[name], reduced=reduced)
+    return replace(graph, values=tuple(values[value.name] for value in graph.values))
+
+
+def other_dtype(dtype: torch.dtype, computed: torch.dtype) -> torch.dtype | None:
+    """``dtype`` where it is not the one that is computed in, else None (``Value.stored``, ``Value.reduced``)."""
+    return None if dtype == computed else dtype

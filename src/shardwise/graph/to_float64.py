@@ -1,0 +1,546 @@
+"""Float64 for both sides of a verification: the graph with its casts widened, and the same for the eager module.
+
+A model that computes a softmax or a norm "in float32" would leave 1e-9 of noise in a float64 comparison. ``to_float64``
+turns every floating-point and complex type of a graph to float64 and complex128; ``reference_mode`` does the same to
+the module that runs eagerly, and gives it the hashed dropout masks of the graph. Both sides run with float64 as torch's
+default dtype: it decides what constructors without a dtype and quotients of integers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from math import log1p, pi
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.infer import TypeInference
+from shardwise.graph.ir import Arg, Graph, Op
+from shardwise.graph.normalize_random import alpha_scale
+from shardwise.graph.operators import dropout_mask, uniform
+from shardwise.graph.segments import keep_checkpointed_values
+from shardwise.graph.switches import default_dtype
+
+WIDE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
+
+
+def to_float64(graph: Graph) -> Graph:
+    """Return the graph with float64 in place of every lower floating-point type, and complex128 for complex ones."""
+
+    def wide(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(wide(item) for item in arg)
+        return WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg
+
+    def wide_op(op: Op) -> Op:
+        if op.target is torch.ops.aten.chalf.default:  # the one cast whose dtype is in its name
+            return replace(op, target=torch.ops.aten.to.dtype, args=(op.args[0], torch.complex128), kwargs=())
+        return replace(op, args=wide(op.args), kwargs=tuple((key, wide(value)) for key, value in op.kwargs))
+
+    for op in graph.ops:
+        _check_bits(op, graph)
+    ops = tuple(map(wide_op, graph.ops))
+    values = {v.name: replace(v, dtype=wide(v.dtype), stored=None, reduced=None) for v in graph.values}
+    types = TypeInference()
+    with default_dtype(torch.float64):
+        for op in ops:
+            inferred = types.results(op.target, op.args, op.kwargs, values.__getitem__)
+            values |= {
+                name: replace(values[name], dtype=inferred_value.dtype)
+                for name, inferred_value in zip(op.results, inferred, strict=True)
+            }
+    return replace(graph, values=tuple(values[value.name] for value in graph.values), ops=ops)
+
+
+def _check_bits(op: Op, graph: Graph) -> None:
+    """Raises ShardwiseError for what reads the bits of numbers, which are others in float64."""
+    dtypes = [graph.by_name[name].dtype for name in (*op.operands, *op.results)]
+    are_bits = len(set(dtypes)) > 1 and set(dtypes) != {torch.float32, torch.complex64}
+    if op.target is torch.ops.aten.view.dtype and are_bits and not WIDE.keys().isdisjoint(dtypes):
+        shown = " as ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ShardwiseError(
+            problem(
+                f"the model reads the bits of {shown}, and a verification computes in float64, whose bits are others",
+                op=op.name,
+                source=op.source,
+                fix="verify the model without this operator; sw.plan and sw.parallelize take it",
+            )
+        )
+
+
+_ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
+
+
+class Dtypes:
+    """In which dtypes tensors are that a verification holds in float64, by their memory. ``of_others``: of tensors that
+    are not ``known``; None where a model has several."""
+
+    def __init__(self, known: Iterable[tuple[torch.Tensor, torch.dtype]] = ()) -> None:
+        self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
+        self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
+        self._copies: list[torch.Tensor] = []  # held: no other comes to lie there
+        self._were_read = False  # float64, of a tensor that is widened: what is cast to float64 may be cast to that
+
+    def read(self, tensor: torch.Tensor) -> torch.dtype:
+        """What the model reads as the dtype of a tensor: that in the model where it is known."""
+        dtype = self.of(tensor)
+        self._were_read |= dtype is None
+        return dtype or tensor.dtype
+
+    def after_cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+        """The result of a widened call: a copy where a cast makes one, and the widened one does not."""
+        wanted = self._cast_to(func, args, kwargs)
+        before = None if wanted is None else self.of(args[0])
+        if wanted is None or before in (None, wanted) or _memory(result) != _memory(args[0]):
+            return result
+        copied = result.clone()
+        self._of[_memory(copied)] = wanted
+        self._copies.append(copied)
+        return copied
+
+    def of(self, tensor: torch.Tensor) -> torch.dtype | None:
+        """The dtype of a tensor in the model."""
+        return self._of.get(_memory(tensor), self.of_others) if tensor.is_floating_point() else tensor.dtype
+
+    def _cast_to(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+        """The floating-point type that a call casts to, None where it is no cast of such a tensor."""
+        if func in CASTS and args[0].is_floating_point():
+            return CASTS[func]
+        if func not in _CASTS_TO or not args[0].is_floating_point():
+            return None
+        named = [*args[1:], *kwargs.values()]
+        likes = (self.of(tensor) for tensor in named if isinstance(tensor, torch.Tensor))
+        wanted = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
+        # Where the model reads dtypes, asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
+        return self.of_others if wanted == torch.float64 and self._were_read else wanted
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def reference_mode(
+    seed: int,
+    passes: Sequence[int] = (),
+    *,
+    widens: bool = True,
+    dtypes: Dtypes | None = None,
+    averaged: Collection[int] = (),
+    models_default: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
+    its own. ``passes``: the samples of micro-batches, where batch norm in training takes its statistics of each, one
+    after another. ``dtypes``: those that tensors had before they were widened. ``averaged``: the identities of running
+    means that are averages over all batches so far. ``models_default``: torch's default dtype when the model was
+    captured, to which data in its Python code is rounded."""
+    with functions_opened(), Reference(seed, tuple(passes), widens, dtypes, averaged, models_default):
+        yield
+
+
+@contextmanager
+def functions_opened() -> Iterator[None]:
+    """While it lasts, a function mode sees what is inside of functions. It is not to be entered by several threads.
+
+    A function mode sees a call of ``torch.nn.functional`` as one, and none of those inside it, such as the dropout of
+    ``multi_head_attention_forward``. So these functions are told meanwhile that there is no mode, and their insides
+    meet it. Checkpoints keep what backward needs: it runs outside, and would compute something else again.
+    """
+    functions = vars(torch.nn.functional)
+    asked = {name: functions[name] for name in functions if name.startswith("has_torch_function")}
+    functions.update(dict.fromkeys(asked, lambda *operands: False))
+    token = _ACTIVE.set(True)
+    try:
+        with keep_checkpointed_values():
+            yield
+    finally:
+        _ACTIVE.reset(token)
+        functions.update(asked)
+
+
+def in_reference_mode() -> bool:
+    """Whether a module runs as the one device that a plan is compared with."""
+    return _ACTIVE.get()
+
+
+def call_in_float64(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The call with float64 and complex128 in place of every lower type that it names or that its operands have
+    (tensors that are no parameters, buffers or inputs: attributes, what is in a closure)."""
+    if func in CASTS:
+        return args[0].to(WIDE.get(CASTS[func], CASTS[func]))
+    name = getattr(func, "__name__", "")
+    is_written = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+    operands, named = pytree.tree_map(_wide_argument, (tuple(args[is_written:]), dict(kwargs)))
+    return func(*args[:is_written], *operands, **{**named, **{key: kwargs[key] for key in kwargs if key == "out"}})
+
+
+def _wide_argument(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.to(WIDE.get(arg.dtype, arg.dtype))
+    return WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg
+
+
+class Reference(TorchFunctionMode):
+    """Rewrites torch calls: types to float64, unless they are wanted as they are, and dropout and random numbers to the
+    hashed ones, numbered in the order of execution."""
+
+    def __init__(
+        self,
+        seed: int,
+        passes: tuple[int, ...],
+        widens: bool,
+        dtypes: Dtypes | None = None,
+        averaged: Collection[int] = (),
+        models_default: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.averaged = averaged
+        self.passes, self.widens, self.dtypes = passes, widens, dtypes or Dtypes()
+        self.models_default = models_default or torch.get_default_dtype()
+        self.seed = torch.tensor(seed, dtype=torch.int64)
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        replacement = REPLACED.get(func)
+        if replacement is not None:
+            return replacement(self, *args, **kwargs)
+        if not self.widens:
+            return func(*args, **kwargs)
+        if getattr(func, "__self__", None) is _DTYPE:
+            return self.dtypes.read(args[0])
+        return self.dtypes.after_cast(func, args, kwargs, call_in_float64(func, args, kwargs))
+
+    def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        """``x`` under the mask of the next dropout."""
+        shape = tuple(x.shape)
+        mask = dropout_mask(self.seed, p, self.calls, shape, (0,) * len(shape), shape)
+        self.calls += 1
+        return torch.where(mask, x / (1 - p) if p < 1 else x * 0, torch.zeros((), dtype=x.dtype))
+
+    def uniform(self, shape: Sequence[int]) -> torch.Tensor:
+        """The numbers of the next random call."""
+        self.calls += 1
+        zeros = (0,) * len(shape)
+        dtype = torch.float64 if self.widens else torch.get_default_dtype()
+        drawn: torch.Tensor = uniform(self.seed, self.calls - 1, shape, zeros, shape, shape, dtype)
+        return drawn
+
+    def normal(self, shape: Sequence[int]) -> torch.Tensor:
+        """Normal numbers as ``graph/normalize_random.py`` writes them, from two random calls."""
+        first, second = self.uniform(shape), self.uniform(shape)
+        return (torch.log1p(-first) * -2).sqrt() * torch.cos(second * (2 * pi))
+
+
+def _dropout(
+    mode: Reference, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    return mode.drop(input, p)
+
+
+def _feature_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Drops whole channels."""
+    if not train or p == 0:
+        return input
+    return input * mode.drop(torch.ones(*input.shape[:2], *[1] * (input.dim() - 2), dtype=torch.float64), p)
+
+
+def _dropout_(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return input.copy_(_dropout(mode, input, p, train))
+
+
+def _attention(
+    mode: Reference,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if dropout_p == 0:
+        return torch._C._nn.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-1, -2) * (scale if scale is not None else query.shape[-1] ** -0.5)
+    if is_causal:
+        rows, columns = scores.shape[-2:]
+        scores = scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(), -torch.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return mode.drop(scores.softmax(-1), dropout_p) @ value
+
+
+def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """``rand(2, 3)`` or ``rand((2, 3))``."""
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+
+
+def _rand(mode: Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
+    return mode.uniform(_size(kwargs.get("size") or size))
+
+
+def _randn(mode: Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
+    return mode.normal(_size(kwargs.get("size") or size))
+
+
+def _rand_like(mode: Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return mode.uniform(tuple(input.shape))
+
+
+def _randn_like(mode: Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return mode.normal(tuple(input.shape))
+
+
+def _randint(mode: Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+    named = dict(zip(("low", "high", "size") if len(args) == 3 else ("high", "size"), args, strict=False)) | kwargs
+    low, shape = named.get("low", 0), tuple(named["size"])
+    drawn: torch.Tensor = (mode.uniform(shape) * (named["high"] - low)).floor()
+    return drawn.to(dtype or torch.int64) + int(low)
+
+
+def _randint_like(
+    mode: Reference, input: torch.Tensor, *bounds: int, high: int | None = None, low: int = 0, **kwargs: Any
+) -> torch.Tensor:
+    first, last = bounds if len(bounds) == 2 else (low, bounds[0] if bounds else high)
+    return _randint(mode, first, last, tuple(input.shape), dtype=kwargs.get("dtype") or input.dtype)
+
+
+def _randperm(mode: Reference, n: int, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+    return mode.uniform((n,)).argsort().to(dtype or torch.int64)
+
+
+def _uniform_(mode: Reference, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    low, high = kwargs.get("from", low), kwargs.get("to", high)
+    return _filled(x, mode.uniform(tuple(x.shape)) * (high - low) + low)
+
+
+def _exponential_(mode: Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, torch.log1p(-mode.uniform(tuple(x.shape))) / -lambd)
+
+
+def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """``x`` with new values; one of lower precision can not hold them, and a widened tensor goes on in its place."""
+    x.copy_(drawn)
+    return _beside(drawn, x) if x.dtype in WIDE else x
+
+
+def _beside(drawn: torch.Tensor, *operands: Any) -> torch.Tensor:
+    """``drawn``, with gradients of zeros for ``operands``, as PyTorch's own random operators have them."""
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and operand.requires_grad:
+            drawn = torch.fill(operand, -0.0) + drawn
+    return drawn
+
+
+def _normal_(mode: Reference, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, mode.normal(tuple(x.shape)) * std + mean)
+
+
+def _log_normal_(mode: Reference, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, (mode.normal(tuple(x.shape)) * std + mean).exp())
+
+
+def _cauchy_(mode: Reference, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, torch.tan((mode.uniform(tuple(x.shape)) - 0.5) * pi) * sigma + median)
+
+
+def _geometric_(mode: Reference, x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, (torch.log1p(-mode.uniform(tuple(x.shape))) / log1p(-p)).floor() + 1)
+
+
+def _random_(mode: Reference, x: torch.Tensor, to: int, **kwargs: Any) -> torch.Tensor:
+    return _filled(x, (mode.uniform(tuple(x.shape)) * to).floor())
+
+
+def _bernoulli_(mode: Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
+    if isinstance(p, torch.Tensor):
+        return _filled(x, _beside((mode.uniform(tuple(x.shape)) < p).double(), p))
+    return _filled(x, _bernoulli(mode, x, p).double())
+
+
+def _normal_of(mode: Reference, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
+    shapes = [tuple(arg.shape) for arg in (mean, std) if isinstance(arg, torch.Tensor)]
+    shift, scale = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
+    drawn = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * scale + shift
+    return _beside(drawn, mean, std)
+
+
+def _multinomial(
+    mode: Reference, input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    shape = tuple(input.shape)
+    if num_samples == 1 or not replacement:
+        return (input / -torch.log1p(-mode.uniform(shape))).topk(num_samples, -1).indices
+    drawn = mode.uniform((*shape[:-1], num_samples)) * input.sum(-1, keepdim=True)
+    return torch.searchsorted(input.cumsum(-1), drawn, right=True).clamp(max=shape[-1] - 1)
+
+
+def _rrelu(
+    mode: Reference, input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+) -> torch.Tensor:
+    if not training:
+        return torch.rrelu(input, lower, upper, False)
+    return input * torch.where(input <= 0, mode.uniform(tuple(input.shape)) * (upper - lower) + lower, 1.0)
+
+
+def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
+    def run(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not train or p == 0:
+            return input
+        if p == 1:
+            return input * 0.0
+        shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if features else tuple(input.shape)
+        scale, shift = alpha_scale(p)
+        return torch.where(mode.uniform(shape) >= p, input * scale + shift * p, shift * (p - 1))
+
+    return run
+
+
+def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
+    """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
+    if p is None:
+        return _beside((mode.uniform(tuple(input.shape)) < input).to(input.dtype), input)
+    return _beside((mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype), input)
+
+
+def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Layer by layer where there is dropout between them."""
+
+    def run(mode: Reference, *args: Any) -> tuple[torch.Tensor, ...]:
+        if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
+            return function(*args)
+        x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
+        if not train or p == 0:
+            return function(*args)
+        states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+        directions, num_params = 2 if bidirectional else 1, len(params) // layers
+        finals = []
+        for layer in range(layers):
+            sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
+            rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
+            first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
+            x, *last = function(x, first, params[layer * num_params : (layer + 1) * num_params], *rest)
+            finals.append(last)
+            x = mode.drop(x, p) if layer < layers - 1 else x
+        return x, *(torch.cat(together) for together in zip(*finals, strict=True))
+
+    return run
+
+
+def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Numbers of the model's code, with the rounding of its own dtype: capture has read them so."""
+
+    def run(mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not mode.widens:
+            return function(*args, **kwargs)
+        if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
+            kwargs["dtype"] = mode.dtypes.of(args[0])
+        with default_dtype(mode.models_default):
+            wide: torch.Tensor = _wide_argument(function(*args, **kwargs))
+        return wide
+
+    return run
+
+
+def _setitem(mode: Reference, x: torch.Tensor, index: Any, value: Any) -> None:
+    """A number of the model's code has the rounding of the tensor that it is written to, as capture has read it."""
+    if mode.widens and isinstance(value, float) and x.is_floating_point():
+        value = float(torch.tensor(value, dtype=mode.dtypes.of(x)))
+    call_in_float64(torch.Tensor.__setitem__, (x, index, value), {}) if mode.widens else x.__setitem__(index, value)
+
+
+def _grouped_mm(
+    mode: Reference, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """PyTorch has none for float64: the rows of one expert after the other, and zeros past the last."""
+    if x.dim() != 2 or weight.dim() != 3 or offs is None:
+        result: torch.Tensor = torch._grouped_mm(x, weight, offs=offs, **kwargs)
+        return result
+    ends = [0, *offs.tolist()]
+    blocks = [x[start:stop] @ matrix for start, stop, matrix in zip(ends, ends[1:], weight, strict=False)]
+    return torch.cat([*blocks, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
+
+
+CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
+    torch.Tensor.chalf: torch.complex32,
+}
+_DTYPE = torch.Tensor.dtype  # the descriptor
+_CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
+
+
+def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Over micro-batches, if there are several."""
+    if len(mode.passes) < 2 or input.shape[0] != sum(mode.passes):
+        result: torch.Tensor = call_in_float64(torch.batch_norm, (input, *args), kwargs)
+        return result
+    parts = []
+    for number, part in enumerate(input.split(list(mode.passes))):
+        call_args = args
+        if len(args) > 5 and id(args[2]) in mode.averaged:  # momentum 1 / n: every micro-batch is one batch more
+            call_args = (*args[:5], 1.0 / (round(1.0 / args[5]) + number), *args[6:])
+        parts.append(call_in_float64(torch.batch_norm, (part, *call_args), kwargs))
+    return torch.cat(parts)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **{
+        function: _from_data(function)
+        for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+    },
+    torch.Tensor.__setitem__: _setitem,
+    torch.rand: _rand,
+    torch.rand_like: _rand_like,
+    torch.randn: _randn,
+    torch.randn_like: _randn_like,
+    torch.randint: _randint,
+    torch.randint_like: _randint_like,
+    torch.randperm: _randperm,
+    torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.normal_: _normal_,
+    torch.Tensor.log_normal_: _log_normal_,
+    torch.Tensor.cauchy_: _cauchy_,
+    torch.Tensor.geometric_: _geometric_,
+    torch.Tensor.random_: _random_,
+    torch.normal: _normal_of,
+    torch.multinomial: _multinomial,
+    torch.Tensor.multinomial: _multinomial,
+    torch.rrelu: _rrelu,
+    torch.alpha_dropout: _alpha_dropout(features=False),
+    torch.feature_alpha_dropout: _alpha_dropout(features=True),
+    torch.Tensor.uniform_: _uniform_,
+    torch.Tensor.exponential_: _exponential_,
+    torch._grouped_mm: _grouped_mm,
+    torch.lstm: _recurrent(torch.lstm),
+    torch.gru: _recurrent(torch.gru),
+    torch.rnn_tanh: _recurrent(torch.rnn_tanh),
+    torch.rnn_relu: _recurrent(torch.rnn_relu),
+    torch.batch_norm: _batch_norm,
+    torch.dropout: _dropout,
+    torch.dropout_: _dropout_,
+    torch.feature_dropout: _feature_dropout,
+    torch.nn.functional.scaled_dot_product_attention: _attention,
+}

@@ -1,0 +1,341 @@
+"""The head of an elastic job on several machines: who takes part in a generation, and what comes after it.
+
+One of the launchers has it. It hears of every machine when its ranks have ended, or that the machine is gone; it has
+the others stop theirs, and says who begins the next generation with which ranks. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.launch.channel import Channel, as_place, as_port, as_text, whole
+from shardwise.launch.hang_detector import count_ranks, name_ranks
+from shardwise.launch.job import print_line
+from shardwise.launch.processes import Failure
+from shardwise.launch.restart_policy import RestartPolicy, lost_rank
+
+Address = tuple[str, int]
+
+EXIT_ALONE = 1  # the machines that a job needs did not come
+STOPPED = -1  # in place of an exit code
+SURE_SECONDS = 3.0  # several words, of which one is said twice a second: who closes behind such a silence may live
+_BEAT_SECONDS = 0.5
+_AWAY_SECONDS = 2.0  # without a turn, after which nobody's silence counts: this machine was suspended
+_TELL_SECONDS = 30.0
+_CALL_LIMIT = 0.3
+_CALL_SECONDS = 2.0  # between calls to a machine that is missing
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReport:
+    """What a machine says of its ranks' end. ``code``: 0 where each ended with 0, ``STOPPED`` where the launcher ended
+    them on another's word; ``absent``: ranks that were in no collective when they were stopped."""
+
+    code: int
+    failure: Failure | None
+    absent: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Machine:
+    """A launcher that said hello. ``address``, ``port``: where it listens; ``rank_port``: free there, for ranks to meet
+    at; ``ranks``: of the generation (empty: it stands by); ``ended``: what it said of them."""
+
+    node: int
+    address: str
+    port: int
+    rank_port: int
+    channel: Channel
+    slots: list[int]
+    spares: list[int]
+    ranks: range = range(0)
+    ended: MachineReport | None = None
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """``num_machines``: that a generation has at most; ``number``: of the next generation; ``awaited``: nodes that it
+    waits for until ``until_all``, while fewer suffice from then on; ``least``: machines without which it does not begin
+    (a part of a divided network must not go on beside the other)."""
+
+    course: RestartPolicy
+    node: int
+    num_machines: int
+    awaited: set[int]
+    until_all: float
+    deadline: float
+    secret: bytes = field(repr=False)
+    number: int = 0
+    least: int = 1
+    how: str = ""  # what to say of the next generation
+    suspect: bool = False
+    machines: dict[int, Machine] = field(default_factory=dict)
+    known: dict[int, Address] = field(default_factory=dict)  # where machines listened, whether or not they are here
+    running: bool = False
+    stopping: bool = False
+    lost: list[tuple[int, range, str]] = field(default_factory=list)  # machines: node, its ranks, how
+    unsure: bool = False  # whether one of them may live, and others with it
+    began_at: int = -1  # the course's step when the generation began
+    over: bool = False
+    turned: float = field(default_factory=time.monotonic)
+    beaten: float = 0.0
+    called: float = 0.0
+    num_calls: int = 0
+    tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # for whom it waits
+
+    # ------------------------------------------------------------------------------------------------------- hearing
+
+    def admit(self, channel: Channel, hello: Mapping[str, Any]) -> None:
+        """A launcher came. One that is here already was started twice, or came back before it was missed."""
+        node, machines, ranks = (whole(hello[name]) for name in ("hello", "machines", "ranks"))
+        where = as_place((hello["name"], hello["port"]))
+        rank_port = as_port(hello["rank_port"])
+        slots, spares = ([whole(slot) for slot in hello[name]] for name in ("slots", "spares"))
+        if not where[0] or len({*slots, *spares}) < len(slots) + len(spares):
+            raise ValueError(f"no name, or slots that are given twice: {slots}, {spares}")
+        if machines != self.num_machines or ranks != self.course.num_ranks:
+            what = (
+                f"machine {node} was started for {ranks} ranks on {machines} machines, "
+                f"machine {self.node} for {self.course.num_ranks} on {self.num_machines}"
+            )
+            channel.send(end=EXIT_ALONE, why=f"{what}: give the same on every machine")
+            channel.close()
+            return
+        before = self.machines.get(node)
+        if before is not None and not before.channel.gone and time.monotonic() < before.channel.heard + _AWAY_SECONDS:
+            channel.send(end=EXIT_ALONE, why=f"there is a machine {node} already: give every one its own --node-rank")
+            channel.close()
+            return
+        if before is not None:
+            self._lose(before, "is gone")
+        self.known[node] = where
+        self.machines[node] = Machine(node, *where, rank_port, channel, slots, spares)
+
+    def turn(self) -> None:
+        """Look once around: what has come, who is gone, and whether something is to be done."""
+        now = time.monotonic()
+        away, self.turned = now - self.turned > _AWAY_SECONDS, now
+        for machine in list(self.machines.values()):
+            was_silent = away or now - machine.channel.heard > SURE_SECONDS
+            if away:
+                machine.channel.heard = now
+            self._hear(machine)
+            silent = now - machine.channel.heard
+            if machine.channel.gone:
+                self._lose(machine, "is gone", may_live=was_silent)
+            elif silent > self.course.settings.silent_seconds:
+                machine.channel.send(dropped=True)  # it may hear so later, and come again
+                self._lose(machine, f"gave no sign of life for {silent:.0f} seconds", may_live=True)
+        if now > self.beaten + _BEAT_SECONDS:
+            self.beaten = now
+            for machine in self.machines.values():
+                machine.channel.send(beat=0)
+        if not self.over:
+            self._call_the_missing(now)
+            self._go_on(now)
+
+    def hear(self) -> None:
+        """The last words of the machines, where the launcher ends."""
+        for machine in list(self.machines.values()):
+            self._hear(machine)
+
+    def _hear(self, machine: Machine) -> None:
+        for message in machine.channel.messages():
+            try:
+                self._take(machine, message)
+            except (LookupError, TypeError, ValueError) as error:
+                machine.channel.end(f"sent what no launcher would: {error}")
+                return
+
+    def _take(self, machine: Machine, message: Mapping[str, Any]) -> None:
+        if "beat" in message:
+            self.course.reach(whole(message["beat"], -1))
+        elif "ended" in message and message["ended"] == self.number - 1:
+            failure = _failure(message["failure"], machine.ranks) if message["failure"] is not None else None
+            absent = tuple(whole(rank) for rank in message["absent"])
+            code = whole(message["code"], STOPPED, 255)
+            machine.ended, machine.rank_port = MachineReport(code, failure, absent), as_port(message["rank_port"])
+        elif "port" in message:
+            machine.rank_port = as_port(message["port"])
+        elif "leave" in message:
+            self.finish(whole(message["leave"], 1, 255), f"machine {machine.node} ends the job")
+
+    def _lose(self, machine: Machine, how: str, *, may_live: bool = False) -> None:
+        if machine.channel.fault:
+            print_line(f"closed the connection to machine {machine.node}, which {machine.channel.fault}")
+        machine.channel.close()
+        del self.machines[machine.node]
+        if machine.ranks and self.running:
+            self.lost.append((machine.node, machine.ranks, how))
+            self.unsure |= may_live
+
+    def _call_the_missing(self, now: float) -> None:
+        """A machine that was started anew asks the first one, which may be lost itself. One is called at a time: it may
+        not answer."""
+        missing = sorted(self.known.keys() - self.machines.keys() - {self.node})
+        if now < self.called + _CALL_SECONDS / max(1, len(missing)) or not missing:
+            return
+        self.called = now
+        node = missing[self.num_calls % len(missing)]
+        self.num_calls += 1
+        with contextlib.suppress(OSError), socket.create_connection(self.known[node], _CALL_LIMIT) as connection:
+            channel = Channel(connection, self.secret)
+            channel.send(come=self.known.get(self.node), number=self.number)
+            channel.messages(_CALL_LIMIT)  # it is sent when the other end has greeted, which closes when it has read
+
+    # ------------------------------------------------------------------------------------------------------- deciding
+
+    @property
+    def _active(self) -> list[Machine]:
+        return [machine for machine in self.machines.values() if machine.ranks]
+
+    def _go_on(self, now: float) -> None:
+        if not self.running:
+            self._gather(now)
+        elif not self.stopping:
+            codes = [machine.ended.code for machine in self._active if machine.ended]
+            if self.lost or any(codes):
+                self._stop()
+            elif len(codes) == len(self._active):
+                self.finish(0)
+            elif self._standing_by and len(self._active) < self.num_machines and self.course.step > self.began_at:
+                self._stop()
+        elif all(machine.ended for machine in self._active):
+            self._decide(now)
+
+    @property
+    def _standing_by(self) -> list[Machine]:
+        return [machine for machine in self.machines.values() if not machine.ranks and machine.slots]
+
+    def _stop(self) -> None:
+        self.stopping = True
+        for machine in self._active:
+            machine.channel.send(stop=self.number - 1)
+
+    def _decide(self, now: float) -> None:
+        """The generation has ended on every machine that is left."""
+        self.running = self.stopping = self.suspect = False
+        reports = [machine.ended for machine in self._active if machine.ended]
+        failures = [report.failure for report in reports if report.failure is not None]
+        cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds), default=None)
+        code = next((report.code for report in reports if report.code > 0 and report.failure is None), 0)
+        # Machines that fell silent may go on by themselves, if they are more than half.
+        self.least = -(-(len(self._active) + len(self.lost)) // 2) if self.unsure else 1
+        lost, self.lost, self.unsure = self.lost, [], False
+        if code:
+            self.finish(code)
+        elif lost and (cause is None or cause.follow_up or cause.waited_in_vain):
+            gone = "; ".join(f"machine {node} with {name_ranks(ranks)} {how}" for node, ranks, how in lost)
+            text = f"{gone}{self.course.after_step}"
+            if why := self.course.why_end(by_the_script=False):
+                self.finish(EXIT_ALONE, f"{text}; {why}")
+            else:
+                self._regather(now, f"{text}; generation {self.number} goes on")
+        elif cause is not None:
+            self._lose_a_rank(cause, [rank for report in reports for rank in report.absent], now)
+        else:
+            came = f"{name_machines(machine.node for machine in self._standing_by)} came"
+            came = came if self._standing_by else "a machine stopped its ranks"
+            self._regather(now, f"{came}{self.course.after_step}; generation {self.number} goes on")
+
+    def _lose_a_rank(self, cause: Failure, absent: list[int], now: float) -> None:
+        lost = lost_rank(cause, absent)
+        text = f"rank {lost.rank} {lost.describe()}{self.course.after_step}"
+        if why := self.course.why_end(by_the_script=bool(lost.traceback) and not lost.differs):
+            self.finish(lost.exit_code, f"{text}; {why}")
+            return
+        active = self._active
+        self.suspect = lost.differs
+        home = next((machine for machine in active if lost.rank in machine.ranks), None)
+        if home is None:  # its machine is gone as well
+            self._regather(now, f"{text}; generation {self.number} goes on")
+            return
+        total = sum(len(machine.slots) for machine in active)
+        slot = home.slots[lost.rank - home.ranks.start]
+        home.slots, home.spares, how = self.course.replaced(home.slots, home.spares, slot, total)
+        self._regather(now, f"{text}; generation {self.number} goes on {how} of machine {home.node}")
+
+    def _regather(self, now: float, how: str) -> None:
+        """Look for the ranks of another generation among the machines that are here."""
+        self.how, self.awaited = how, set()
+        self.until_all, self.deadline = now, now + self.course.settings.wait_seconds
+        self.tell_at = now + 1.0
+        for machine in self.machines.values():
+            machine.ranks = range(0)
+
+    def _gather(self, now: float) -> None:
+        """Begin a generation when those are here whom it needs."""
+        chosen = sorted(self.machines.values(), key=lambda machine: machine.node)
+        chosen = [machine for machine in chosen if machine.slots][: self.num_machines]
+        total = sum(len(machine.slots) for machine in chosen)
+        all_here = self.awaited <= self.machines.keys() or now >= self.until_all
+        missing = name_machines(set(range(self.num_machines)) - self.machines.keys())
+        counts = f"{count_ranks(total)} of the {self.course.fewest} that are needed"
+        if len(chosen) < self.least:
+            counts += f", on {len(chosen)} of the {self.least} machines without which the others may go on"
+        if all_here and total >= self.course.fewest and len(chosen) >= self.least:
+            self._begin(chosen, total)
+        elif now >= self.deadline:
+            self.finish(
+                EXIT_ALONE, f"{missing} did not come in {self.course.settings.wait_seconds:g} seconds: {counts}"
+            )
+        elif now >= self.tell_at:
+            self.tell_at = now + _TELL_SECONDS
+            print_line(f"waits for {missing}: {counts}")
+
+    def _begin(self, chosen: list[Machine], total: int) -> None:
+        first, start = chosen[0], 0
+        places = [(machine.node, machine.address, machine.port) for machine in chosen]
+        how = f"{self.how} with {count_ranks(total)}" if self.how.endswith("goes on") else self.how
+        for machine in self.machines.values():
+            machine.ranks, machine.ended = range(0), None
+        for machine in chosen:
+            machine.ranks = range(start, start + len(machine.slots))
+            start += len(machine.slots)
+            machine.channel.send(
+                generation=self.number,
+                head=self.node,
+                machines=places,
+                ranks=(machine.ranks.start, total),
+                slots=machine.slots,
+                spares=machine.spares,
+                master=(first.address, first.rank_port),
+                suspect=self.suspect,
+                step=self.course.step,
+                how=how,
+            )
+        for machine in self._standing_by:
+            machine.channel.send(generation=self.number, head=self.node, machines=places)
+        self.number += 1
+        self.running, self.how, self.began_at = True, "", self.course.step
+
+    def finish(self, code: int, why: str = "") -> None:
+        """The job is over."""
+        self.over = True
+        for machine in self.machines.values():
+            machine.channel.send(end=code, why=why)
+
+
+def name_machines(nodes: Iterable[int]) -> str:
+    """``machine 3`` or ``machines 0, 1``."""
+    numbers = sorted(nodes)
+    return f"machine{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+
+
+def _failure(record: Mapping[str, Any], ranks: range) -> Failure:
+    """Raises an error where no launcher would say so of one of its ranks."""
+    failure = Failure(**{**record, "blames": tuple(whole(rank) for rank in record["blames"])})
+    if failure.rank not in ranks or type(failure.seconds) not in (int, float):
+        raise ValueError(f"rank {failure.rank} at {failure.seconds} is none of {ranks}")
+    whole(failure.exit_code, 1, 255)
+    for name in ("error", "traceback", "killed_by", "hangs"):
+        as_text(record[name])
+    return failure
+
+
+__all__ = ["EXIT_ALONE", "STOPPED", "SURE_SECONDS", "Address", "Coordinator", "Machine", "name_machines"]

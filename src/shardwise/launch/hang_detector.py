@@ -1,0 +1,98 @@
+"""What the launcher sees on the ranks' pages: who hangs, where ranks were, and for what the others waited."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.runtime.heartbeat_file import Heartbeat
+
+_LATE_SECONDS = 1.0  # two signs of life
+
+
+@dataclass(slots=True)
+class HangDetector:
+    """Finds a rank that hangs. ``silent_seconds``: without a sign of life, from the first one on (a stopped process, a
+    call that never gives Python's lock back); ``idle_seconds``: in no collective, while all others wait in one.
+
+    What stops all of them is no rank's fault: a machine that is suspended, a job that somebody stops. The clock starts
+    anew when the watch itself was away for long, or no rank gave a sign of life."""
+
+    silent_seconds: float
+    idle_seconds: float | None = None
+    _looked: float = math.inf  # when it did so last
+    _since: float = 0.0  # what was before does not count
+
+    def __call__(self, pages: dict[int, Heartbeat]) -> tuple[int, str] | None:
+        """(the rank, how it hangs)."""
+        now = time.monotonic()
+        heard = max((seen.beat for seen in pages.values() if seen.beat), default=now)
+        if now - min(self._looked, max(heard, self._since)) > self._long_seconds:
+            self._since = now
+        self._looked = now
+        return self._find_silent(pages, now) or self._find_idle(pages, now)
+
+    @property
+    def _long_seconds(self) -> float:
+        """Longer than ranks are late of themselves, and shorter than what a rank may."""
+        shorter = self.silent_seconds if self.idle_seconds is None else min(self.silent_seconds, self.idle_seconds)
+        return max(_LATE_SECONDS, shorter / 2)
+
+    def _find_silent(self, pages: dict[int, Heartbeat], now: float) -> tuple[int, str] | None:
+        silent = {number: now - max(seen.beat, self._since) for number, seen in pages.items() if seen.beat}
+        number = max(silent, key=silent.__getitem__, default=None)
+        if number is None or silent[number] <= self.silent_seconds:
+            return None
+        return number, f"gave no sign of life for {silent[number]:.0f} seconds"
+
+    def _find_idle(self, pages: dict[int, Heartbeat], now: float) -> tuple[int, str] | None:
+        busy = [number for number, seen in pages.items() if not seen.waits]
+        if self.idle_seconds is None or len(busy) != 1 or len(pages) < 2:
+            return None
+        (number,) = busy
+        changed = max(seen.since for seen in pages.values())  # somebody entered or left a collective
+        longest = now - max(changed, self._since)
+        if pages[number].since and longest > self.idle_seconds:
+            return number, f"came to no collective for {longest:.0f} seconds, in which all others waited"
+        return None
+
+
+def format_positions(stopped: Sequence[tuple[int, str, Heartbeat]]) -> list[str]:
+    """Where ranks were before they were stopped, one line for each place. Given: number, function of the user's code
+    ("" where it is not known), page."""
+    ranks: dict[str, list[int]] = {}
+    for number, place, _ in stopped:
+        if place:
+            ranks.setdefault(place, []).append(number)
+    return [
+        f"  where:  {name_ranks(numbers)} {'were' if len(numbers) > 1 else 'was'} {place}"
+        for place, numbers in ranks.items()
+    ]
+
+
+def format_waits(pages: Sequence[tuple[int, Heartbeat]]) -> list[str]:
+    """What ranks waited for, and what the others, for whom they waited, had done last; one line for each."""
+    lines: dict[str, list[int]] = {}
+    for number, seen in pages:
+        if seen.collective:
+            step = f"after step {seen.step}: " if seen.step >= 0 else ""
+            what = f"collective {seen.collective}, {step}{seen.what}"
+            lines.setdefault(f"waited in {what}" if seen.waits else f"had left {what}", []).append(number)
+    if all(line.startswith("had left") for line in lines):
+        return []
+    return [f"  waits:  {name_ranks(numbers)} {text}" for text, numbers in lines.items()]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 4``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def count_ranks(count: int) -> str:
+    """``1 rank`` or ``4 ranks``."""
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+__all__ = ["HangDetector", "count_ranks", "format_positions", "format_waits", "name_ranks"]

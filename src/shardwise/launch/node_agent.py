@@ -1,0 +1,438 @@
+"""A launcher of an elastic job on several machines, as the others see it.
+
+Every launcher listens at a *station*. That of machine 0 has the job's head at first (``launch.coordinator``); when it
+is lost, that of the next machine has it. A thread keeps the station, so that others hear from this machine while its
+ranks run. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from shardwise.errors import LaunchError, problem
+from shardwise.hosts import listen, own_address, route_address
+from shardwise.launch.channel import Channel, as_place, as_text, wait_until_readable, whole
+from shardwise.launch.coordinator import EXIT_ALONE, SURE_SECONDS, Address, Coordinator
+from shardwise.launch.job import EXIT_INTERRUPTED, print_line
+from shardwise.launch.processes import Failure
+from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
+from shardwise.launch.secret import SECRET_FIX
+
+_TURN_SECONDS = 0.1
+_BEAT_SECONDS = 0.5
+_TAKE_OVER_SECONDS = 15.0  # for the others to notice as well that the head is lost
+_HELLO_SECONDS = 2.0
+_PORT_SECONDS = 10.0  # for which a port that was free is taken to be so
+_MOST_STRANGERS = 64  # connections that have not said who they are
+_STRANGER_SECONDS = 5.0  # in which they have to
+_MOST_CHARACTERS = 1 << 14  # of a failure's text, which the launcher of its machine has printed whole
+_MOST_FAULTS = 20  # of strangers that are reported
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStart:
+    """A generation, as the head tells a machine of it. ``first``: its first rank; ``num_ranks``: of all machines;
+    ``num_spares``: slots that are left; ``master``: where the ranks meet; ``step``: the last that was done."""
+
+    number: int
+    suspect: bool
+    first: int
+    num_ranks: int
+    slots: list[int]
+    num_spares: int
+    master: Address
+    step: int
+
+
+class Listener(threading.Thread):
+    """Where a launcher listens, at an ``address`` of this machine ("": at all). ``head``: the job's, if it is here;
+    ``seat``: where it is otherwise; ``called``: where one says that it is; ``gave_way``: the head that was here did, to
+    that one."""
+
+    def __init__(self, port: int, secret: bytes, address: str = "") -> None:
+        super().__init__(daemon=True, name="station")
+        self._listener = listen(address, port)
+        self.port: int = self._listener.getsockname()[1]
+        self.address, self._secret = address, secret
+        self.head: Coordinator | None = None
+        self.seat: Address | None = None
+        self.called: Address | None = None
+        self.gave_way = False
+        self.member: Channel | None = None
+        self.step = -1
+        self._strangers: list[Channel] = []
+        self._faults: set[tuple[str, str]] = set()
+        self._closing = False
+        self._lock = threading.Lock()  # of the head
+
+    def lead(self, head: Coordinator) -> None:
+        with self._lock:
+            self.head, self.gave_way = head, False
+
+    def run(self) -> None:
+        beaten = 0.0
+        while not self._closing:
+            with self._lock:
+                self._turn()
+            member = self.member  # the other thread may hang up meanwhile
+            if member is not None and time.monotonic() > beaten + _BEAT_SECONDS:
+                beaten = time.monotonic()
+                member.send(beat=self.step)
+
+    def _turn(self) -> None:
+        machines = [] if self.head is None else [machine.channel for machine in self.head.machines.values()]
+        waiting = [channel for channel in (*self._strangers, *machines) if not channel.gone]
+        if self._listener.fileno() in wait_until_readable([self._listener, *waiting], _TURN_SECONDS):
+            with contextlib.suppress(OSError):  # it is gone already, or too many files are open
+                connection, _ = self._listener.accept()
+                self._strangers.append(Channel(connection, self._secret, accepted=True))
+        late = time.monotonic() - _STRANGER_SECONDS
+        for stranger in list(self._strangers):
+            for message in stranger.messages()[:1]:
+                self._strangers.remove(stranger)
+                try:
+                    self._answer(stranger, message)
+                except (LookupError, TypeError, ValueError) as error:
+                    stranger.end(f"sent what no launcher would: {error}")
+                    self._dismiss(stranger)
+            if stranger in self._strangers and (stranger.gone or stranger.since < late):
+                stranger.end("" if stranger.gone else f"said nothing for {_STRANGER_SECONDS:g} seconds")
+                self._strangers.remove(stranger)
+                self._dismiss(stranger)
+        for stranger in self._strangers[:-_MOST_STRANGERS]:
+            stranger.end(f"was one of more than {_MOST_STRANGERS} that said nothing")
+            self._dismiss(stranger)
+        self._strangers = self._strangers[-_MOST_STRANGERS:]
+        if self.head is not None:
+            self.head.turn()
+
+    def _dismiss(self, stranger: Channel) -> None:
+        """Close a connection, and report it, unless it is like an earlier one or of too many."""
+        case = stranger.peer, stranger.fault
+        if stranger.fault and case not in self._faults and len(self._faults) < _MOST_FAULTS:
+            self._faults.add(case)
+            print_line(f"closed a connection from {case[0]}, which {case[1]}")
+        stranger.close()
+
+    def _answer(self, stranger: Channel, message: Mapping[str, Any]) -> None:
+        if "hello" in message and self.head is not None:
+            self.head.admit(stranger, message)
+            return
+        if "hello" in message:
+            stranger.send(seat=self.seat)
+        else:
+            number = whole(message["number"])
+            self.called = as_place(message["come"])
+            # Another one leads this job, and has begun a generation while this one waits for machines.
+            if self.head is not None and not self.head.running and self.head.number < number:
+                for machine in self.head.machines.values():
+                    machine.channel.close()
+                self.gave_way, self.head = True, None  # in this order: the other thread looks at the head first
+        stranger.close()
+
+    def close(self) -> None:
+        self._closing = True
+        if self.is_alive():
+            self.join()
+        if self.head is not None:
+            self.head.hear()  # this machine's last word may be that somebody interrupts the job
+        self._listener.close()
+        machines = [] if self.head is None else [machine.channel for machine in self.head.machines.values()]
+        for channel in machines:
+            channel.finish()
+        for channel in (*self._strangers, *machines):
+            channel.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherIdentity:
+    """What a launcher is in its job. ``num_machines``, ``num_ranks``: of the job at its start; ``home``: where that of
+    machine 0 listens; ``name``: by which others reach this machine ("": at the address at which it listens)."""
+
+    node: int
+    num_machines: int
+    num_ranks: int
+    home: Address
+    name: str
+    slots: list[int]
+    spares: list[int]
+    secret: bytes = field(repr=False)
+
+
+@dataclass
+class NodeAgent:
+    """This machine's part in a job. ``caught``: signals sent to the launcher; ``free_port``: one on which ranks could
+    meet."""
+
+    settings: ElasticConfig
+    identity: LauncherIdentity
+    caught: list[int]
+    free_port: Callable[[], int]
+    station: Listener = field(init=False)
+    channel: Channel | None = None
+    crew: list[tuple[int, str, int]] = field(default_factory=list)  # node, address, port of those that take part
+    leader: int = 0
+    number: int = -1  # of the latest generation
+    stopped: bool = False
+    inbox: list[Mapping[str, Any]] = field(default_factory=list)
+    refused: list[Address] = field(default_factory=list)  # where launchers have another secret
+
+    def __post_init__(self) -> None:
+        identity = self.identity
+        self.node, self.home, self.slots, self.spares = identity.node, identity.home, identity.slots, identity.spares
+        self.name = identity.name or (identity.home[0] if identity.node == 0 else "")
+        self.station = self._listen()
+        if self.node == 0:
+            now = time.monotonic()
+            self._lead(set(range(identity.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
+        self.station.start()
+
+    def _listen(self) -> Listener:
+        """At the address by which others reach this machine, and a port that is the same whenever it comes; only
+        machine 0 must have that one."""
+        secret, address = self.identity.secret, own_address(self.name) if self.name else ""
+        if not address and self.node != 0:
+            address = route_address(*self.home)
+        if not address:
+            print_line(
+                f"listens on all addresses: {self.name or self.home[0]} leads to none of this machine that others reach"
+            )
+        try:
+            return Listener((self.home[1] + self.node) % (1 << 16), secret, address)
+        except OSError as error:
+            if self.node == 0:
+                what = f"machine 0 cannot listen on port {self.home[1]}: {error.strerror}"
+                raise LaunchError(problem(what, fix="choose another --master-port, the same on every node")) from None
+        return Listener(0, secret, address)
+
+    def _lead(self, awaited: set[int], until_all: float, seconds: float) -> Coordinator:
+        course = RestartPolicy(self.settings, self.identity.num_ranks)
+        deadline = time.monotonic() + seconds
+        head = Coordinator(
+            course, self.node, self.identity.num_machines, awaited, until_all, deadline, self.identity.secret
+        )
+        self.station.lead(head)
+        return head
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        self.station.member = None
+        self.station.close()
+
+    # ------------------------------------------------------------------------------------------------- between ranks
+
+    def wait(self) -> GenerationStart | int:
+        """The next generation, or the exit code of the job."""
+        self.stopped = False
+        limit = time.monotonic() + self.settings.wait_seconds
+        asked = time.monotonic()  # for a free port, of which the head was told
+        while True:
+            if self.caught:
+                if self.channel is not None:
+                    self.channel.send(leave=EXIT_INTERRUPTED)
+                return EXIT_INTERRUPTED
+            if self.channel is None and not self._meet():
+                if time.monotonic() > limit:
+                    where = ":".join(map(str, self.home))
+                    print_line(
+                        f"machine {self.node} found no others at {where} in {self.settings.wait_seconds:g} seconds"
+                    )
+                    return EXIT_ALONE
+                if not self.station.is_alive():
+                    return EXIT_ALONE  # by a fault of its own, which was printed
+                time.sleep(_TURN_SECONDS)
+                continue
+            assert self.channel is not None
+            if time.monotonic() > asked + _PORT_SECONDS:  # whoever stands by does so for hours
+                asked = time.monotonic()
+                self.channel.send(port=self.free_port())
+            messages = self.channel.messages(_TURN_SECONDS)
+            if messages:
+                limit = time.monotonic() + self.settings.wait_seconds
+            self.inbox += messages
+            while self.inbox:  # what came behind a generation's beginning is for those who run its ranks
+                try:
+                    answer = self._take(self.inbox.pop(0))
+                except (LookupError, TypeError, ValueError) as error:
+                    if self.channel is not None:
+                        self.channel.end(f"sent what no launcher would: {error}")
+                    self.inbox.clear()
+                    break
+                if answer is not None:
+                    return answer
+            if self._head_is_lost and (code := self._follow()) is not None:
+                return code
+
+    def _take(self, message: Mapping[str, Any]) -> GenerationStart | int | None:
+        if "end" in message:
+            code, why = whole(message["end"], 0, 255), as_text(message["why"])
+            if why:
+                print_line(why)
+            return code
+        if "dropped" in message:
+            self._come_again()
+        if "machines" in message:
+            crew = [(whole(node), *as_place(where)) for node, *where in message["machines"]]
+            self.crew, self.leader, self.number = crew, whole(message["head"]), whole(message["generation"])
+            self.name = self.name or next((address for node, address, _ in self.crew if node == self.node), "")
+        if "ranks" not in message:
+            return None
+        first, num_ranks = map(whole, message["ranks"])
+        slots, spares = ([whole(slot) for slot in message[name]] for name in ("slots", "spares"))
+        if not slots or not {*slots, *spares} <= {*self.identity.slots, *self.identity.spares}:
+            raise ValueError(f"{slots} and {spares} are no slots of this machine")
+        whole(first + len(slots), most=num_ranks)
+        how, master, step = as_text(message["how"]), as_place(message["master"]), whole(message["step"], -1)
+        self.slots, self.spares = slots, spares
+        if how:
+            print_line(how)
+        return GenerationStart(
+            self.number, bool(message["suspect"]), first, num_ranks, slots, len(spares), master, step
+        )
+
+    # -------------------------------------------------------------------------------------------------- beside ranks
+
+    def is_stopped(self) -> bool:
+        """Whether this machine's ranks are to end, since others have: the head says so, or is lost."""
+        if not self.stopped and self.channel is not None:
+            self.inbox += [message for message in self.channel.messages() if "beat" not in message]
+            told = any({"stop", "end", "dropped"} & message.keys() for message in self.inbox)
+            self.stopped = told or self._head_is_lost
+        return self.stopped
+
+    def report(self, code: int, lost: Failure | None, absent: Sequence[int], step: int) -> None:
+        """This machine's ranks of the latest generation have ended."""
+        self.station.step = step
+        if self.channel is not None:
+            failure = None
+            if lost is not None:
+                failure = asdict(replace(lost, error=_excerpt(lost.error), traceback=_excerpt(lost.traceback)))
+            port = self.free_port()
+            self.channel.send(beat=step)
+            self.channel.send(ended=self.number, code=code, failure=failure, absent=list(absent), rank_port=port)
+
+    # ------------------------------------------------------------------------------------------------ finding the head
+
+    def _meet(self) -> bool:
+        """Whether a head was found that took this machine in."""
+        station = self.station
+        if station.head is not None:
+            return self._join((station.address or self.name or self.home[0], station.port))
+        gave_way, station.gave_way = station.gave_way, False
+        if gave_way and self.number >= 0:
+            self._come_again()
+        places = [place for place in (station.called, station.seat, self.home) if place is not None]
+        return any(self._join(place) for place in dict.fromkeys(places))
+
+    def _join(self, where: Address) -> bool:
+        try:
+            channel = Channel(socket.create_connection(where, timeout=_HELLO_SECONDS), self.identity.secret)
+        except OSError:
+            return False
+        channel.send(
+            hello=self.node,
+            machines=self.identity.num_machines,
+            ranks=self.identity.num_ranks,
+            slots=self.slots,
+            spares=self.spares,
+            port=self.station.port,
+            rank_port=self.free_port(),
+            name=self.name or self.station.address or channel.here,
+        )
+        answer = channel.messages(_HELLO_SECONDS)
+        if channel.refused and where not in self.refused:
+            self.refused.append(where)
+            at = ":".join(map(str, where))
+            print_line(
+                f"the launcher at {at} has another secret than this machine: {SECRET_FIX}; this machine goes on asking"
+            )
+        for message in answer:
+            if "seat" in message:  # no head is there
+                with contextlib.suppress(TypeError, ValueError):
+                    self.station.seat = as_place(message["seat"])
+                channel.close()
+                return False
+        if not answer or (channel.gone and not any("end" in message for message in answer)):
+            channel.close()
+            return False
+        self.channel = self.station.member = channel
+        self.inbox = list(answer)
+        return True
+
+    @property
+    def _head_is_lost(self) -> bool:
+        channel = self.channel
+        return channel is None or channel.gone or self._silence > self.settings.silent_seconds
+
+    @property
+    def _silence(self) -> float:
+        return 0.0 if self.channel is None else time.monotonic() - self.channel.heard
+
+    def _come_again(self) -> None:
+        """The others went on without this machine: what it was in the job does not count."""
+        print_line("the others went on without this machine, which was silent; it asks to be taken again")
+        seat = next(((address, port) for node, address, port in self.crew if node == self.leader), None)
+        self.station.seat = seat or self.station.seat
+        self.number, self.crew = -1, []
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self.channel is not None:
+            if self.channel.fault:
+                print_line(f"closed the connection to machine {self.leader}, which {self.channel.fault}")
+            self.channel.close()
+        self.channel = self.station.member = None
+
+    def _follow(self) -> int | None:
+        """The head is lost: find the next one, or be it. The exit code where that must not be."""
+        silent = self._silence > SURE_SECONDS  # who closes behind a silence may live
+        self._hang_up()
+        if self.station.gave_way or self.number < 0 or self.leader == self.node:  # begin from the start
+            return None
+        if self.station.called is not None and self._join(self.station.called):  # somebody was faster
+            return None
+        everybody = sorted(self.crew)
+        left = [place for place in everybody if place[0] != self.leader]
+        for node, address, port in left:
+            if node != self.node:
+                limit = time.monotonic() + _TAKE_OVER_SECONDS
+                while time.monotonic() < limit and not self.caught:
+                    if self._join((address, port)):
+                        return None
+                    time.sleep(_TURN_SECONDS)
+                continue
+            if silent and 2 * len(left) <= len(everybody):
+                what = (
+                    f"machine {self.leader}, which led, is silent: half of the machines cannot know whether it goes on"
+                )
+                print_line(f"{what} without them, and end")
+                return EXIT_ALONE
+            self._take_over(left, silent)
+            return None
+        return EXIT_ALONE
+
+    def _take_over(self, left: Sequence[tuple[int, str, int]], silent: bool) -> None:
+        now = time.monotonic()
+        head = self._lead({node for node, _, _ in left}, now + _TAKE_OVER_SECONDS, self.settings.wait_seconds)
+        head.number = self.number + 1
+        head.course.step = self.station.step
+        head.known = {node: (address, port) for node, address, port in self.crew}
+        head.least = len(self.crew) // 2 + 1 if silent else 1
+        after = head.course.after_step
+        how = "is silent" if silent else "is gone"
+        head.how = f"machine {self.leader}, which led, {how}{after}; generation {head.number} goes on"
+
+
+def _excerpt(content: str) -> str:
+    """The beginning of a text, as a message may contain it."""
+    return content[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+
+
+__all__ = ["GenerationStart", "LauncherIdentity", "Listener", "NodeAgent"]

@@ -1,0 +1,432 @@
+"""The joint search: with how many stages, under which schedule and in micro-batches of which size a model is planned.
+
+Of every such *setting* the searches by price choose the rest: the mesh of a stage, operators, storage, what is made
+again or waits on the host. Settings are planned in the order of a rough estimate. One whose *bound* is not below the
+best step found is not planned, as it can not be better: no step is shorter than its products at the peak of all devices
+together, longer by what a pipeline needs to fill and to drain. One whose prices are clearly above that step is not
+planned to the end (``search.fit_memory``). So the result is what planning all settings would find, as far as prices are
+right by so much, unless more than ``TRIES`` are left; these are said, with their bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from math import ceil, inf
+from typing import TypeVar
+
+import torch
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.flops import FLOPS, flops_of
+from shardwise.errors import PlanError, listed, problem
+from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
+from shardwise.graph.cut import free_values
+from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import arguments, operator_name
+from shardwise.graph.stage_marks import marks_of
+from shardwise.layouts.text import format_dtype
+from shardwise.plans.format_intervals import format_bytes_interval, format_step_interval
+from shardwise.plans.plan import Plan
+from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.progress import report_progress
+from shardwise.rules.attention_bands import EVERYTHING, band_between, band_of
+from shardwise.search.memory_policy import blocks_of, ends_of
+from shardwise.search.micro_batch import MicroBatchOptions
+
+TRIES = 24  # settings that are planned at most
+OPERATORS = 12_000  # of large models fewer, so that these are all their operators; two at least
+REFINED = 32  # pairs of a number of places and a micro-batch that are estimated by searches
+REACHED = 1.5  # times the seconds of all products at the peak: about what a step takes without bubbles
+# What was estimated by searches for as many places and samples of a device, or more, says that much of what they would
+# say here: the share of products' seconds that is spent otherwise grew, within a tenth, where either is less.
+LEARNED = 0.9
+# Estimates that differ by less do not say which step is shorter: fewer stages are planned first, which takes less time.
+ALIKE = 1.05
+SCHEDULES = (  # where the user names none
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "Interleaved1F1B:3",
+    "Interleaved1F1B:4",
+    "Interleaved1F1B:8",
+    "ZBVZeroBubble",
+)
+_AnyPlan = TypeVar("_AnyPlan", bound=Plan)
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """``stages``: 1 is no pipeline, which has no ``schedule``; ``micro_batch``: the samples of each of the
+    ``passes``."""
+
+    stages: int
+    schedule: str
+    micro_batch: int
+    passes: int
+
+    @property
+    def places(self) -> int:
+        """How many parts of the devices there are."""
+        return self.stages // schedule_of(self.schedule).stages_per_place if self.stages > 1 else 1
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stages, {self.schedule}" if self.stages > 1 else "1 stage"
+        return f"{stages}, micro-batch {self.micro_batch} ({self.passes} passes)"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingOutcome:
+    """A setting and what became of it. ``bound``: no plan of it has a shorter step; ``step_seconds``, ``num_bytes``: of
+    its plan, and of the device that holds most; ``refused``: why there is none; ``pruned``: its bound is above a step
+    that was found before, of so many seconds. What has nothing of these was left out for want of time. ``estimate``:
+    about how long its step is (0: not estimated; infinite: nothing seems to fit); ``said``: step and memory of its plan
+    as they are printed, with their intervals."""
+
+    setting: StageConfig
+    bound: float
+    step_seconds: float = 0.0
+    num_bytes: float = 0.0
+    refused: str = ""
+    pruned: float = 0.0
+    estimate: float = 0.0
+    said: str = ""
+
+    def __str__(self) -> str:
+        if self.step_seconds:
+            what = self.said or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
+        elif self.pruned:
+            what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
+        else:
+            what = self.refused or f"left out: {self._about}no step below {format_seconds(self.bound)}"
+        return f"{self.setting}: {what}"
+
+    @property
+    def _about(self) -> str:
+        if not self.estimate:
+            return ""
+        return "nothing seems to fit, " if self.estimate == inf else f"about {format_seconds(self.estimate)}, "
+
+
+@dataclass(frozen=True)
+class AutoStagesReport:
+    """The settings of a joint search, in the order in which they were looked at, and the one that was taken."""
+
+    considered: tuple[SettingOutcome, ...]
+    taken: StageConfig
+
+    @property
+    def bound(self) -> float:
+        """No plan of any of these settings has a shorter step."""
+        return min(trial.bound for trial in self.considered)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no setting was left out."""
+        return all(trial.step_seconds or trial.refused or trial.pruned for trial in self.considered)
+
+    def __str__(self) -> str:
+        planned = sorted((t for t in self.considered if t.step_seconds), key=lambda t: t.step_seconds)
+        others = [t for t in self.considered if not t.step_seconds]
+        best = planned[0]
+        lines = [f"{best.setting}, of {len(self.considered)} settings: {len(planned)} were planned"]
+        if len(planned) > 1:
+            slower = planned[1].step_seconds / best.step_seconds - 1
+            lines[0] += f"; the next best is {100 * slower:.1f}% slower"
+        lines += [f"  {t}" for t in (*planned, *others)]
+        rest = "" if self.is_complete else "; plans of what was left out may be faster than the best"
+        return "\n".join([*lines, f"no step of these settings is below {format_seconds(self.bound)}{rest}"])
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """What every plan of a model takes. ``seconds``: of the products of a step at the peak of all devices together;
+    ``kernels``: operators of a pass, forward and backward; ``parameter_bytes``: of all parameters; ``blocks``: those
+    that repeat, which stages have whole."""
+
+    seconds: float
+    kernels: int
+    parameter_bytes: float
+    blocks: int = 0
+
+    @staticmethod
+    def of(graph: Graph, share: float, cluster: Cluster) -> LowerBound:
+        """``share``: how many times the samples of the graph are in a step."""
+        device = cluster.device
+        products = [(op, format_dtype(graph.by_name[op.operands[0]].dtype)) for op in graph.ops if op.target in FLOPS]
+        seconds = sum(_least_flops(op, graph) / device.peak_flops(dtype) for op, dtype in products)
+        parameter_bytes = sum(graph.by_name[s.value].num_bytes for s in graph.sources if s.kind == "parameter")
+        seconds *= share / cluster.num_devices
+        return LowerBound(seconds, 3 * len(graph.ops), float(parameter_bytes), len(blocks_of(graph)))
+
+    def bound(self, setting: StageConfig) -> float:
+        """No step of a setting is shorter: however the work is divided among its stages, a place waits for the first
+        micro-batch to come and for the cotangents of the last to go (``least_share``). Not counted where the work on
+        weights is apart, which can fill the wait."""
+        if setting.stages == 1 or schedule_of(setting.schedule).splits_backward:
+            return self.seconds
+        places, passes = setting.places, setting.passes
+        return self.seconds * places / passes * least_share(places, setting.stages, passes)
+
+    def estimate(self, setting: StageConfig, cluster: Cluster) -> float:
+        """About how long a step takes: products, gradients that are reduced once, kernels to start, and bubbles. Where
+        more devices share a sample than are on the innermost level, their messages take the longer; where stages can
+        not have equally many blocks, all wait for those that have more."""
+        places, stages = setting.places, setting.stages
+        per_place = stages // places
+        level = cluster.levels[-1]
+        bandwidth = level.link_bandwidth(level.size) / level.shared_by if cluster.num_devices > 1 else inf
+        reduced = 2 * self.parameter_bytes / stages / bandwidth
+        started = setting.passes * self.kernels / places * cluster.device.kernel_latency
+        sharing = cluster.num_devices / places / setting.micro_batch / cluster.levels[0].size
+        uneven = stages * ceil(self.blocks / stages) / self.blocks if self.blocks else 1.0
+        products = REACHED * self.seconds * max(1.0, sharing) * uneven
+        seconds = max(products, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
+        return max(seconds, self.bound(setting))
+
+
+def least_share(places: int, stages: int, passes: int) -> float:
+    """The least step of stages that take one second together for a micro-batch, however that is divided among them.
+
+    A place (of two at least) has every ``places``-th stage. It does the work of a stage and of its later ones for all
+    passes between the first micro-batch, which has gone through all stages before that one, and the last, whose
+    cotangents go back through them: a step is at least ``before + passes * (its own + its later ones)``, with the
+    seconds of the stages before. The largest of these sums is least where all are equal. From the last stage on: one of
+    the last round takes ``passes / (passes - 1)`` of the next one, one of an earlier round the sum of the ``places -
+    1`` behind it, divided by ``passes - 1``."""
+    if passes == 1:
+        return 1.0
+    shares = [1.0]  # of the stages from the last one on
+    while len(shares) < stages:
+        in_last_round = len(shares) < places
+        shares.append((shares[-1] * passes if in_last_round else sum(shares[1 - places :])) / (passes - 1))
+    return 1.0 + (passes - 1) * shares[0] / sum(shares)
+
+
+def _least_flops(op: Op, graph: Graph) -> float:
+    """The operations of a product and of its backward, at least: of attention those of the pairs that may be seen, as a
+    ring leaves out others, and no score twice."""
+    operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
+    forward_flops = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
+    flowing = [value.requires_grad for value in operands]
+    if "attention" not in operator_name(op.target):
+        return forward_flops * (1.0 + min(sum(flowing), 2))
+    query, key, value = flowing[:3]
+    backward = (query + key + value + (query or key)) / 2  # products, of which forward has two
+    return forward_flops * _seen(op, graph) * (1.0 + backward)
+
+
+def _seen(op: Op, graph: Graph) -> float:
+    """The share of its scores that attention has to compute."""
+    named, (query, key) = arguments(op), (graph.by_name[name].shape for name in op.operands[:2])
+    if op.target is ATTENTION_WITHIN:  # whose blocks are counted
+        counted = num_pairs(named["rows"], named["firsts"], named["ends"]) / (query[-2] * key[-2])
+        return min(1.0, band_between(named["first"], named["end"], graph).share(query[-2], key[-2]) / counted)
+    mask = named.get("attn_mask")
+    band = band_of(mask.name, graph) if isinstance(mask, Ref) else EVERYTHING
+    return band.share(query[-2], key[-2]) * (0.5 if named.get("is_causal") else 1.0)
+
+
+def tries_of(graph: Graph) -> int:
+    """How many settings of a model are planned at most."""
+    return min(TRIES, max(2, OPERATORS // len(graph.ops)))
+
+
+def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
+    """Raise PlanError for what leaves a joint search no choice."""
+    if not by_price:
+        raise PlanError(
+            problem(
+                'stages="auto" compares plans by price, and this mode or search has none',
+                fix='mode="auto" with search="dynamic_programming", or a number of stages',
+            )
+        )
+    if marks := marks_of(module):
+        raise PlanError(
+            problem(
+                f'stages="auto" cuts where it likes, and modules are marked: {listed(list(marks))}',
+                fix='stages="marked", or leave out the marks',
+            )
+        )
+
+
+def settings_of(
+    graph: Graph, batches: MicroBatchOptions, num_devices: int, schedule: str | None, mesh_devices: int | None
+) -> tuple[StageConfig, ...]:
+    """All settings: every number of places that divides the devices, of stages that is not above the number of repeated
+    blocks and of what is ahead of and behind them (of operators with parameters, where there are none), every schedule,
+    every micro-batch under which it is full. ``mesh_devices``: the devices of a stage, where they are given."""
+    parameters = {s.value for s in graph.sources if s.kind == "parameter"}
+    free = free_values(graph)
+    readers = [op for op in graph.ops if parameters.intersection(op.operands) and not free.issuperset(op.results)]
+    blocks = len(blocks_of(graph))
+    most = blocks + sum(map(bool, ends_of(graph))) if blocks else len(readers)
+    schedules = [schedule_of(name) for name in ((schedule,) if schedule is not None else SCHEDULES)]
+    settings = []
+    for size in batches.candidates:
+        passes = batches.step // size
+        if mesh_devices in (None, num_devices):
+            settings.append(StageConfig(1, "", size, passes))
+        for candidate in schedules:
+            settings += [
+                StageConfig(places * candidate.stages_per_place, candidate.name, size, passes)
+                for places in range(2, num_devices + 1)
+                if num_devices % places == 0
+                and places * candidate.stages_per_place <= most
+                and mesh_devices in (None, num_devices // places)
+                and not candidate.fault(places, passes)
+                and not _is_needless(candidate, places, passes, schedules)
+            ]
+    return tuple(settings)
+
+
+def _is_needless(schedule: Schedule, places: int, passes: int, schedules: Sequence[Schedule]) -> bool:
+    """Whether another schedule of the same stages takes as long and holds less: GPipe where 1F1B can run."""
+    others = [other for other in schedules if other.name == "1F1B"]
+    return schedule.name == "GPipe" and any(not other.fault(places, passes) for other in others)
+
+
+def joint_search(
+    settings: Sequence[StageConfig],
+    floor: LowerBound,
+    cluster: Cluster,
+    plan_of: Callable[[StageConfig, float], _AnyPlan],
+    *,
+    tries: int = TRIES,
+    estimates: Sequence[Callable[[StageConfig], float]] = (),
+) -> tuple[_AnyPlan, AutoStagesReport]:
+    """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: takes a
+    setting and the seconds of the best step so far, and raises PlanError where there is no plan, or surely no better
+    one; ``tries``: how many are planned at most; ``estimates``: of the seconds of a step, each better than the one
+    before, and slower to be had (``plans.stage_estimator``): a setting is planned when its last is the least of all.
+    Raises PlanError where no setting has one."""
+    best: tuple[float, StageConfig, _AnyPlan] | None = None
+    failure: PlanError | None = None
+    seen: list[SettingOutcome] = []
+    queue = _Queue(settings, floor, cluster, estimates if len(settings) > tries else ())
+    while queue.heap:
+        setting, estimate = queue.pop(refines=best is None or tries > 0, first=best is None)
+        trial = SettingOutcome(setting, floor.bound(setting), estimate=estimate)
+        if best is not None and trial.bound >= best[0]:
+            seen.append(replace(trial, pruned=best[0]))
+            continue
+        if tries <= 0 and best is not None:
+            seen.append(trial)
+            continue
+        tries -= 1
+        report_progress(f"planning {setting}")
+        try:
+            plan = plan_of(setting, inf if best is None else best[0])
+        except PlanError as error:
+            failure = failure or error
+            seen.append(replace(trial, refused=str(error).partition("\n")[0]))
+            continue
+        seconds, num_bytes = figures(plan)
+        told = f"step {format_step_interval(plan)}, memory {format_bytes_interval(num_bytes, cluster)}"
+        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, said=told))
+        if best is None or seconds < best[0]:
+            best = seconds, setting, plan
+    if best is None:
+        raise failure or PlanError(
+            problem("there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's")
+        )
+    return best[2], AutoStagesReport(tuple(seen), best[1])
+
+
+class _Queue:
+    """Settings, those of the shortest estimated step first. The estimate of each is rough until its turn comes; then it
+    has the next of ``estimates``, where not too many were estimated so, and waits for its turn again. ``heap``: of
+    (whether it comes last, seconds, its number, how many of the estimates it has had); ``learned``: (places, samples of
+    a device) -> how much longer the first of the estimates was than the rough one."""
+
+    def __init__(
+        self,
+        settings: Sequence[StageConfig],
+        floor: LowerBound,
+        cluster: Cluster,
+        estimates: Sequence[Callable[[StageConfig], float]],
+    ) -> None:
+        self.settings = sorted(settings, key=lambda setting: (setting.stages, setting.passes))
+        self.estimates, self.num_devices = estimates, cluster.num_devices
+        self.sizes: set[tuple[int, int]] = set()
+        self.learned: dict[tuple[int, float], float] = {}
+        self.rough = [floor.estimate(setting, cluster) for setting in self.settings]
+        self.heap = [(False, seconds, number, 0) for number, seconds in enumerate(self.rough)]
+        heapify(self.heap)
+
+    def pop(self, *, refines: bool, first: bool) -> tuple[StageConfig, float]:
+        """The next one and the last of its estimates (0: it does not have that). ``first``: nothing was planned yet, so
+        that of those which are about as fast the one comes first that is planned in least time."""
+        while True:
+            is_last, seconds, number, done = heappop(self.heap)
+            setting = self.settings[number]
+            if is_last or done == len(self.estimates) or not refines:
+                is_settled = done and (is_last or done == len(self.estimates))
+                if is_settled and first:
+                    return self._simplest(number, seconds, done)
+                return setting, seconds if is_settled else 0.0
+            if not done and (more := self._learned(number)) > seconds:
+                heappush(self.heap, (False, more, number, 0))
+                continue
+            size = setting.places, setting.micro_batch
+            if len(self.sizes | {size}) > REFINED:
+                heappush(self.heap, (True, seconds, number, done))
+                continue
+            self.sizes.add(size)
+            seconds = self.estimates[done](setting)
+            if not done:
+                size_of_device = self._size_of_device(setting)
+                longer = seconds / self.rough[number]
+                self.learned[size_of_device] = min(longer, self.learned.get(size_of_device, inf))
+            heappush(self.heap, (seconds == inf, seconds, number, done + 1))
+
+    def _simplest(self, number: int, seconds: float, done: int) -> tuple[StageConfig, float]:
+        """Of the settings with all estimates that are about as fast as one of so many seconds, the one of the fewest
+        stages; the others wait on."""
+        alike = [
+            item for item in self.heap if not item[0] and item[3] == len(self.estimates) and item[1] <= ALIKE * seconds
+        ]
+        fewest = min(alike, key=lambda item: (self.settings[item[2]].stages, item[1]), default=None)
+        if fewest is None or self.settings[fewest[2]].stages >= self.settings[number].stages:
+            return self.settings[number], seconds
+        self.heap.remove(fewest)
+        heapify(self.heap)
+        heappush(self.heap, (False, seconds, number, done))
+        return self.settings[fewest[2]], fewest[1]
+
+    def _learned(self, number: int) -> float:
+        """Seconds of a step by what is known of other settings."""
+        places, samples = self._size_of_device(self.settings[number])
+        longer = (
+            ratio
+            for (more_places, more_samples), ratio in self.learned.items()
+            if more_places >= places and more_samples >= samples
+        )
+        return LEARNED * self.rough[number] * max(longer, default=0.0)
+
+    def _size_of_device(self, setting: StageConfig) -> tuple[int, float]:
+        return setting.places, setting.micro_batch * setting.places / self.num_devices
+
+
+def figures(plan: Plan) -> tuple[float, float]:
+    """Seconds of a step, and the bytes of the device that holds most."""
+    if plan.pipeline is not None:
+        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
+    assert plan.predicted is not None, "plans by price are predicted"
+    return plan.predicted.planned_seconds, plan.predicted.memory_bytes
+
+
+__all__ = [
+    "TRIES",
+    "AutoStagesReport",
+    "LowerBound",
+    "SettingOutcome",
+    "StageConfig",
+    "check_joint",
+    "figures",
+    "joint_search",
+    "settings_of",
+    "tries_of",
+]

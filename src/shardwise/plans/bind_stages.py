@@ -1,0 +1,206 @@
+"""From the plan of a pipeline to the programs of its stages, for a graph of the model.
+
+A value crosses from one stage to the next between devices of the same number, in the layout that the receiver has it
+in. What is the same under other names of axes goes as it is; between meshes that do not correspond it goes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.errors import LayoutError, PlanError, problem
+from shardwise.graph.cut import GraphCut, cut_apart
+from shardwise.graph.dead_code import eliminate_dead_code
+from shardwise.graph.ir import Graph, Ref, Source
+from shardwise.graph.stage_marks import with_stages
+from shardwise.layouts.choice import layout_of, where_of
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.text import parse_layout
+from shardwise.layouts.transfer import boundary_layout, on_mesh
+from shardwise.plans.bind import bind, for_call, is_planned_for, program_of_choice
+from shardwise.plans.entries import Stage
+from shardwise.plans.plan import Plan
+from shardwise.programs.micro_batches import whole_sources
+from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.rules.atoms import Factored
+
+
+@dataclass(frozen=True)
+class BoundStages:
+    """A graph in the stages of a plan, and the program of each."""
+
+    cut: GraphCut
+    spmds: tuple[SpmdProgram, ...]
+
+
+def delivered_layouts(part: Graph, spmd: SpmdProgram) -> dict[str, Layout]:
+    """Output of a part -> the layout in which its program delivers it."""
+    pairs = zip(part.outputs, spmd.outputs, strict=True)
+    return {out.name: spmd.layouts[end.name] for out, end in pairs if isinstance(out, Ref) and isinstance(end, Ref)}
+
+
+def step_graph(graph: Graph) -> Graph:
+    """What a training step of a pipeline computes of a captured graph: the loss, and what is written back. Raises
+    PlanError where there is no loss."""
+    if graph.loss is None:
+        raise PlanError(
+            problem(
+                "stages need a loss, which the module does not return",
+                fix="return the loss first, or give loss= to plan and parallelize",
+            )
+        )
+    return eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
+
+
+def cut_for_stages(graph: Graph, parts: Sequence[Sequence[str]], prelude: Graph | None) -> GraphCut:
+    """The graph cut into the operators of stages. Parts that take values of the ``prelude`` of a step over
+    micro-batches hold the buffers that it reads."""
+    cut = cut_apart(graph, parts)
+    if prelude is None:
+        return cut
+    read = [source for source in only_read(prelude).sources if source.kind == "buffer"]
+    if not read:
+        return cut
+    return replace(cut, parts=tuple(_holding(part, read, prelude) for part in cut.parts))
+
+
+def only_read(prelude: Graph) -> Graph:
+    """A prelude with those sources alone that it reads."""
+    sources = tuple(source for source in prelude.sources if prelude.consumers[source.value])
+    dropped = prelude.source_of.keys() - {source.value for source in sources}
+    return replace(prelude, sources=sources, values=tuple(v for v in prelude.values if v.name not in dropped))
+
+
+def _holding(part: Graph, sources: Sequence[Source], prelude: Graph) -> Graph:
+    if not whole_sources(part):
+        return part
+    missing = [source for source in sources if source.value not in part.source_of]
+    values = tuple(prelude.by_name[source.value] for source in missing)
+    return replace(part, values=(*values, *part.values), sources=(*missing, *part.sources))
+
+
+def check_last(cut: GraphCut, graph: Graph) -> None:
+    """Raise PlanError unless the last part makes the loss."""
+    home = dict(cut.output_parts)[graph.loss] if graph.loss is not None else len(cut.parts) - 1
+    if home != len(cut.parts) - 1:
+        op = graph.producer.get(graph.loss or "")
+        raise PlanError(
+            problem(
+                f"the loss is made in stage {home}, and the last stage is {len(cut.parts) - 1}",
+                op="" if op is None else op.name,
+                fix="cut earlier, so that the loss is in the last stage",
+            )
+        )
+
+
+def bound(
+    plan: Plan,
+    graph: Graph,
+    *,
+    prelude: Graph | None = None,
+    training: bool | None = None,
+    original: Graph | None = None,
+    constants: tuple[str, ...] | None = None,
+) -> BoundStages:
+    """The programs of all stages of a plan for a graph of its model: that of a pass of its step, or of another call.
+    ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: as there.
+    Raises PlanError as ``plans.bind.program_of`` does, and where other values cross than the plan lists."""
+    return for_call(plan, constants, training, lambda mode: _bound(plan, graph, prelude, mode, original))
+
+
+def _bound(
+    plan: Plan, graph: Graph, prelude: Graph | None, training: bool | None, original: Graph | None
+) -> BoundStages:
+    names = [[entry.name for entry in stage.operators] for stage in plan.stages]
+    kept = [stage.layouts.keys() for stage in plan.stages]
+    cut = cut_for_stages(graph, with_stages(graph, names, kept), prelude)
+    plans = [plan.alone(number) for number in range(len(plan.stages))]
+    bindings = [
+        bind(alone, part, training=training, widened=original is not None)
+        for alone, part in zip(plans, cut.parts, strict=True)
+    ]
+    choices = meeting(cut, bindings, [stage.mesh for stage in plan.stages])
+    originals: tuple[Graph | None, ...] = (None,) * len(plans)
+    if original is not None:
+        originals = cut_for_stages(original, with_stages(original, names, kept), prelude).parts
+    spmds = tuple(
+        program_of_choice(alone, part, factored, choice, training=training, original=narrow)
+        for alone, part, (factored, _), choice, narrow in zip(
+            plans, cut.parts, bindings, choices, originals, strict=True
+        )
+    )
+    for number, (alone, part, spmd) in enumerate(zip(plans, cut.parts, spmds, strict=True)):
+        if alone.only_stage.conversions is not None and is_planned_for(alone, part, training):
+            _check_sends(alone.only_stage, number, cut, spmd)
+    return BoundStages(cut, spmds)
+
+
+def _check_sends(stage: Stage, number: int, cut: GraphCut, spmd: SpmdProgram) -> None:
+    """Raise PlanError unless a stage sends what it lists, in the layouts that it lists."""
+    delivered = delivered_layouts(cut.parts[number], spmd)
+    listed = {entry.name: parse_layout(entry.layout, stage.mesh).canonical() for entry in stage.sends}
+    sent = {name: delivered[name].canonical() for name in cut.sends(number)}
+    differing = sorted(name for name in listed.keys() | sent.keys() if listed.get(name) != sent.get(name))
+    if differing:
+        name = differing[0]
+        raise PlanError(
+            problem(
+                f"the program is not the one that the plan lists: stage {number} sends {name} "
+                f"{sent.get(name, 'nowhere')}, and lists {listed.get(name, 'none')}",
+                fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives conversions anew",
+            )
+        )
+
+
+def meeting(cut: GraphCut, bindings: Sequence[tuple[Factored, Choice]], meshes: Sequence[Mesh]) -> list[Choice]:
+    """The choices of all stages with the layouts in which values cross: where the receiver wants them, as far as the
+    sender's devices correspond to the receiver's."""
+    choices = [choice for _, choice in bindings]
+    for number in reversed(range(len(choices) - 1)):
+        delivered: dict[str, Layout] = {}
+        later = choices[number + 1]
+        sources = dict(later.sources)
+        for name in cut.sends(number):
+            passed_on = later.delivered.get(name)
+            is_carried = passed_on is not None and not cut.parts[number + 1].consumers[name]
+            wanted = boundary_layout(passed_on if is_carried and passed_on is not None else sources[name])
+            fitted = _fitted(wanted, bindings[number][0].atoms[name], meshes[number])
+            if fitted is None:
+                wanted = Layout.whole(meshes[number + 1], wanted.shape)
+                fitted = Layout.whole(meshes[number], wanted.shape)
+            sources[name] = refined(wanted, bindings[number + 1][0].atoms[name]) or wanted
+            delivered[name] = fitted
+        choices[number + 1] = replace(later, sources=sources)
+        choices[number] = replace(choices[number], delivered=delivered)
+    return choices
+
+
+def _fitted(layout: Layout, atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout | None:
+    """A layout on the devices of another mesh, over the atoms that the value has there; None: it has none."""
+    moved = on_mesh(layout, mesh)
+    return None if moved is None else refined(moved, atoms)
+
+
+def refined(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout | None:
+    """A layout over other atoms; None where these do not have it."""
+    if layout.states or layout.windows:
+        return None
+    try:
+        return layout_of(where_of(layout.canonical().refine(atoms)), atoms, layout.mesh)
+    except LayoutError:
+        return None
+
+
+__all__ = [
+    "BoundStages",
+    "bound",
+    "check_last",
+    "cut_for_stages",
+    "delivered_layouts",
+    "meeting",
+    "only_read",
+    "refined",
+    "step_graph",
+]

@@ -1,0 +1,84 @@
+"""What is asked of a pipeline, and how it is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.pipeline_simulation import Order
+from shardwise.graph.annotate import Annotation
+from shardwise.graph.segments import How, Segment
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.plans.schedule import Schedule
+from shardwise.search.config import SearchConfig
+from shardwise.search.memory_policy import Offload
+from shardwise.search.recompute_spec import Gathered
+from shardwise.search.zero import Zero
+
+# The actions of a schedule on so many places, for so many micro-batches.
+OrderOf = Callable[[Schedule, int, int], Order]
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """What the user asks of a pipeline: arguments of ``sw.plan``."""
+
+    stages: int | str | None
+    schedule: str | None
+    mesh: Mesh | None
+    max_mesh_axes: int
+    global_batch: int | None
+    micro_batch: int | None
+    recompute: How | Literal["auto"] | None
+    gathered: Gathered
+    offload: Offload
+    zero: Zero | None
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How a pipeline is planned. ``marks``: path of a module -> its stage; None: stages are balanced. ``cluster``: the
+    whole; ``part``: the devices of one stage; ``meshes``: those that a stage may have. ``by_price``: whether layouts
+    are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``, ``fits_itself``: what is made again is
+    chosen where nothing fits. ``order``: the actions of a schedule on so many places, for so many micro-batches;
+    ``chooses_mesh``: the user names none, and axes are called by what they do."""
+
+    num_stages: int
+    schedule: Schedule
+    marks: Mapping[str, int] | None
+    cluster: Cluster
+    part: Cluster
+    meshes: tuple[Mesh, ...]
+    annotations: tuple[Annotation, ...]
+    segments: tuple[Segment, ...]
+    mode: str
+    by_price: bool
+    settings: SearchConfig
+    fits_itself: bool
+    recompute: How | None
+    gathered: Gathered | None
+    offload: Offload
+    order: OrderOf
+    chooses_mesh: bool
+
+    @property
+    def limit(self) -> float:
+        """The bytes of a device."""
+        memory_bytes = self.settings.memory_bytes
+        return self.part.device.usable_bytes if memory_bytes is None else memory_bytes
+
+    @property
+    def num_places(self) -> int:
+        return self.num_stages // self.schedule.stages_per_place
+
+    def place(self, stage: int, mesh: Mesh) -> Placement:
+        """Where a stage runs: on consecutive ranks."""
+        size = self.part.num_devices
+        first = size * self.schedule.place_of(stage, self.num_places)
+        return Placement(mesh, tuple(range(first, first + size)))
+
+
+__all__ = ["OrderOf", "PipelineConfig", "PipelineRequest"]

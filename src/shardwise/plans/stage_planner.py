@@ -1,0 +1,213 @@
+"""What the search chooses for the stages of a pipeline, one by one. Equal stages are searched once: they have one plan,
+that of the stage among them which keeps most micro-batches, under the names of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from shardwise.costs.routing import Router
+from shardwise.graph.annotate import Annotation
+from shardwise.graph.form import GraphForm
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.transfer import boundary_layout
+from shardwise.plans.pipeline_config import PipelineConfig
+from shardwise.plans.refusal import nothing_fits
+from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd
+from shardwise.programs.vjp import VjpCache
+from shardwise.progress import report_progress
+from shardwise.rules.atoms import Factored
+from shardwise.search.auto import MeshSearch
+from shardwise.search.decide import decide
+from shardwise.search.fit_memory import fit_memory
+from shardwise.search.memory_policy import MemoryPolicy, blocks_of
+from shardwise.search.planner import Planner
+from shardwise.search.stored_program import build_program
+from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
+from shardwise.search.user_layouts import apply_layouts
+
+
+@dataclass(frozen=True, eq=False)
+class StageSearchResult:
+    """The search for a part, or for one that equals it. ``names``: an operator or a parameter of the part -> what it is
+    called there."""
+
+    search: MeshSearch
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the search chose for a part by itself, and its program, with what it makes again (``levers``).
+    ``searched``: None where nothing was searched."""
+
+    factored: Factored
+    choice: Choice
+    spmd: SpmdProgram
+    levers: MemoryPolicy
+    searched: StageSearchResult | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.spmd.mesh
+
+
+# What the user says of operators that a cut has parted from others of their scope -> the operators that are meant.
+Meant = Mapping[Annotation, frozenset[str]]
+
+
+def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotation]) -> Meant:
+    """Of annotations whose scope several parts have, the operators of the whole graph that they speak of: a part that
+    has a bias alone has no matmul to split. Raises LayoutError for an annotation of no operator."""
+    scopes = Counter(scope for part in parts for scope in {op.scope for op in part.ops})
+    used = {annotation.source for annotation in annotations if scopes[annotation.scope]}
+    for annotation in annotations:
+        if annotation.source not in used:
+            raise no_operator_error(annotation)
+    divided = tuple(annotation for annotation in annotations if scopes[annotation.scope] > 1)
+    if not divided:
+        return {}
+    _, factored = annotated_rules(graph, divided)
+    return {
+        annotation: frozenset(op.name for op in annotated_ops(graph, factored, annotation)) for annotation in divided
+    }
+
+
+@dataclass
+class StagePlanner:
+    """``meant``: of the whole graph; ``known``: what decides a part's plan -> the first part that it was made for, and
+    what was chosen; ``together``: what a part is -> how many equal ones a place has, which run one after the other."""
+
+    how: PipelineConfig
+    kinds: VjpCache
+    meant: Meant
+    known: dict[Hashable, tuple[GraphForm, StagePlan]] = field(default_factory=dict)
+    together: dict[Hashable, int] = field(default_factory=dict)
+
+    def of_all(self, parts: tuple[Graph, ...], in_flight: tuple[int, ...], limit: float) -> list[StagePlan]:
+        """The choices for all parts. ``in_flight``: the micro-batches that each keeps at once."""
+        forms = [GraphForm.of(part) for part in parts]
+        most: dict[Hashable, int] = {}
+        for form, count in zip(forms, in_flight, strict=True):
+            most[form.key] = max(most.get(form.key, 0), count)
+        place_of = partial(self.how.schedule.place_of, num_places=self.how.num_places)
+        counts = Counter((form.key, place_of(stage)) for stage, form in enumerate(forms))
+        for (key, _), count in counts.items():
+            self.together[key] = max(self.together.get(key, 0), count)
+        chosen: list[StagePlan] = []
+        for part, form in zip(reversed(parts), reversed(forms), strict=True):
+            report_progress("planning a stage", len(chosen), len(parts))
+            chosen.insert(0, self.of(part, most[form.key], limit, chosen[0] if chosen else None))
+        return chosen
+
+    def of(self, part: Graph, in_flight: int, limit: float, following: StagePlan | None) -> StagePlan:
+        """The choice for a part. ``limit``: the bytes of a device for it; ``following``: the choice for the next part,
+        which says how values are taken."""
+        form = GraphForm.of(part)
+        sources = {} if following is None else following.choice.sources
+        taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
+        place = {name: number for number, name in enumerate(form.ops)}
+        segments = [
+            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.how.segments
+        ]
+        said = self.how.settings.layouts
+        kept = [next((said[name] for name in s.names if name in said), None) for s in part.sources]
+        ends = tuple(taken.get(name) for name in part.cotangents or ())
+        annotations = self._annotations(part)
+        key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
+        if key not in self.known:
+            turns = self.how.schedule.stages_per_place
+            together = self.together.get(form.key, 1)
+            settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
+            how = replace(self.how, settings=settings, annotations=annotations)
+            chosen = _choose(how, part, limit, self.kinds)
+            self.known[key] = form, chosen
+            return chosen
+        first, chosen = self.known[key]
+        return chosen if first.ops == form.ops else self._renamed(chosen, first, form, part)
+
+    def _annotations(self, part: Graph) -> tuple[Annotation, ...]:
+        """What the user says of operators of a part."""
+        names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
+        return tuple(
+            annotation
+            for annotation in self.how.annotations
+            if annotation.scope in scopes and (annotation not in self.meant or names & self.meant[annotation])
+        )
+
+    def _renamed(self, chosen: StagePlan, first: GraphForm, form: GraphForm, part: Graph) -> StagePlan:
+        """What was chosen for one part, for an equal one."""
+        op_of, value_of = first.renaming(form)
+        rules = {op_of[name]: rule for name, rule in chosen.factored.rules.items()}
+        factored = Factored(rules, {value_of[name]: atoms for name, atoms in chosen.factored.atoms.items()})
+        choice, route = chosen.choice, chosen.choice.route
+        if isinstance(route, Router):
+            parameters = frozenset(s.value for s in part.sources if s.kind == "parameter")
+            route = Router(route.axes, route.prices, factored.atoms, parameters)
+        choice = Choice(
+            {op_of[name]: strategy for name, strategy in choice.strategies.items()},
+            {value_of[name]: layout for name, layout in choice.sources.items()},
+            {value_of[name]: layout for name, layout in choice.shared.items()},
+            {value_of[name]: layout for name, layout in choice.delivered.items()},
+            route,
+        )
+        levers = chosen.levers
+        segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in levers.segments)
+        levers = replace(levers, segments=tuple(segments))
+        searched = None
+        if chosen.searched is not None:
+            sources = chosen.searched.search.cost.domains.graph.source_of
+            names = {new_name: name for name, new_name in op_of.items()}
+            called = {new_name: name for name, new_name in value_of.items()}
+            names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
+            searched = StageSearchResult(chosen.searched.search, names)
+        bucket_bytes, by_block = self.how.settings.bucket_bytes, levers.gathered == "again"
+        spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
+        return StagePlan(factored, choice, _with_lifetimes(chosen.spmd, spmd), levers, searched)
+
+
+def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
+    """A program that equals another but for names, with the other's lifetimes. What a step does once is left out: that
+    is settled when the ends of stages meet."""
+    op_of = {op.name: renamed.name for op, renamed in zip(first.graph.ops, spmd.graph.ops, strict=True)}
+    result_of = {c.result: renamed.result for c, renamed in zip(first.conversions, spmd.conversions, strict=True)}
+    first_lifetimes = first.lifetimes
+    lifetimes = Lifetimes(
+        frozenset(op_of[name] for name in first_lifetimes.operators),
+        frozenset(result_of[name] for name in first_lifetimes.conversions),
+        frozenset(op_of[name] for name in first_lifetimes.offloaded),
+    )
+    return replace(spmd, lifetimes=lifetimes)
+
+
+def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> StagePlan:
+    """What the search chooses for a part. ``limit``: the bytes of a device for it."""
+    names, annotations = set(part.op_by_name), how.annotations
+    segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
+    known = {name for source in part.sources for name in source.names}
+    has_blocks = bool(blocks_of(part))  # an embedding by itself has none
+    offload = "auto" if how.offload == "all" and not has_blocks else how.offload
+    recompute = how.recompute if has_blocks or segments else None
+    levers = MemoryPolicy.of(part, segments, recompute, how.gathered or "held", offload)
+    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in known}
+    settings = replace(how.settings, levers=levers, layouts=layouts)
+    if not how.by_price:
+        (mesh,) = how.meshes
+        factored, choice = decide(part, annotations, mesh, how.mode)
+        choice = apply_layouts(choice, layouts, part, factored, mesh)
+        program = build_program(part, factored.rules, choice, mesh, settings, kinds)
+        return StagePlan(factored, program.choice, program.spmd, levers)
+    planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit))
+    planner = replace(planner, kinds=kinds)
+    planned = fit_memory(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
+    if planned.ranking.excess:
+        raise nothing_fits(planned.ranking)
+    called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
+    searched = StageSearchResult(planned.search, {name: name for name in called})
+    return StagePlan(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
+
+
+__all__ = ["StagePlan", "StagePlanner", "StageSearchResult", "annotated_in_parts"]

@@ -1,0 +1,87 @@
+"""The stages of a pipeline by price. Stages whose programs differ in names only are timed once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import memory_of
+from shardwise.costs.pipeline_simulation import StageSeconds, send_seconds, stage_seconds
+from shardwise.costs.prices import Prices
+from shardwise.graph.cut import GraphCut
+from shardwise.graph.form import GraphForm
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.plans.bind_stages import delivered_layouts
+from shardwise.plans.pipeline_config import PipelineConfig
+from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.programs.vjp import VjpCache
+
+
+@dataclass(frozen=True)
+class StageTiming:
+    """What a stage takes of a micro-batch, and the bytes of a device: held with one of them (``peak``), of that kept
+    for its backward (``kept``), at most held while other stages run (``rests``, what is kept included), and sent to the
+    next stage."""
+
+    seconds: StageSeconds
+    peak: float
+    kept: float
+    rests: float
+    sent: float
+
+
+def timed_stages(
+    how: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], kinds: VjpCache
+) -> list[StageTiming]:
+    """All stages."""
+    known: dict[Hashable, StageTiming] = {}
+    stages = []
+    for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
+        key = _without_names(part, choice, spmd)
+        if key not in known:
+            known[key] = _timed(how, part, spmd, cut.sends(number), kinds)
+        timed = known[key]
+        if not number and how.schedule.splits_backward:  # nobody waits for cotangents of the first stage
+            seconds = timed.seconds
+            timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
+        stages.append(timed)
+    return stages
+
+
+def _timed(how: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], kinds: VjpCache) -> StageTiming:
+    prices = Prices(Links(how.part, spmd.mesh), how.settings.optimizer, how.settings.passes)
+    prices = prices.with_buckets(part, how.settings.bucket_bytes)
+    delivered = delivered_layouts(part, spmd)
+    sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
+    on_links = replace(prices, links=Links(how.cluster, Mesh(device=how.cluster.num_devices)))
+    send = send_seconds(on_links, how.part.num_devices, sent) if sends else 0.0
+    memory = memory_of(spmd, prices, kinds=kinds)
+    seconds = stage_seconds(spmd, prices, send, kinds)
+    peak, kept, rests = map(float, (memory.peak.num_bytes, memory.kept_bytes, sum(memory.rests.values())))
+    return StageTiming(seconds, peak, kept, rests, sent)
+
+
+def _without_names(part: Graph, choice: Choice, spmd: SpmdProgram) -> Hashable:
+    """All that decides a program but names: equal for stages that take and hold the same."""
+    form, lifetimes = GraphForm.of(part), spmd.lifetimes
+    ends = {"shared": choice.shared, "delivered": choice.delivered}
+    return (
+        form.key,
+        spmd.mesh,
+        tuple(choice.strategies[name] for name in form.ops),
+        tuple(choice.sources[source.value] for source in part.sources),
+        tuple(
+            (end, at, layouts[name])
+            for end, layouts in ends.items()
+            for at, name in enumerate(form.values)
+            if name in layouts
+        ),
+        tuple((op.name in lifetimes.operators, op.name in lifetimes.offloaded) for op in spmd.graph.ops),
+        tuple(conversion.result in lifetimes.conversions for conversion in spmd.conversions),
+        tuple(source.value in lifetimes.once for source in part.sources),
+    )
+
+
+__all__ = ["StageTiming", "timed_stages"]

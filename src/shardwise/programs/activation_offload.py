@@ -1,0 +1,194 @@
+"""Values that wait for backward in the memory of the host.
+
+A value leaves the device when forward has made it, beside the kernels that follow, and comes back ahead of the backward
+that reads it. Two of them are on their way at a time: before a third one leaves the first must have landed, and while
+one is waited for the next one comes. So forward never holds more than it has to, and never runs away from the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import (
+    Compute,
+    Copy,
+    Instruction,
+    Land,
+    Origin,
+    forms_of,
+    shares_of,
+    with_operands,
+    with_results,
+)
+from shardwise.programs.pass_list import memories
+from shardwise.programs.rank_program import RankProgram
+
+ON_HOST = "@waiting"  # ends the name of a copy on the host
+BACK = "@back"  # ends the name of what came back, and of what is viewed in it
+SMALLEST_BYTES = 1 << 16  # what is smaller stays: starting a copy takes longer than the copy
+ON_THEIR_WAY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _OffloadedMemory:
+    """A memory whose content waits on the host. ``value``: what is copied; ``views``: positions in forward of what
+    makes the other names that backward reads from it; ``origin``: of the kernel whose memory it is."""
+
+    value: str
+    views: tuple[int, ...]
+    origin: Origin
+
+
+def offloaded(program: RankProgram) -> RankProgram:
+    """The program with the results of the operators in question on the host between forward and backward, as far as
+    backward reads them, they are dense, and nobody else holds their memory."""
+    waiting = _waiting(program)
+    if not waiting:
+        return program
+    forms = dict(program.forms)
+    for item in waiting:
+        forms[item.value + ON_HOST] = forms[item.value + BACK] = program.forms[item.value]
+    forward = _leaving(program, waiting)
+    backward = _coming(program, waiting, forms)
+    gone = {name for item in waiting for name in (item.value, *_names(program.forward, item.views))}
+    saved = dict.fromkeys(name for name in program.saved if name not in gone)
+    saved.update(dict.fromkeys(item.value + ON_HOST for item in waiting))
+    return replace(program, forward=forward, backward=backward, saved=tuple(saved), forms=forms)
+
+
+def offloaded_operators(program: RankProgram) -> frozenset[str]:
+    """The operators whose results a program moves to the host."""
+    return frozenset(i.origin.op for i in program.forward if isinstance(i, Copy) and i.apart)
+
+
+def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
+    """What leaves, in the order in which forward makes it."""
+    forward, wanted = program.forward, program.spmd.lifetimes.offloaded
+    maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
+    root = memories(forward, program.spmd.graph.source_of)
+    stay = {*program.spmd.graph.source_of, *program.delivered, *(value for _, value in program.mutations)}
+    stay = {root[name] for name in stay}
+    read: dict[str, list[str]] = {}
+    for name in program.saved:
+        if name in maker and root[name] not in stay:
+            read.setdefault(root[name], []).append(name)
+    waiting = []
+    for memory, names in read.items():
+        producer = forward[maker[memory]]
+        if not isinstance(producer, Compute) or producer.origin.op not in wanted or producer.origin.part != "forward":
+            continue
+        value = names[0] if len(names) == 1 else memory
+        views = _views(forward, maker, names, value)
+        if views is not None and _is_dense(program, value) and program.forms[value].num_bytes >= SMALLEST_BYTES:
+            waiting.append(_OffloadedMemory(value, views, producer.origin))
+    return tuple(sorted(waiting, key=lambda item: maker[item.value]))
+
+
+def _views(
+    forward: Sequence[Instruction], maker: Mapping[str, int], names: Sequence[str], value: str
+) -> tuple[int, ...] | None:
+    """Positions of what makes names from a value in whose memory they are, in order; None where that takes more."""
+    positions: set[int] = set()
+    for name in names:
+        while name != value:
+            instruction = forward[maker[name]]
+            shared = dict(zip(instruction.results, shares_of(instruction), strict=True))[name]
+            is_view = isinstance(instruction, Compute) and not instruction.writes
+            if not is_view or shared is None or set(instruction.operands) != {shared}:
+                return None
+            positions.add(maker[name])
+            name = shared
+    return tuple(sorted(positions))
+
+
+def _is_dense(program: RankProgram, name: str) -> bool:
+    """Whether a copy has the strides of the value: no gaps, nothing twice."""
+    form, step = program.forms[name], 1
+    for stride, size in sorted(zip(form.stride, form.shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _names(forward: Sequence[Instruction], positions: Sequence[int]) -> Iterator[str]:
+    for i in positions:
+        yield from forward[i].results
+
+
+# -- forward -----------------------------------------------------------------------------------------------------------
+
+
+def _leaving(program: RankProgram, waiting: Sequence[_OffloadedMemory]) -> tuple[Instruction, ...]:
+    """Forward, in which a value leaves behind the last kernel of its operator."""
+    last_of = {i.origin.op: at for at, i in enumerate(program.forward) if isinstance(i, Compute)}
+    maker = {name: i for i, instruction in enumerate(program.forward) for name in instruction.results}
+    leaves: dict[int, list[Copy]] = {}
+    for item in waiting:
+        form = program.forms[item.value]
+        at = max(maker[item.value], last_of.get(item.origin.op, 0))  # its kernels may write to what others made
+        leaves.setdefault(at, []).append(Copy(item.value, item.value + ON_HOST, "host", form, item.origin, apart=True))
+    listed: list[Instruction] = []
+    away: list[Copy] = []
+    for i, instruction in enumerate(program.forward):
+        listed.append(instruction)
+        for copy in leaves.get(i, ()):
+            if len(away) == ON_THEIR_WAY:
+                listed.append(_landed(away.pop(0)))
+            listed.append(copy)
+            away.append(copy)
+    return (*listed, *map(_landed, away))
+
+
+def _landed(copy: Copy) -> Land:
+    return Land(copy.result, copy.value if copy.to == "host" else copy.result, copy.origin)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+def _coming(
+    program: RankProgram, waiting: Sequence[_OffloadedMemory], forms: dict[str, Form]
+) -> tuple[Instruction, ...]:
+    """Backward, in which a value starts to come when the one that is needed before it is waited for. ``forms`` gets
+    those of the views that are made again."""
+    owner = {name: item for item in waiting for name in (item.value, *_names(program.forward, item.views))}
+    first: dict[str, int] = {}
+    for i, instruction in enumerate(program.backward):
+        for name in instruction.operands:
+            if name in owner:
+                first.setdefault(owner[name].value, i)
+    order = sorted((item for item in waiting if item.value in first), key=lambda item: first[item.value])
+    needed: dict[int, list[int]] = {}
+    for number, item in enumerate(order):
+        needed.setdefault(first[item.value], []).append(number)
+    back: dict[str, str] = {}
+    copies = [
+        Copy(
+            item.value + ON_HOST,
+            item.value + BACK,
+            "device",
+            program.forms[item.value],
+            program.backward[first[item.value]].origin,
+            apart=True,
+        )
+        for item in order
+    ]
+    listed: list[Instruction] = []
+    for i, instruction in enumerate(program.backward):
+        for number in needed.get(i, ()):
+            listed += copies[number : number + ON_THEIR_WAY] if number == 0 else copies[number + 1 : number + 2]
+            listed.append(_landed(copies[number]))
+            back[order[number].value] = copies[number].result
+            for position in order[number].views:
+                view = program.forward[position]
+                again = with_operands(view, lambda name: back.get(name, name))
+                again = with_results(again, [name + BACK for name in view.results])
+                again = replace(again, origin=replace(view.origin, again=True))
+                back.update(zip(view.results, again.results, strict=True))
+                forms.update(zip(again.results, forms_of(again), strict=True))
+                listed.append(again)
+        listed.append(with_operands(instruction, lambda name: back.get(name, name)))
+    return tuple(listed)

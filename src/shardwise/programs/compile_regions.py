@@ -1,0 +1,451 @@
+"""Regions: parts of a step that are made into kernels together, forward with its backward.
+
+A compiler decides for a region what is kept between its two halves, and it has to do so once for all regions that are
+equal. So the repeated layers of a model are regions of one *kind*, and what is before, between and behind them is the
+rest. Messages stay where the program has them: a region is cut into *sections*, runs of kernels without a message in
+between, and the order of exchanges, which all ranks have in common, is never touched.
+
+Layers are found as a stretch of forward in which the same kernels come again and again, with no look at names
+(``_stretches``), and cut where the fewest bytes are alive. Kernels of backward belong to the region of their operator.
+Nothing depends on this being right: two regions are of one kind only if they are equal kernel by kernel (``kind_of``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import (
+    Compute,
+    Convert,
+    Copy,
+    Instruction,
+    Land,
+    forms_of,
+    sent_by,
+    shares_of,
+    with_operands,
+)
+from shardwise.programs.invariants import BrokenProgram
+from shardwise.programs.pass_list import memories
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.vjp import numbered, typed_key
+
+FEWEST_REPEATS = 3  # of a layer: two are compiled as they are
+FEWEST_KERNELS = 8  # in a layer: what is shorter gains less than it loses at its edges
+Kernel = Compute | Convert  # a conversion without a message
+Section = tuple[Kernel, ...]
+
+
+@dataclass(frozen=True)
+class CompileRegion:
+    """Pieces of forward and of backward. ``inputs``: what forward reads from outside; ``late``: what else backward
+    does; ``outputs``, ``results``: what forward and backward make that others read."""
+
+    forward: tuple[Section, ...]
+    backward: tuple[Section, ...]
+    inputs: tuple[str, ...]
+    late: tuple[str, ...]
+    outputs: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SectionIndex:
+    """The place of a section in a list: the number of its region, and its own in this half of the region."""
+
+    region: int
+    section: int
+
+
+@dataclass(frozen=True)
+class RegionProgram:
+    """A step as sections of regions, and the instructions between them. ``program``: the step, in which layers have in
+    common what they made of the same values."""
+
+    program: RankProgram
+    regions: tuple[CompileRegion, ...]
+    forward: tuple[SectionIndex | Instruction, ...]
+    backward: tuple[SectionIndex | Instruction, ...]
+
+
+def divide(program: RankProgram, is_kernel: Callable[[Instruction], bool]) -> RegionProgram:
+    """The step in regions. ``is_kernel``: whether a compiler may have an instruction; a message it never gets."""
+
+    def inside(instruction: Instruction) -> bool:
+        return isinstance(instruction, (Compute, Convert)) and not sent_by(instruction) and is_kernel(instruction)
+
+    cuts = _cuts(program)
+    labels = _forward_labels(program.forward, cuts)
+    if cuts:
+        program, labels = _with_common(program, labels, len(cuts))
+    of_op = dict(zip((instruction.origin.op for instruction in program.forward), labels, strict=True))
+    forward = _float_up(program.forward, labels) if cuts else list(zip(program.forward, labels, strict=True))
+    backward = list(zip(program.backward, _backward_labels(program, of_op, len(cuts)), strict=True))
+    if cuts:
+        backward = _sink(_sorted(backward, inside))
+    first, sections = _sections(forward, inside)
+    second, late_sections = _sections(backward, inside)
+    numbers = sorted({*sections, *late_sections})
+    regions = _regions(program, [(sections.get(n, []), late_sections.get(n, [])) for n in numbers])
+    place = {number: i for i, number in enumerate(numbers)}
+
+    def renumbered(items: Iterable[SectionIndex | Instruction]) -> tuple[SectionIndex | Instruction, ...]:
+        return tuple(
+            replace(item, region=place[item.region]) if isinstance(item, SectionIndex) else item for item in items
+        )
+
+    return RegionProgram(program, regions, renumbered(first), renumbered(second))
+
+
+def kind_of(region: CompileRegion, program: RankProgram) -> object:
+    """A key that is equal for regions that one compiled pair of halves serves: the same kernels on tensors of the same
+    forms, connected in the same way, inside and with what is outside."""
+    number: dict[str, int] = {}
+    static = {source.value for source in program.spmd.graph.sources if source.kind == "parameter"} | {*program.given}
+
+    def numbers(names: Iterable[str]) -> tuple[int, ...]:
+        return tuple(number.setdefault(name, len(number)) for name in names)
+
+    def kernel(instruction: Kernel) -> object:
+        content = _content(instruction)
+        operands = numbers(dict.fromkeys(instruction.operands))
+        shares = numbers(name for name in shares_of(instruction) if name is not None)
+        writes = numbers(_writes(instruction))
+        return content, operands, numbers(instruction.results), shares, writes
+
+    outside = tuple((program.forms[name], name in static) for name in (*region.inputs, *region.late))
+    ends = numbers(region.inputs), numbers(region.late)
+    halves = tuple(tuple(tuple(map(kernel, section)) for section in half) for half in (region.forward, region.backward))
+    return outside, ends, halves, numbers(region.outputs), numbers(region.results)
+
+
+def _content(instruction: Instruction) -> object:
+    """What an instruction does, without names."""
+    forms: tuple[Form, ...] = forms_of(instruction)
+    if isinstance(instruction, Compute):
+        call, _ = numbered(instruction.target, instruction.args, instruction.kwargs)
+        return typed_key(call), instruction.places, forms
+    if isinstance(instruction, (Copy, Land)):
+        return type(instruction), getattr(instruction, "to", None), forms
+    ways = tuple((c.source, c.target, c.moves, c.itemsize, c.grad_itemsize) for c in instruction.conversions)
+    return type(instruction), ways, instruction.backward, forms
+
+
+# ---------------------------------------------------------------------------------------------------- where layers are
+
+
+def _cuts(program: RankProgram) -> list[int]:
+    """Positions in forward where a layer begins or the last one ends."""
+    positions = [i for i, instruction in enumerate(program.forward) if not _of_parameters(instruction)]
+    codes: dict[object, int] = {}
+    tokens = [codes.setdefault(_content(program.forward[i]), len(codes)) for i in positions]
+    alive = _alive(program)
+    boundaries: list[int] = []
+
+    def search(start: int, stop: int) -> None:
+        stretch = _longest(tokens, start, stop)
+        if stretch is None:
+            return
+        first, period, end = stretch
+        starts = [
+            s
+            for s in range(first, min(first + period, end - (FEWEST_REPEATS - 1) * period))
+            if _between_operators(program.forward, positions, s)
+        ]
+        if not starts:
+            return
+        begin = min(starts, key=lambda s: (alive[positions[s + period]], s))
+        count = (end - begin) // period
+        cuts = [begin + i * period for i in range(count + 1)]
+        boundaries.extend(positions[c] if c < len(positions) else len(program.forward) for c in cuts)
+        search(start, begin)
+        search(cuts[-1], stop)
+
+    search(0, len(tokens))
+    return sorted(set(boundaries))
+
+
+def _between_operators(instructions: Sequence[Instruction], positions: Sequence[int], start: int) -> bool:
+    """Whether the kernels of one operator stay together when a layer begins here."""
+    if start == 0:
+        return True
+    before, after = instructions[positions[start - 1]].origin, instructions[positions[start]].origin
+    return not before.op or before.op != after.op
+
+
+def _longest(tokens: Sequence[int], start: int, stop: int) -> tuple[int, int, int] | None:
+    """(first, period, end) of the stretch of a range of tokens that repeats itself over the greatest length; of equal
+    lengths that with the shortest period."""
+    last: dict[int, int] = {}
+    gaps: Counter[int] = Counter()
+    for i in range(start, stop):
+        if tokens[i] in last:
+            gaps[i - last[tokens[i]]] += 1
+        last[tokens[i]] = i
+    best: tuple[int, int, int] | None = None
+    for period in sorted(gap for gap in gaps if gap >= FEWEST_KERNELS):
+        run = 0
+        for i in range(start, stop - period + 1):
+            if i < stop - period and tokens[i] == tokens[i + period]:
+                run += 1
+                continue
+            if run >= (FEWEST_REPEATS - 1) * period and (best is None or run + period > best[2] - best[0]):
+                best = i - run, period, i + period
+            run = 0
+    return best
+
+
+def _alive(program: RankProgram) -> list[int]:
+    """Per position in forward the bytes that were made before and are read there or later."""
+    root = memories(program.forward, program.taken)
+    last: dict[str, int] = {}
+    for i, instruction in enumerate(program.forward):
+        for name in instruction.operands:
+            last[root[name]] = i
+    alive, ends, total = [], Counter[int](), 0
+    for i, instruction in enumerate(program.forward):
+        alive.append(total)
+        for name, form in zip(instruction.results, forms_of(instruction), strict=True):
+            if root[name] == name and last.get(name, i) > i:
+                total += form.num_bytes
+                ends[last[name]] += form.num_bytes
+        total -= ends[i]
+    return [*alive, 0]
+
+
+def _of_parameters(instruction: Instruction) -> bool:
+    """Whether it is an exchange of parameters or of their gradients, which buckets put anywhere."""
+    return not isinstance(instruction, (Compute, Copy, Land)) and instruction.of_parameters
+
+
+# -------------------------------------------------------------------------------------------- what belongs to a region
+
+Labelled = tuple[Instruction, int]
+
+
+def _forward_labels(instructions: Sequence[Instruction], cuts: Sequence[int]) -> list[int]:
+    """The number of cuts before each; an exchange of parameters belongs to what comes next."""
+    labels, label = [0] * len(instructions), len(cuts)
+    for i in reversed(range(len(instructions))):
+        if not _of_parameters(instructions[i]):
+            label = bisect_right(cuts, i)
+        labels[i] = label
+    return labels
+
+
+def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tuple[RankProgram, list[int]]:
+    """What several layers make of the same values from ahead of them (masks, tables of positions) is made once, ahead
+    of them: so that it is kept once."""
+    ahead = set(program.taken)
+    for instruction, label in zip(program.forward, labels, strict=True):
+        if label == 0 and not _of_parameters(instruction):
+            ahead.update(instruction.results)
+    there = set(ahead)
+    written = {name for instruction in program.forward for name in _writes(instruction)}
+    twins_of: dict[object, list[int]] = {}
+    same: dict[str, str] = {}
+
+    def key(instruction: Compute) -> object:
+        operands = tuple(same.get(name, name) for name in dict.fromkeys(instruction.operands))
+        return _content(instruction), operands
+
+    for i, instruction in enumerate(program.forward):
+        if not 0 < labels[i] < last or not isinstance(instruction, Compute):
+            continue
+        seeded = torch.Tag.nondeterministic_seeded in getattr(instruction.target, "tags", ())
+        if seeded or _writes(instruction) or written.intersection((*instruction.results, *instruction.operands)):
+            continue
+        if ahead.issuperset(same.get(name, name) for name in instruction.operands):
+            twins = twins_of.setdefault(key(instruction), [])
+            first = program.forward[twins[0] if twins else i]
+            same.update(zip(instruction.results, first.results, strict=True))
+            ahead.update(first.results)
+            twins.append(i)
+    shared = []
+    for twins in sorted(twins_of.values()):
+        first = program.forward[twins[0]]
+        if len(twins) > 1 and there.issuperset(same.get(name, name) for name in first.operands):
+            there.update(first.results)
+            shared.append(twins)
+    gone = {i for twins in shared for i in twins[1:]}
+    moved = sorted(twins[0] for twins in shared)
+    kept = {name for i in moved for name in program.forward[i].results}
+    names = {name: other for name, other in same.items() if other in kept and name != other}
+    start = next((i for i, label in enumerate(labels) if label > 0), len(labels))
+    order = [
+        *range(start),
+        *moved,
+        *(i for i in range(start, len(labels)) if i not in gone and i not in moved),
+    ]
+    forward = tuple(program.forward[i] for i in order)
+    merged = replace(program, forward=forward, aliases={**program.aliases, **names})
+    return _renamed(merged, names), [0 if i in moved else labels[i] for i in order]
+
+
+def _renamed(program: RankProgram, names: dict[str, str]) -> RankProgram:
+    """The program with some values called otherwise, wherever they are read."""
+    if not names:
+        return program
+
+    def name_of(name: str) -> str:
+        return names.get(name, name)
+
+    def renamed(instruction: Instruction) -> Instruction:
+        return with_operands(instruction, name_of) if set(instruction.operands) & names.keys() else instruction
+
+    return replace(
+        program,
+        forward=tuple(map(renamed, program.forward)),
+        backward=tuple(map(renamed, program.backward)),
+        saved=tuple(dict.fromkeys(map(name_of, program.saved))),
+        delivered=tuple(map(name_of, program.delivered)),
+        mutations=tuple((buffer, name_of(value)) for buffer, value in program.mutations),
+        gradients={source: name_of(name) for source, name in program.gradients.items()},
+    )
+
+
+def _writes(instruction: Instruction) -> tuple[str, ...]:
+    return instruction.writes if isinstance(instruction, Compute) else ()
+
+
+def _backward_labels(program: RankProgram, of_op: dict[str, int], last: int) -> list[int]:
+    """The region of an operator, or that of what it reads where this comes later in backward."""
+    maker: dict[str, int] = {}
+    labels = []
+    for instruction in program.backward:
+        label = min([of_op.get(instruction.origin.op, last), *(maker.get(name, last) for name in instruction.operands)])
+        maker.update(dict.fromkeys(instruction.results, label))
+        labels.append(label)
+    return labels
+
+
+def _sorted(instructions: Sequence[Labelled], inside: Callable[[Instruction], bool]) -> list[Labelled]:
+    """Kernels between two messages, those of the later layers first: what they read has no smaller label."""
+    ordered: list[Labelled] = []
+    run: list[Labelled] = []
+    for item in instructions:
+        if inside(item[0]):
+            run.append(item)
+            continue
+        ordered += sorted(run, key=lambda labelled: -labelled[1])
+        run = []
+        ordered.append(item)
+    return ordered + sorted(run, key=lambda labelled: -labelled[1])
+
+
+def _float_up(instructions: Sequence[Instruction], labels: Sequence[int]) -> list[Labelled]:
+    """Exchanges of parameters go up to the start of their region, as far as what they need is there and no other
+    exchange is passed: so that layers look alike wherever a bucket ends."""
+    floated: list[Labelled] = []
+    for item in zip(instructions, labels, strict=True):
+        place = len(floated)
+        if _of_parameters(item[0]):
+            operands = set(item[0].operands)
+            while place and _may_pass(floated[place - 1], item, operands.intersection(floated[place - 1][0].results)):
+                place -= 1
+        floated.insert(place, item)
+    return floated
+
+
+def _sink(instructions: Sequence[Labelled]) -> list[Labelled]:
+    """Exchanges of gradients go down to the end of their region in the same manner."""
+    sunk: list[Labelled] = []  # from the end
+    for item in reversed(instructions):
+        place = len(sunk)
+        if _of_parameters(item[0]):
+            results = set(item[0].results)
+            while place and _may_pass(sunk[place - 1], item, results.intersection(sunk[place - 1][0].operands)):
+                place -= 1
+        sunk.insert(place, item)
+    return sunk[::-1]
+
+
+def _may_pass(other: Labelled, item: Labelled, needed: set[str]) -> bool:
+    return isinstance(other[0], Compute) and other[1] == item[1] and not needed
+
+
+def _sections(
+    instructions: Sequence[Labelled], inside: Callable[[Instruction], bool]
+) -> tuple[list[SectionIndex | Instruction], dict[int, list[Section]]]:
+    """The list with runs of kernels of one region as sections, and the sections of each region."""
+    listed: list[SectionIndex | Instruction] = []
+    sections: dict[int, list[list[Kernel]]] = {}
+    current: int | None = None
+    for instruction, label in instructions:
+        if not inside(instruction):
+            listed.append(instruction)
+            current = None
+            continue
+        assert isinstance(instruction, (Compute, Convert))
+        of_region = sections.setdefault(label, [])
+        if label != current:
+            listed.append(SectionIndex(label, len(of_region)))
+            of_region.append([])
+        of_region[-1].append(instruction)
+        current = label
+    return listed, {label: [tuple(section) for section in of_region] for label, of_region in sections.items()}
+
+
+def _regions(
+    program: RankProgram, halves: Sequence[tuple[Sequence[Section], Sequence[Section]]]
+) -> tuple[CompileRegion, ...]:
+    """Regions of sections, with what goes in and out."""
+    home: dict[str, tuple[int, int]] = {}  # name -> (region, half)
+    for number, both in enumerate(halves):
+        for side, sections in enumerate(both):
+            home.update({name: (number, side) for section in sections for k in section for name in k.results})
+    outside: dict[str, None] = dict.fromkeys(
+        (
+            *program.delivered,
+            *(value for _, value in program.mutations),
+            *program.gradients.values(),
+        )
+    )
+    mine = {id(k) for both in halves for sections in both for section in sections for k in section}
+    for instruction in (*program.forward, *program.backward):
+        if id(instruction) not in mine:
+            outside.update(dict.fromkeys(instruction.operands))
+    inputs: list[tuple[str, ...]] = []
+    late: list[tuple[str, ...]] = []
+    for number, both in enumerate(halves):
+        names_inside = {name for name, (region, _) in home.items() if region == number}
+        read = [dict.fromkeys(n for section in sections for k in section for n in k.operands) for sections in both]
+        inputs.append(tuple(name for name in read[0] if name not in names_inside))
+        late.append(tuple(name for name in read[1] if name not in names_inside and name not in read[0]))
+        outside.update(dict.fromkeys((*inputs[-1], *late[-1])))
+    outputs: dict[tuple[int, int], list[str]] = {}
+    for name in home:
+        if name in outside:
+            outputs.setdefault(home[name], []).append(name)
+    _check_writes(program, home)
+    return tuple(
+        CompileRegion(
+            tuple(both[0]),
+            tuple(both[1]),
+            inputs[number],
+            late[number],
+            tuple(outputs.get((number, 0), ())),
+            tuple(outputs.get((number, 1), ())),
+        )
+        for number, both in enumerate(halves)
+    )
+
+
+def _check_writes(program: RankProgram, home: dict[str, tuple[int, int]]) -> None:
+    """Raise BrokenProgram where a kernel overwrites what another region, or nobody here, has made."""
+    known = [*program.taken, *(name for name in program.cotangents if name)]
+    root = memories([*program.forward, *program.backward], known)
+    for instruction in (*program.forward, *program.backward):
+        for name in _writes(instruction):
+            maker = home.get(root[name])
+            if instruction.results and maker != home.get(instruction.results[0], maker):
+                raise BrokenProgram(f"{instruction.origin.op} overwrites {name!r} of another region")
+
+
+__all__ = ["CompileRegion", "RegionProgram", "SectionIndex", "divide", "kind_of"]

@@ -1,0 +1,72 @@
+"""Biases inside of products: in a graph a linear layer is a product and an addition, on a rank one call again where
+nothing else needs what is between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.graph.ir import Arg, Ref, refs
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.program import LocalOp, LocalProgram
+from shardwise.programs.spmd import conversions_of
+from shardwise.programs.spmd_steps import Conversion
+
+aten = torch.ops.aten
+
+# A product -> what of its call is another where a bias is added.
+_WITH_BIAS: dict[Any, Callable[[tuple[Arg, ...], Arg], dict[str, Any]]] = {
+    aten.linear.default: lambda args, bias: {"args": (*args, bias)},
+    aten.mm.default: lambda args, bias: {"target": aten.addmm.default, "args": (bias, *args)},
+}
+
+
+def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
+    """The local instructions with biases added inside of products. A joined call stands where the addition stood."""
+    uses = _uses(program)
+    layouts = program.spmd.layouts
+    joined: list[LocalOp | Conversion | Bucket | None] = list(program.instructions)
+    products: dict[str, int] = {}  # result of a product that only one instruction uses -> its position
+    for position, instruction in enumerate(program.instructions):
+        if not isinstance(instruction, LocalOp):
+            continue
+        call = instruction.call
+        if call.target in _WITH_BIAS and len(call.args) == 2:
+            products[instruction.results[0]] = position
+        elif call.target is aten.add.Tensor and not call.kwargs:
+            names = [arg.name if isinstance(arg, Ref) else None for arg in call.args]
+            for product, bias in (names, names[::-1]):
+                if product is None or bias is None or product not in products or uses[product] > 1:
+                    continue
+                # By the global shapes: what is joined decides the order of messages, and must not depend on the rank.
+                if layouts[bias].shape == layouts[product].shape[-1:] and _same_dtype(program, product, bias):
+                    at = products.pop(product)
+                    first = joined[at]
+                    assert isinstance(first, LocalOp), "a product is joined once"
+                    whole = replace(first.call, **_WITH_BIAS[first.call.target](first.call.args, Ref(bias)))
+                    joined[position] = replace(first, call=whole, results=instruction.results)
+                    joined[at] = None
+                    break
+    return [instruction for instruction in joined if instruction is not None]
+
+
+def _same_dtype(program: LocalProgram, first: str, second: str) -> bool:
+    by_name = program.spmd.graph.by_name
+    return by_name[first.split(":")[0]].dtype == by_name[second.split(":")[0]].dtype
+
+
+def _uses(program: LocalProgram) -> Counter[str]:
+    """How often every value is used, results of the program included."""
+    uses: Counter[str] = Counter()
+    for instruction in program.instructions:
+        if isinstance(instruction, LocalOp):
+            uses.update(refs((instruction.call.args, tuple(value for _, value in instruction.call.kwargs))))
+        else:
+            uses.update(conversion.value for conversion in conversions_of(instruction))
+    spmd = program.spmd
+    uses.update([*refs(spmd.outputs), *([spmd.loss] if spmd.loss else []), *(value for _, value in spmd.mutations)])
+    return uses

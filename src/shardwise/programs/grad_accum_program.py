@@ -1,0 +1,232 @@
+"""What a step of several passes does once: casts and gathers of parameters ahead of the first pass, reductions of their
+gradients behind the last.
+
+Conversions and casts are linear, so the sum over passes of what is reduced is the reduction of the sum. A pass takes
+such a parameter as its operators use it, and hands out the gradient as its operators make it; these add up on every
+device by itself. That costs no message per pass and, where a parameter is stored as it is used, no memory: else (stored
+in parts, ``search.zero``) whole gradients stay from pass to pass, which is stage 1 of ZeRO and not stage 2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.layouts.text import format_dtype
+from shardwise.programs.casts import CAST, cast, computed_name
+from shardwise.programs.forms import Form
+from shardwise.programs.gradients import gradients_of
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, converts_only
+from shardwise.programs.moves import converted_form
+from shardwise.programs.pass_list import mark_overwrites
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd_steps import Conversion, OpStep
+
+
+@dataclass(frozen=True)
+class GradAccumProgram:
+    """A rank's step of several passes. ``each``: a pass, which takes the values ``given`` beside the sources; ``ahead``
+    delivers them (it has no backward); ``behind`` has a backward only, from the sums of the passes' gradients
+    (``saved``, in the order of its ``gradients``) to those of the parameters. ``ahead`` and ``behind`` are empty where
+    nothing is done once."""
+
+    ahead: RankProgram
+    each: RankProgram
+    behind: RankProgram
+
+    @property
+    def sums(self) -> Mapping[str, str]:
+        """Source -> the name in ``behind`` of the sum of its passes' gradients, of those that are converted there."""
+        return dict(zip(self.behind.gradients, self.behind.saved, strict=True))
+
+
+def with_once(spmd: SpmdProgram, *, scattered: bool) -> SpmdProgram:
+    """The program with the parameters that a step of several passes converts once. ``scattered``: also those that are
+    stored in smaller parts than operators use, whose whole gradients then stay from pass to pass."""
+
+    def keeps_size(_: str, into: Conversion | None) -> bool:
+        return into is None or scattered or into.source.max_local_numel == into.target.max_local_numel
+
+    return replace(spmd, lifetimes=replace(spmd.lifetimes, once=converted_once(spmd, keeps_size)))
+
+
+def converted_once(spmd: SpmdProgram, wanted: Callable[[str, Conversion | None], bool]) -> frozenset[str]:
+    """The parameters that a step may convert once: used in one layout only, backward does not convert them again, and
+    nothing else travels in their messages. ``wanted``: of those, by value and conversion (None: they are stored in the
+    layout in which they are used)."""
+    read = Counter(name for step in spmd.steps if isinstance(step, OpStep) for name in set(step.operands))
+    used = Counter(conversion.value for conversion in spmd.conversions)
+    used.update(read.keys())
+    into = {conversion.value: conversion for conversion in spmd.conversions}
+    written = {value for _, value in spmd.mutations}
+    converted: set[str] = set()
+    for source in spmd.graph.sources:
+        name, conversion = source.value, into.get(source.value)
+        is_parameter = source.kind == "parameter" and name not in written and used[name] <= 1
+        again = conversion is not None and conversion.result in spmd.lifetimes.conversions
+        if is_parameter and not again and wanted(name, conversion):
+            converted.add(name)
+    messages = [{c.value for c in conversions_of(step)} for step in spmd.steps if not isinstance(step, OpStep)]
+    while apart := {name for together in messages if not together <= converted for name in together & converted}:
+        converted -= apart
+    return frozenset(converted)
+
+
+def repeated(program: RankProgram) -> GradAccumProgram:
+    """The passes of a step, each of which is ``program`` but for what is done once."""
+    once = program.spmd.lifetimes.once
+    empty = replace(program, forward=(), backward=(), saved=(), delivered=(), mutations=(), cotangents=(), gradients={})
+    ahead, rest = _divided(program.forward, once)
+    backward, behind, forms = _Reductions(program, once).apart()
+    made_ahead = [name for instruction in ahead for name in instruction.results]
+    read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
+    read |= {*program.delivered, *(value for _, value in program.mutations)}
+    ahead_names = tuple(name for name in made_ahead if name in read)
+    there = {*program.spmd.graph.source_of, *ahead_names, *(name for i in rest for name in i.results)}
+    made_late = {name for instruction in backward.instructions for name in instruction.results}
+    read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
+    each = replace(
+        program,
+        forward=tuple(rest),
+        backward=backward.instructions,
+        saved=tuple(name for name in read_late if name in there and name not in made_late),
+        gradients=backward.gradients,
+        forms=forms,
+        given=ahead_names,
+    )
+    first = replace(empty, forward=tuple(ahead), delivered=ahead_names, cotangents=(None,) * len(ahead_names))
+    sums = tuple(backward.gradients[source] for source in behind.gradients)
+    last = replace(
+        empty,
+        backward=behind.instructions,
+        given=sums,
+        saved=sums,
+        gradients=behind.gradients,
+        forms=forms,
+    )
+    return GradAccumProgram(mark_overwrites(first), mark_overwrites(each), mark_overwrites(last))
+
+
+def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple[list[Instruction], list[Instruction]]:
+    """The casts and conversions of parameters that are done once, and the rest."""
+    casts = {computed_name(name) for name in once}
+    chosen: list[Instruction] = []
+    rest: list[Instruction] = []
+    for instruction in instructions:
+        is_cast = isinstance(instruction, Compute) and bool(casts.intersection(instruction.results))
+        (chosen if is_cast or converts_only(instruction, once) else rest).append(instruction)
+    return chosen, rest
+
+
+@dataclass(frozen=True)
+class _BackwardHalf:
+    """Instructions of backward. ``gradients``: source -> the name of the gradient that they make."""
+
+    instructions: tuple[Instruction, ...]
+    gradients: Mapping[str, str]
+
+
+class _Reductions:
+    """Divides the backward of a program into that of a pass and what is done with the sums of its gradients."""
+
+    def __init__(self, program: RankProgram, once: frozenset[str]) -> None:
+        self.program, self.once = program, once
+        self.graph, self.forms = program.spmd.graph, dict(program.forms)
+        self.coordinates = program.spmd.mesh.coordinates(program.rank)
+
+    def apart(self) -> tuple[_BackwardHalf, _BackwardHalf, Mapping[str, Form]]:
+        """A pass, what follows the last one, and the forms of all names."""
+        repeated, reductions = self._divided()
+        taken = self._taken(repeated, reductions)  # source -> the cotangent that is reduced
+        final = {source: name for source, name in self.program.gradients.items() if source in taken}
+        cotangents = {**self.program.gradients, **taken}
+        read = {name for instruction in repeated for name in instruction.operands} | set(cotangents.values())
+        left = [i for i in repeated if not _is_cast(i) or read.intersection(i.results)]
+        written, gradients = gradients_of(self.graph, cotangents, left, self.forms)
+        behind = self._of_sums(reductions, {source: gradients[source] for source in final})
+        # What was reduced in a pass of other sizes may be a part of the sum: a view.
+        reduced, final = gradients_of(self.graph, final, behind, self.forms)
+        return _BackwardHalf(tuple(written), gradients), _BackwardHalf(tuple(reduced), final), self.forms
+
+    def _divided(self) -> tuple[list[Instruction], list[Instruction]]:
+        """What a pass does; the reductions, and what is made of what they give."""
+        repeated: list[Instruction] = []
+        reductions: list[Instruction] = []
+        landed: set[str] = set()
+        for instruction in self.program.backward:
+            follows = bool(instruction.operands) and landed.issuperset(instruction.operands)
+            if follows or converts_only(instruction, self.once):
+                reductions.append(instruction)
+                landed.update(instruction.results)
+            else:
+                repeated.append(instruction)
+        return repeated, reductions
+
+    def _taken(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
+        """Parameter -> its gradient as the operators make it: not cast for the reduction."""
+        casts = {name: i.operands[0] for i in repeated if _is_cast(i) for name in i.results}
+        landed = {name for instruction in reductions for name in instruction.results}
+        return {
+            conversion.value: casts.get(operand, operand)
+            for instruction in reductions
+            if isinstance(instruction, (Convert, Depart)) and landed.isdisjoint(instruction.operands)
+            for conversion, operand in zip(instruction.conversions, instruction.operands, strict=True)
+        }
+
+    def _of_sums(self, reductions: Sequence[Instruction], sums: Mapping[str, str]) -> list[Instruction]:
+        """The reductions from the sums of gradients, cast to the dtype in which they are reduced."""
+        written: list[Instruction] = []
+        sent: dict[str, tuple[str, ...]] = {}  # flight -> what leaves
+        landed = {name for instruction in reductions for name in instruction.results}
+        for instruction in reductions:
+            if isinstance(instruction, (Convert, Depart)):
+                named = zip(instruction.conversions, instruction.operands, strict=True)
+                operands = tuple(
+                    name
+                    if name in landed  # it goes on with what arrived
+                    else self._to_reduce(sums[c.value], self.forms[name], instruction, written)
+                    for c, name in named
+                )
+                if isinstance(instruction, Depart):
+                    sent[instruction.flight] = operands
+                    written.append(replace(instruction, operands=operands))
+                else:
+                    forms, shares = self._forms_and_shares(instruction, operands)
+                    written.append(replace(instruction, operands=operands, forms=forms, shares=shares))
+            elif isinstance(instruction, Arrive):
+                forms, shares = self._forms_and_shares(instruction, sent[instruction.flight])
+                written.append(replace(instruction, forms=forms, shares=shares))
+            else:
+                written.append(instruction)
+        return written
+
+    def _to_reduce(self, total: str, wanted: Form, reduction: Instruction, written: list[Instruction]) -> str:
+        """The sum in the dtype of what was reduced."""
+        if self.forms[total].dtype == wanted.dtype:
+            return total
+        result = f"{total}~{format_dtype(wanted.dtype)}"
+        self.forms[result] = Form.contiguous(wanted.shape, wanted.dtype)
+        written.append(cast(total, result, self.forms[result], reduction.origin))
+        return result
+
+    def _forms_and_shares(
+        self, instruction: Convert | Arrive, operands: Sequence[str]
+    ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
+        """The forms and shares of what is made of some operands."""
+        forms: list[Form] = []
+        shares: list[str | None] = []
+        for conversion, operand, result in zip(instruction.conversions, operands, instruction.results, strict=True):
+            form, shared, _ = converted_form(conversion.moves, self.coordinates, self.forms[operand], backward=True)
+            forms.append(form)
+            shares.append(operand if shared else None)
+            self.forms[result] = form
+        return tuple(forms), tuple(shares)
+
+
+def _is_cast(instruction: Instruction) -> bool:
+    return isinstance(instruction, Compute) and instruction.target == CAST and instruction.origin.part == "cast"
+
+
+__all__ = ["GradAccumProgram", "converted_once", "repeated", "with_once"]

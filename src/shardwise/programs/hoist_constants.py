@@ -1,0 +1,365 @@
+"""What every step would make alike: values that depend on no input and no parameter, made once and kept.
+
+Rotary tables, positions, ALiBi, relative positions and masks are made of nothing, of constants and of buffers that the
+step does not write. What the rest of a step reads of them is *kept* from step to step: the program is divided into one
+that makes these values and one that is given them. Each rank keeps what it reads, that is its part. Who runs it makes
+them anew when a buffer has changed (``runtime.hoisted_constants``).
+
+What is kept takes memory for good. So it is at most ``SHARE`` of what a rank holds of the sources and of the largest
+value of the step; what is larger is made in every step from what is kept. This is decided on layouts, alike on all
+ranks and for every variant of a program. Random numbers are never kept, nor what a conversion with a message makes, nor
+what the step returns, which its caller may change in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from shardwise.graph.ir import Ref, refs
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.schema import is_random, is_view, may_be_view, operator_name
+from shardwise.programs.casts import computed_name
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import (
+    Compute,
+    Convert,
+    Copy,
+    Instruction,
+    sent_by,
+    shares_of,
+    with_operands,
+    with_results,
+)
+from shardwise.programs.lifetimes import AGAIN
+from shardwise.programs.micro_batches import is_of_step
+from shardwise.programs.pass_list import mark_overwrites, memories
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd_steps import Conversion, OpStep
+from shardwise.programs.vjp import numbered, typed_key
+
+# Of the bytes of sources and of the largest value. A rotary table is 1/32 of a hidden state of a Llama 8B, a mask of
+# booleans over 131,072 positions is 16 of them.
+SHARE = 1 / 16
+
+_COPY = torch.ops.aten.clone.default
+
+
+@dataclass(frozen=True)
+class HoistedProgram:
+    """A program in two: ``constants`` delivers the values that ``step`` is given beside the sources."""
+
+    constants: RankProgram
+    step: RankProgram
+
+
+def with_constants_apart(program: RankProgram, among: Collection[str] | None = None) -> HoistedProgram:
+    """The program without what is made once. ``among``: only these values are kept (those that another variant of the
+    program keeps)."""
+    return _Dividing(program, among).divided()
+
+
+def constant_values(spmd: SpmdProgram) -> frozenset[str]:
+    """The names that depend on no input and no parameter, sources left out. Those that conversions send are none."""
+    return frozenset(_Analysis(spmd).makers)
+
+
+def fixed_sources(spmd: SpmdProgram) -> frozenset[str]:
+    """The constants, and the buffers that the step does not write."""
+    written = {buffer for buffer, _ in spmd.mutations}
+    return frozenset(
+        source.value
+        for source in spmd.graph.sources
+        if source.kind in ("buffer", "constant")
+        and source.value not in written
+        and source.names[0] != SEED
+        and not is_of_step(source.value)
+    )
+
+
+# ----------------------------------------------------------------------------------------- what is kept, by its layouts
+
+
+@dataclass
+class _Analysis:
+    """``makers``: constant value -> what makes it; ``root``: name -> the one whose memory it may have."""
+
+    spmd: SpmdProgram
+    makers: dict[str, OpStep | Conversion] = field(default_factory=dict)
+    root: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fixed = fixed_sources(self.spmd)
+        self.root = {name: name for name in self.fixed}
+        grad = self.spmd.graph.by_name
+        for step in self._all:
+            results = _results(step)
+            if isinstance(step, Conversion):
+                steady = not step.collectives()
+            else:
+                target = step.placed.op.target
+                steady = not is_random(target) and not any(grad[name].requires_grad for name in results)
+            if steady and self.root.keys() >= set(_operands(step)):
+                self.makers.update(dict.fromkeys(results, step))
+                self.root.update({name: self._root(step, name) for name in results})
+
+    @cached_property
+    def _all(self) -> list[OpStep | Conversion]:
+        return [
+            part for step in self.spmd.steps for part in ((step,) if isinstance(step, OpStep) else conversions_of(step))
+        ]
+
+    def _is_constant(self, step: OpStep | Conversion) -> bool:
+        return self.makers.get(_results(step)[0]) is step
+
+    def _root(self, step: OpStep | Conversion, name: str) -> str:
+        """The name whose memory a result has at most."""
+        if isinstance(step, Conversion) or not is_view(step.placed.op.target) or not step.operands:
+            return name
+        operand, layouts = step.operands[0], self.spmd.layouts
+        grows = layouts[name].max_local_numel > layouts[operand].max_local_numel
+        return name if grows and operator_name(step.placed.op.target) != "expand" else self.root[operand]
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        """What the step returns, and what that is a view of."""
+        spmd = self.spmd
+        returned = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
+        for step in reversed(self._all):
+            if self._is_constant(step) and returned.intersection(_results(step)) and _may_be_view(step):
+                returned.update(_operands(step))
+        return frozenset(name for name in returned if name in self.makers)
+
+    @cached_property
+    def same(self) -> Mapping[str, str]:
+        """Constant -> the first one that is made alike (layers each make a mask)."""
+        known: dict[object, tuple[str, ...]] = {}
+        same: dict[str, str] = {name: name for name in self.fixed}
+        for step in self._all:
+            if self._is_constant(step):
+                results, operands = _results(step), tuple(same[name] for name in _operands(step))
+                key = _made_by(step), operands, tuple(self.spmd.layouts[name] for name in results)
+                firsts = results if self.returned.intersection(results) else known.setdefault(key, results)
+                same.update(zip(results, firsts, strict=True))
+        return same
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The constants that others read, as far as there is room."""
+        limit = SHARE * (sum(map(self._num_bytes, self.spmd.graph.source_of)) + self._largest())
+        wanted: set[str] = set(self.returned)
+        kept: set[str] = set()
+        roots: set[str] = set(self.fixed)
+        for step in reversed(self._all):
+            results = _results(step)
+            if self._is_constant(step):
+                read = wanted.intersection(results)
+                if not read:
+                    continue
+                more = {self.root[name] for name in read} - roots
+                size = sum(map(self._num_bytes, more))
+                if size <= limit and not self.returned.intersection(results):
+                    limit -= size
+                    kept |= read
+                    roots |= more
+                    continue
+            wanted.update(self.same.get(name, name) for name in _operands(step))
+        casts = {name for name in self.fixed & wanted if self.spmd.graph.by_name[name].stored is not None}
+        return frozenset(kept | casts)
+
+    def _num_bytes(self, name: str) -> int:
+        """What a rank holds of a value, at most."""
+        maker, graph = self.makers.get(name), self.spmd.graph
+        value = graph.by_name[maker.origin if isinstance(maker, Conversion) else name]
+        dtype = value.kept_dtype if name in graph.source_of else value.dtype
+        return self.spmd.layouts[name].max_local_numel * dtype.itemsize
+
+    def _largest(self) -> int:
+        results = (name for s in self.spmd.steps if isinstance(s, OpStep) for name in s.placed.op.results)
+        return max((self._num_bytes(name) for name in results if name not in self.makers), default=0)
+
+
+def _results(step: OpStep | Conversion) -> tuple[str, ...]:
+    return step.placed.op.results if isinstance(step, OpStep) else (step.result,)
+
+
+def _operands(step: OpStep | Conversion) -> tuple[str, ...]:
+    return step.operands if isinstance(step, OpStep) else (step.value,)
+
+
+def _made_by(step: OpStep | Conversion) -> object:
+    """A key without names."""
+    if isinstance(step, Conversion):
+        return step.source, step.target, step.moves
+    op = step.placed.op
+    call, _ = numbered(op.target, op.args, op.kwargs)
+    return typed_key(call), step.operand_layouts, step.placed.strategy
+
+
+def _may_be_view(step: OpStep | Conversion) -> bool:
+    """Whether a result may have the memory of an operand."""
+    return isinstance(step, Conversion) or may_be_view(step.placed.op.target)
+
+
+# ----------------------------------------------------------------------------------------------- the program of a rank
+
+
+def _reading(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
+    """The instruction with other names for some of what it reads, and shares memory with."""
+    if names.keys().isdisjoint((*instruction.operands, *(name for name in shares_of(instruction) if name is not None))):
+        return instruction
+    return with_operands(instruction, lambda name: names.get(name, name))
+
+
+@dataclass
+class _Dividing:
+    program: RankProgram
+    among: Collection[str] | None
+
+    def divided(self) -> HoistedProgram:
+        program = self.program
+        analysis = _Analysis(self.spmd)
+        wanted = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
+        if self.among is not None:
+            wanted &= set(self.among)
+        makers = self._constants(analysis)
+        copied = {i.value for i in (*program.forward, *program.backward) if isinstance(i, Copy)}
+        wanted = {name for name in wanted - copied if name in makers}
+        alike = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
+        same = {name: name for name in wanted} | {name: kept for name, kept in alike.items() if kept in wanted}
+        same |= {name + AGAIN: kept for name, kept in same.items()}
+        forward = [instruction for instruction in program.forward if not wanted.intersection(instruction.results)]
+        forward, backward = (
+            [_reading(instruction, same) if same else instruction for instruction in half]
+            for half in (forward, program.backward)
+        )
+        forward, backward = self._without_unread(forward, backward, set(makers))
+        read = {name for instruction in (*forward, *backward) for name in instruction.operands} | self._ends
+        constants = tuple(
+            name for instruction in program.forward for name in instruction.results if name in wanted and name in read
+        )
+        there = {*program.taken, *constants, *(name for instruction in forward for name in instruction.results)}
+        late = dict.fromkeys(name for instruction in backward for name in instruction.operands)
+        step = replace(
+            program,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            saved=tuple(name for name in late if name in there),
+            aliases={name: same.get(other, other) for name, other in program.aliases.items()} | same,
+            given=(*program.given, *constants),
+        )
+        return HoistedProgram(self._making(constants, makers), mark_overwrites(step) if constants else program)
+
+    @property
+    def spmd(self) -> SpmdProgram:
+        return self.program.spmd
+
+    @property
+    def _ends(self) -> set[str]:
+        return {*self.program.delivered, *(value for _, value in self.program.mutations)}
+
+    def _constants(self, analysis: _Analysis) -> dict[str, Instruction]:
+        """Name -> the instruction of forward that makes it out of what does not change."""
+        values = {self.program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
+        makers: dict[str, Instruction] = {}
+        for instruction in self.program.forward:
+            steady = isinstance(instruction, Convert) or (isinstance(instruction, Compute) and _is_steady(instruction))
+            known = all(name in makers or name in analysis.fixed for name in instruction.operands)
+            if steady and known and values.issuperset(instruction.results) and not sent_by(instruction):
+                makers.update(dict.fromkeys(instruction.results, instruction))
+        return makers
+
+    def _without_unread(
+        self, forward: Sequence[Instruction], backward: Sequence[Instruction], constants: set[str]
+    ) -> tuple[list[Instruction], list[Instruction]]:
+        """Both halves without the constants, made once or again, that nothing reads any more."""
+        read = set(self._ends)
+        constants = constants | {name + AGAIN for name in constants}
+        left: tuple[list[Instruction], list[Instruction]] = [], []
+        for half, instructions in ((1, backward), (0, forward)):
+            for instruction in reversed(instructions):
+                is_constant = bool(instruction.results) and constants.issuperset(instruction.results)
+                if is_constant and not read.intersection(instruction.results):
+                    continue
+                read.update(instruction.operands)
+                left[half].append(instruction)
+        return left[0][::-1], left[1][::-1]
+
+    def _making(self, names: Sequence[str], makers: Mapping[str, Instruction]) -> RankProgram:
+        """The program that delivers some constants."""
+        needed: set[str] = set()
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in makers and name not in needed:
+                needed.add(name)
+                waiting += makers[name].operands
+        program = self.program
+        forward = [instruction for instruction in program.forward if needed.intersection(instruction.results)]
+        forms = dict(program.forms)
+        return replace(
+            program,
+            forward=tuple(_of_their_own(forward, names, program, forms)),
+            backward=(),
+            saved=(),
+            delivered=tuple(names),
+            mutations=(),
+            cotangents=(None,) * len(names),
+            gradients={},
+            forms=forms,
+            given=(),
+        )
+
+
+def _is_steady(kernel: Compute) -> bool:
+    """Whether a kernel makes the same whenever it runs, and changes nothing."""
+    return isinstance(kernel.target, torch._ops.OpOverload) and not is_random(kernel.target) and not kernel.writes
+
+
+def _of_their_own(
+    forward: Sequence[Instruction], constants: Sequence[str], program: RankProgram, forms: dict[str, Form]
+) -> list[Instruction]:
+    """The instructions, with copies of what is kept of a larger memory that would else stay whole."""
+    root = memories(forward, program.spmd.graph.source_of)
+    of_root: dict[str, list[str]] = {}
+    for name in constants:
+        if root[name] not in program.spmd.graph.source_of:
+            of_root.setdefault(root[name], []).append(name)
+    parts = {
+        name
+        for base, names in of_root.items()
+        for name in names
+        if sum(forms[part].num_bytes for part in names) < forms[base].num_bytes
+        and all(_is_dense(forms[n]) for n in names)
+    }
+    written: list[Instruction] = []
+    for instruction in forward:
+        names = {name: f"{name}@whole" for name in instruction.results if name in parts}
+        if not names:
+            written.append(instruction)
+            continue
+        written.append(with_results(instruction, [names.get(name, name) for name in instruction.results]))
+        for name, whole in names.items():
+            forms[whole] = forms[name]
+            written.append(
+                Compute(_COPY, (Ref(whole),), (), (name,), ((),), (forms[name],), (None,), instruction.origin)
+            )
+    return written
+
+
+def _is_dense(form: Form) -> bool:
+    """Whether a copy has the same strides."""
+    step = 1
+    for size, stride in sorted(zip(form.shape, form.stride, strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+__all__ = ["SHARE", "HoistedProgram", "constant_values", "fixed_sources", "with_constants_apart"]

@@ -1,0 +1,94 @@
+"""What every program must keep, whichever passes it went through. A program that is emitted has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land
+from shardwise.programs.pass_list import memories
+from shardwise.programs.rank_program import RankProgram
+
+
+class BrokenProgram(AssertionError):
+    """A pass broke a program: ``str`` says which instruction and how. Never a user's fault."""
+
+
+def check_program(program: RankProgram) -> None:
+    """Raise BrokenProgram unless, forward and backward: every name is made once and before it is used; every message
+    that leaves arrives once; every copy that runs apart lands once, and is not read before; what is saved, delivered,
+    written back or a gradient is there; kernels overwrite only what their own operator made; nothing is read whose
+    memory an exchange has used; nothing is written from which a message is still sent; and every gradient has memory
+    that backward made for it alone."""
+    ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
+    there = set(program.taken)
+    _check(program.forward, there, ends, there, "forward")
+    start_names = {*program.saved, *(name for name in program.cotangents if name is not None)}
+    _check(program.backward, start_names, program.gradients.values(), start_names, "backward")
+    root = memories(program.backward, start_names)
+    holder: dict[str, str] = dict.fromkeys({root[name] for name in start_names}, "what backward was given")
+    for source, name in program.gradients.items():
+        if root[name] in holder:
+            raise BrokenProgram(f"backward: the gradient of {source!r} is in the memory of {holder[root[name]]}")
+        holder[root[name]] = f"the gradient of {source!r}"
+
+
+def _check(
+    instructions: Sequence[Instruction], there: set[str], ends: Iterable[str], fixed: set[str], part: str
+) -> None:
+    known = set(there)
+    in_flight: dict[str, set[str]] = {}  # message on its way -> the memories from which it is sent
+    root = memories(instructions, there)
+    overwritten: dict[str, str] = {}  # memory -> the exchange that used it
+    maker: dict[str, str] = {}  # memory -> the operator that made it
+    copying: set[str] = set()  # copies that run apart
+    for position, instruction in enumerate(instructions):
+        where = f"{part} {position} ({instruction.origin.op or type(instruction).__name__})"
+        for name in instruction.operands:
+            if name not in known:
+                raise BrokenProgram(f"{where} uses {name!r} before it is made")
+            if root[name] in overwritten:
+                raise BrokenProgram(f"{where} reads {name!r}, whose memory {overwritten[root[name]]} has used")
+            if name in copying and not isinstance(instruction, Land):
+                raise BrokenProgram(f"{where} reads {name!r}, which is still being copied")
+        for name in _written(instruction):
+            foreign = isinstance(instruction, Compute) and maker.get(root[name]) != instruction.origin.op
+            if root[name] in fixed or foreign:
+                raise BrokenProgram(f"{where} overwrites {name!r}, which it does not own")
+            if any(root[name] in memories_sent for memories_sent in in_flight.values()):
+                raise BrokenProgram(f"{where} overwrites {name!r}, from which a message is still sent")
+            if not isinstance(instruction, Compute):
+                overwritten[root[name]] = where
+        if isinstance(instruction, Depart):
+            if instruction.flight in in_flight:
+                raise BrokenProgram(f"{where} leaves as {instruction.flight!r}, which is on its way")
+            in_flight[instruction.flight] = {root[name] for name in instruction.operands}
+        elif isinstance(instruction, Arrive):
+            if instruction.flight not in in_flight:
+                raise BrokenProgram(f"{where} waits for {instruction.flight!r}, which has not left")
+            del in_flight[instruction.flight]
+        elif isinstance(instruction, Copy) and instruction.apart:
+            copying.add(instruction.result)
+        elif isinstance(instruction, Land):
+            if instruction.copy not in copying:
+                raise BrokenProgram(f"{where} waits for {instruction.copy!r}, which nothing copies")
+            copying.remove(instruction.copy)
+        for name in instruction.results:
+            if name in known:
+                raise BrokenProgram(f"{where} makes {name!r} a second time")
+            known.add(name)
+            maker.setdefault(root[name], instruction.origin.op)
+    if in_flight:
+        raise BrokenProgram(f"{part}: nothing waits for {', '.join(sorted(in_flight))}")
+    if copying:
+        raise BrokenProgram(f"{part}: nothing waits for the copies {', '.join(sorted(copying))}")
+    for name in ends:
+        if name not in known:
+            raise BrokenProgram(f"{part}: {name!r} is never made")
+        if root[name] in overwritten:
+            raise BrokenProgram(f"{part}: the memory of {name!r} was used by {overwritten[root[name]]}")
+
+
+def _written(instruction: Instruction) -> tuple[str, ...]:
+    if isinstance(instruction, Compute):
+        return instruction.writes
+    return instruction.operands if isinstance(instruction, (Convert, Depart)) and instruction.overwrites else ()

@@ -1,0 +1,64 @@
+"""What a rank's local program consists of while its step is written, and the order that backward takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.graph.ir import Arg, Ref, map_refs
+from shardwise.programs.buckets import Bucket
+from shardwise.programs.program import LocalOp
+from shardwise.programs.spmd import backward_order, conversions_of
+from shardwise.programs.spmd_steps import Conversion, OpStep
+from shardwise.programs.vjp import BackwardTrace, Call, ForwardTrace
+
+
+@dataclass(eq=False)
+class LocalCall:
+    """An operator's call. ``names``: its operands, ``results``: in the Spmd program."""
+
+    local: LocalOp
+    call: Call
+    names: tuple[str, ...]
+    kind: ForwardTrace
+    results: tuple[str, ...]
+    backward: BackwardTrace | None = None
+
+
+@dataclass(eq=False)
+class ConversionGroup:
+    """Conversions that travel together, or one by itself."""
+
+    conversions: tuple[Conversion, ...]
+    of_parameters: bool
+
+
+def cuts_windows(conversions: Iterable[Conversion]) -> bool:
+    """What travels between windows is put together with what the rank has: it does not leave alone."""
+    return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
+
+
+def in_backward_order(
+    entries: Sequence[LocalCall | ConversionGroup], steps: Sequence[OpStep | Conversion | Bucket]
+) -> list[LocalCall | ConversionGroup]:
+    """The entries in the order that ``spmd.backward_order`` gives to the steps that they come from: by what all ranks
+    have in common, and not by what became of it on this rank."""
+    by_result: dict[str, LocalCall | ConversionGroup] = {}
+    for entry in entries:
+        results = entry.results if isinstance(entry, LocalCall) else [c.result for c in entry.conversions]
+        by_result.update(dict.fromkeys(results, entry))
+    ordered: dict[int, LocalCall | ConversionGroup] = {}
+    for step in backward_order(steps):
+        for result in step.placed.op.results if isinstance(step, OpStep) else [c.result for c in conversions_of(step)]:
+            if result in by_result:
+                ordered.setdefault(id(by_result[result]), by_result[result])
+    return list(ordered.values())
+
+
+def renamed(
+    args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], names: Mapping[str, str]
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    def rename(name: str) -> Arg:
+        return Ref(names[name])
+
+    return tuple(map_refs(arg, rename) for arg in args), tuple((key, map_refs(arg, rename)) for key, arg in kwargs)

@@ -1,0 +1,96 @@
+"""Backward in two parts: what cotangents of received values wait for, and all else, gradients of weights.
+
+A stage of a pipeline sends cotangents to the stage before, which waits for them; nobody waits for gradients of weights
+until the step ends. Both are instructions of one list. The first part is what the cotangents need, the second the rest,
+each in its order. What the second needs of the first is handed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Land
+from shardwise.programs.invariants import check_program
+from shardwise.programs.pass_list import mark_overwrites_of_backward, memories
+from shardwise.programs.rank_program import RankProgram
+
+
+def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
+    """The program with the first part of its backward, and with the second.
+
+    The first makes the cotangents of received values, and under their own names the values that the second needs of it.
+    ``saved`` of the second: these, values of forward, and cotangents.
+    """
+    chosen = _needed_by_cotangents(program)
+    ordered = [i for i, is_first in zip(program.backward, chosen, strict=True) if is_first]
+    count = len(ordered)
+    ordered += [i for i, is_first in zip(program.backward, chosen, strict=True) if not is_first]
+    whole = mark_overwrites_of_backward(replace(program, backward=tuple(ordered)))
+    check_program(whole)
+    first, second = whole.backward[:count], whole.backward[count:]
+    first_results = {name for instruction in first for name in instruction.results}
+    read = dict.fromkeys(name for instruction in second for name in instruction.operands)
+    early = {source: name for source, name in program.gradients.items() if name in first_results}
+    late = {source: name for source, name in program.gradients.items() if name not in first_results}
+    start_names = {*program.saved, *(name for name in program.cotangents if name)}
+    handed = {name: name for name in read if name in first_results}
+    of_first = {name for instruction in first for name in instruction.operands}
+    return (
+        replace(
+            whole,
+            backward=first,
+            saved=tuple(name for name in program.saved if name in of_first),
+            gradients={**early, **handed},
+        ),
+        replace(
+            whole,
+            backward=second,
+            saved=tuple(name for name in read if name in first_results or name in start_names),
+            cotangents=(None,) * len(program.cotangents),
+            gradients=late,
+        ),
+    )
+
+
+def _needed_by_cotangents(program: RankProgram) -> list[bool]:
+    """Per instruction of backward, whether a cotangent of a received value needs it: its results, or what it writes
+    into memory that is read later."""
+    sources = program.spmd.graph.source_of
+    wanted = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
+    start_names = {*program.saved, *(name for name in program.cotangents if name)}
+    root = memories(program.backward, start_names)
+    chosen = [False] * len(program.backward)
+    while True:
+        flights, read = set[str](), {root.get(name, name) for name in wanted}  # memory that is read later
+        for index in reversed(range(len(program.backward))):
+            instruction = program.backward[index]
+            is_flight = isinstance(instruction, Depart) and instruction.flight in flights
+            fills = isinstance(instruction, Compute) and any(root.get(x, x) in read for x in instruction.writes)
+            lands = isinstance(instruction, Land) and instruction.copy in wanted
+            if chosen[index] or is_flight or fills or lands or wanted.intersection(instruction.results):
+                chosen[index] = True
+                wanted.update(instruction.operands)
+                read.update(root.get(name, name) for name in instruction.operands)
+                if isinstance(instruction, Arrive):
+                    flights.add(instruction.flight)
+        before = _before_overwrites(program.backward, chosen, root)
+        if not before:
+            return chosen
+        for index in before:
+            chosen[index] = True
+
+
+def _before_overwrites(instructions: tuple[Instruction, ...], chosen: list[bool], root: dict[str, str]) -> list[int]:
+    """Instructions that are not chosen, and read what a later chosen kernel overwrites."""
+    readers, overwritten = [], set[str]()
+    for index in reversed(range(len(instructions))):
+        instruction = instructions[index]
+        if chosen[index]:
+            if isinstance(instruction, Compute):
+                overwritten.update(root.get(name, name) for name in instruction.writes)
+        elif any(root.get(name, name) in overwritten for name in instruction.operands):
+            readers.append(index)
+    return readers
+
+
+__all__ = ["split_backward"]

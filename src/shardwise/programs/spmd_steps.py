@@ -1,0 +1,76 @@
+"""The steps of a partitioned program: operators in their layouts, and conversions of values between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from shardwise.layouts.conversions import Collective, Move, collective_of
+from shardwise.layouts.layout import Layout
+from shardwise.programs.lower import PlacedOp
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``.
+
+    ``origin``: the value of the graph that it is (``value`` itself, unless that was converted before); ``op``: the
+    consumer it was first made for; ``itemsize``, ``grad_itemsize``: bytes of an element on its way, forward and
+    backward.
+    """
+
+    value: str
+    origin: str
+    result: str
+    source: Layout
+    target: Layout
+    moves: tuple[Move, ...]
+    differentiable: bool
+    itemsize: int
+    grad_itemsize: int
+    op: str
+
+    def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
+        """What it communicates, in the order of execution."""
+        if backward and not self.differentiable:
+            return ()
+        moves = self.moves[::-1] if backward else self.moves
+        itemsize = self.grad_itemsize if backward else self.itemsize
+        collectives = (collective_of(move, itemsize, backward=backward) for move in moves)
+        return tuple(collective for collective in collectives if collective is not None)
+
+
+def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tuple[Collective, ...]:
+    """The messages of conversions that travel together, in order."""
+    members = [conversion.collectives(backward=backward) for conversion in conversions]
+    return tuple(
+        Collective(together[0].kind, together[0].axes, sum(collective.num_bytes for collective in together))
+        for together in zip(*members, strict=True)
+    )
+
+
+def legs_of(conversions: tuple[Conversion, ...], *, backward: bool) -> list[tuple[Conversion, ...]]:
+    """Conversions that travel together, message by message, in the order of execution: each leg has the moves up to
+    the message after its own, the first also those ahead of it. What sends nothing is one leg."""
+    moves = conversions[0].moves[::-1] if backward else conversions[0].moves
+    sends = [i for i, move in enumerate(moves) if collective_of(move, 1, backward=backward) is not None]
+    ends = [*sends[1:], len(moves)]
+    legs = []
+    for begin, end in pairwise([0, *ends]):
+        part = slice(len(moves) - end, len(moves) - begin) if backward else slice(begin, end)
+        legs.append(tuple(_part(conversion, conversion.moves[part]) for conversion in conversions))
+    return legs
+
+
+def _part(conversion: Conversion, moves: tuple[Move, ...]) -> Conversion:
+    return replace(conversion, source=moves[0].source, target=moves[-1].target, moves=moves) if moves else conversion
+
+
+@dataclass(frozen=True, slots=True)
+class OpStep:
+    """An operator over converted operands. ``operands`` follow ``placed.op.operands``."""
+
+    placed: PlacedOp
+    operands: tuple[str, ...]
+    operand_layouts: tuple[Layout, ...]
+    result_layouts: tuple[Layout, ...]

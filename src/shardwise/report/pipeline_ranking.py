@@ -1,0 +1,52 @@
+"""The best pipelines, side by side: what ``plan.top`` says of a plan of stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.plans.format_intervals import format_bytes_interval, format_seconds_interval, priced_cluster
+from shardwise.plans.other_pipelines import RankedPipeline
+
+WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRanking:
+    """The chosen pipeline, then the others by their simulated step. ``looked_at``: how many others were planned, of
+    which ``refused`` could not be: a stage without parameters, or one that does not fit."""
+
+    pipelines: tuple[RankedPipeline, ...]
+    looked_at: int
+    refused: int
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for title in ("", "step", "beside the chosen", "bubble", "held"):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("differs in", overflow="fold")
+        first = self.pipelines[0]
+        cluster = None if first.plan is None else priced_cluster(first.plan)
+        for number, pipeline in enumerate(self.pipelines, 1):
+            table.add_row(
+                str(number),
+                format_seconds_interval(pipeline.step_seconds, cluster),
+                f"{pipeline.step_seconds / first.step_seconds - 1:+.2%}" if pipeline.changed else "",
+                "" if pipeline.bubble is None else f"{pipeline.bubble:.1%}",
+                format_bytes_interval(pipeline.num_bytes, cluster),
+                pipeline.changed or "the chosen pipeline",
+            )
+        console = Console(file=StringIO(), width=WIDTH, color_system=None)
+        console.print(table)
+        assert isinstance(console.file, StringIO)
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        refused = f", {self.refused} of which could not be" if self.refused else ""
+        what = f"the best of {self.looked_at} others that were planned{refused}; not of all pipelines"
+        return "\n".join([*(line for line in lines if line), f"by simulated step after the chosen pipeline; {what}"])
+
+
+__all__ = ["PipelineRanking"]

@@ -1,0 +1,92 @@
+"""Reading and rewriting the arguments of an operator by the names in its schema, and shards of factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch._ops import OpOverload
+
+from shardwise.graph.ir import Arg, Op, refs
+from shardwise.rules.rule import LocalContext, LocalOpCall, Piece
+
+
+def operand_positions(op: Op) -> dict[str, tuple[int, ...]]:
+    """Argument name -> the positions in ``op.operands`` of the tensors it holds (absent when it holds none)."""
+    schema = op.target._schema.arguments
+    named = [(a.name, value) for a, value in zip(schema, op.args, strict=False)] + list(op.kwargs)
+    positions: dict[str, tuple[int, ...]] = {}
+    count = 0
+    for name, value in named:
+        number = len(tuple(refs(value)))
+        if number:
+            positions[name] = tuple(range(count, count + number))
+        count += number
+    return positions
+
+
+def replace_arguments(op: Op, target: OpOverload | None = None, **changes: Arg) -> LocalOpCall:
+    """The call of ``op`` with some arguments replaced by schema name, on ``target`` if given (same names)."""
+    schema = op.target._schema.arguments
+    args = tuple(changes.pop(a.name, value) for a, value in zip(schema, op.args, strict=False))
+    kwargs = {name: changes.pop(name, value) for name, value in op.kwargs} | changes
+    return LocalOpCall(target or op.target, args, tuple(kwargs.items()))
+
+
+def same_call(op: Op) -> LocalOpCall:
+    """The call of ``op`` as it stands."""
+    return LocalOpCall(op.target, op.args, op.kwargs)
+
+
+def normal_dim(dim: int, rank: int) -> int:
+    """A dim counted from the front; scalars count as rank 1, as in PyTorch."""
+    return dim % max(rank, 1)
+
+
+def dims_of(dim: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """The dims that a reduction names, counted from the front; None or nothing: all of them."""
+    if dim is None or dim == () or dim == []:
+        return tuple(range(rank))
+    chosen = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(sorted(normal_dim(d, rank) for d in chosen)) if rank else ()
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The common shape of shapes that broadcast."""
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+
+
+def local_size(context: LocalContext, factor: str) -> int:
+    """How many indices of the factor this rank holds."""
+    return prod(piece.length for piece in context.pieces[factor])
+
+
+def any_split(context: LocalContext, factors: Sequence[str]) -> bool:
+    return any(context.is_split(factor) for factor in factors)
+
+
+def block_offset(pieces: Sequence[Piece]) -> int | None:
+    """Where the shard starts in the flattened factor when it is one contiguous block, else None.
+
+    A shard of the atoms (3, 8), major first, is contiguous when the major part is one index, or the minor one is whole.
+    """
+    offset, stride = 0, prod(piece.size for piece in pieces)
+    partial = False
+    for piece in pieces:
+        stride //= max(piece.size, 1)
+        if partial and piece.length != piece.size:
+            return None
+        partial = partial or piece.length != 1
+        offset += piece.offset * stride
+    return offset
+
+
+def flat_pieces(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """``(sizes, offsets, lengths)``, the form in which kernels take pieces."""
+    return (
+        tuple(piece.size for piece in pieces),
+        tuple(piece.offset for piece in pieces),
+        tuple(piece.length for piece in pieces),
+    )

@@ -1,0 +1,423 @@
+"""Local operators that ATen lacks: what a rank computes on its part of an indexed or a generated dim.
+
+A rank's part of a factor is given as ``sizes, offsets, lengths``, one entry per atom, major first: local index
+``(l0, l1)`` of atoms of sizes ``(n0, n1)`` is global index ``(l0 + o0) * n1 + (l1 + o1)``. Every kernel is a
+composition of ATen calls (CompositeImplicitAutograd), so gradients, meta tensors and ``torch.compile`` work without
+more code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.rules.arguments import broadcast_shape
+
+_library: Any = torch.library  # its functions are not typed
+LIBRARY: Final[Any] = _library.Library("shardwise", "FRAGMENT")
+
+
+def _define(schema: str, function: Callable[..., Any]) -> Any:
+    """Register ``shardwise::<schema>`` and return its overload."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.shardwise, name).default
+
+
+def global_index(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: Any) -> Tensor:
+    """The global indices of a shard, int64 ``[prod(lengths)]``."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
+        digit = torch.arange(offset, offset + length, dtype=torch.int64, device=device)
+        index = (index.unsqueeze(-1) * size + digit).flatten()
+    return index.reshape(prod(lengths))
+
+
+def local_index(
+    index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Global indices -> (local indices, which of them this rank holds). Where it does not, the local index is 0.
+
+    An index outside the factor stays outside on every rank, so that the lookup fails as it does on one device.
+    """
+    total = prod(sizes)
+    inside = (index >= 0) & (index < total)
+    local, mine = torch.zeros_like(index), inside
+    stride = total
+    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
+        stride //= size
+        digit = (index // stride) % size - offset
+        mine = mine & (digit >= 0) & (digit < length)
+        local = local * length + digit
+    return torch.where(mine, local, torch.where(inside, 0, total)), mine
+
+
+def _embedding_rows(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    if weight.shape[0] == 0:
+        return weight.sum(0, dtype=weight.dtype).expand(*indices.shape, weight.shape[1])
+    local, mine = local_index(indices, sizes, offsets, lengths)
+    rows = torch.nn.functional.embedding(local, weight)
+    if padding_idx >= 0:
+        rows = torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(mine.unsqueeze(-1), rows, 0)
+
+
+def _gather_rows(
+    x: Tensor, dim: int, index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    if x.shape[dim] == 0:
+        for other, size in enumerate(index.shape):  # the index may be shorter than x
+            x = x if other == dim else x.narrow(other, 0, size)
+        return x.sum(dim, keepdim=True, dtype=x.dtype).expand(index.shape)
+    local, mine = local_index(index, sizes, offsets, lengths)
+    return torch.where(mine, torch.gather(x, dim, local), 0)
+
+
+def _take_rows(
+    x: Tensor, dim: int, indices: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    shape = broadcast_shape(_without(x, dim), _without(indices, dim))
+    whole = [*shape[:dim], -1, *shape[dim + 1 :]]
+    indices = torch.where(indices < 0, indices + prod(sizes), indices)  # those of gather are never negative
+    return _gather_rows(x.expand(whole), dim, indices.expand(whole), sizes, offsets, lengths)
+
+
+def _without(x: Tensor, dim: int) -> list[int]:
+    return [1 if i == dim else size for i, size in enumerate(x.shape)]
+
+
+def _index_select_rows(
+    x: Tensor, dim: int, index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    if x.shape[dim] == 0:
+        shape = [index.numel() if i == dim else size for i, size in enumerate(x.shape)]
+        return x.sum(dim, keepdim=True, dtype=x.dtype).expand(shape)
+    local, mine = local_index(index.reshape(-1), sizes, offsets, lengths)
+    rows = torch.index_select(x, dim, local)
+    return torch.where(mine.reshape([-1 if i == dim else 1 for i in range(x.dim())]), rows, 0)
+
+
+def _index_rows(
+    x: Tensor,
+    indices: Sequence[Tensor],
+    dims: Sequence[int],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """``x`` indexed in ``dims``; ``counts``: how many atoms each of them has."""
+    place = _place_of_indices(dims)
+    if any(x.shape[dim] == 0 for dim in dims):
+        shape = broadcast_shape(*(index.shape for index in indices))
+        kept = x.sum(list(dims), dtype=x.dtype)
+        opened = kept.reshape([*kept.shape[:place], *(1 for _ in shape), *kept.shape[place:]])
+        return opened.expand([*kept.shape[:place], *shape, *kept.shape[place:]])
+    local_indices = _local_indices(indices, counts, sizes, offsets, lengths)
+    everywhere = _all_of([mine for _, mine in local_indices])
+    rows = x[_selector(x.dim(), dims, [local for local, _ in local_indices])]
+    trailing = rows.dim() - place - everywhere.dim()
+    return torch.where(everywhere.reshape([*everywhere.shape, *(1,) * trailing]), rows, 0)
+
+
+def _place_of_indices(dims: Sequence[int]) -> int:
+    """Where the dims of the indices stand in ``x[indices]``: in place of adjacent dims, in front of scattered ones."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
+
+
+def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What stands between the brackets."""
+    chosen: list[Any] = [slice(None)] * rank
+    for dim, index in zip(dims, indices, strict=True):
+        chosen[dim] = index
+    return tuple(chosen)
+
+
+def _all_of(conditions: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.logical_and, conditions)
+
+
+def _local_indices(
+    indices: Sequence[Tensor],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> list[tuple[Tensor, Tensor]]:
+    """``local_index`` of every indexed dim, which has ``counts`` atoms. Negative indices count from the end."""
+    local_indices: list[tuple[Tensor, Tensor]] = []
+    start = 0
+    for index, count in zip(indices, counts, strict=True):
+        rows_here = slice(start, start + count)
+        local_indices.append(
+            local_index(
+                _from_front(index, prod(sizes[rows_here])), sizes[rows_here], offsets[rows_here], lengths[rows_here]
+            )
+        )
+        start += count
+    return local_indices
+
+
+def _from_front(index: Tensor, size: int) -> Tensor:
+    return torch.where(index < 0, index + size, index)
+
+
+# -- updates: what goes to rows of other ranks goes to a spare row behind the own ones, which is then dropped ----------
+
+
+def _with_spare(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """``x`` with one more row in each of ``dims``."""
+    wider = [(0, int(dim in dims)) for dim in reversed(range(x.dim()))]
+    return torch.constant_pad_nd(x, [size for pair in wider for size in pair])
+
+
+def _spare_row(local: Tensor, mine: Tensor, spare: int) -> Tensor:
+    """What ``local_index`` gave, with row ``spare`` for rows of other ranks and one behind it for what is in no row (so
+    that it fails as it does on one device)."""
+    return torch.where(mine, local, torch.where(local == 0, spare, spare + 1))
+
+
+def _scatter_rows(
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor | None,
+    value: float,
+    how: str,
+    include_self: bool,
+    from_end: bool,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """scatter, or scatter_reduce (``how`` not empty), of ``src`` times ``value``, or of ``value``.
+
+    ``index`` has the dims of x, or ``dim`` alone, and ``src`` then those of x, or none. ``from_end``: negative indices
+    count from the end.
+    """
+    if index.dim() < 2:
+        shape = [index.numel() if d == dim else size for d, size in enumerate(x.shape)]
+        index = index.reshape([-1 if d == dim else 1 for d in range(x.dim())]).expand(shape)
+        src = None if src is None else src.expand(shape)
+    index = _from_front(index, prod(sizes)) if from_end else index
+    places = _spare_row(*local_index(index, sizes, offsets, lengths), prod(lengths))
+    if src is None:
+        src = torch.full(index.shape, value, dtype=x.dtype, device=x.device)
+    elif value != 1:
+        src = src * value
+    wide = _with_spare(x, [dim])
+    if how == "sum" and include_self:  # of complex numbers too
+        wide = torch.scatter_add(wide, dim, places, src)
+    elif how:
+        wide = torch.scatter_reduce(wide, dim, places, src, how, include_self=include_self)
+    else:
+        wide = torch.scatter(wide, dim, places, src)
+    return wide.narrow(dim, 0, prod(lengths))
+
+
+def _scattered_sum(
+    src: Tensor, dim: int, index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    """Rows of zeros to which ``src`` is added along ``dim``. ``index``: with the dims of ``src``, or of ``dim``
+    alone."""
+    places = _spare_row(*local_index(index, sizes, offsets, lengths), prod(lengths))
+    if places.dim() < 2:
+        places = places.reshape([-1 if d == dim else 1 for d in range(src.dim())]).expand(src.shape)
+    zeros = src.new_zeros([prod(lengths) + 1 if d == dim else size for d, size in enumerate(src.shape)])
+    return torch.scatter_add(zeros, dim, places, src).narrow(dim, 0, prod(lengths))
+
+
+def _index_put_rows(
+    x: Tensor,
+    indices: Sequence[Tensor],
+    values: Tensor,
+    accumulate: bool,
+    dims: Sequence[int],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """``x`` with ``values`` put at ``indices`` in ``dims``; ``counts``: how many atoms each of them has."""
+    local_indices = _local_indices(indices, counts, sizes, offsets, lengths)
+    everywhere = _all_of([mine for _, mine in local_indices])
+    places = [
+        torch.where(everywhere | ~mine, _spare_row(local, mine, x.shape[dim]), x.shape[dim])
+        for dim, (local, mine) in zip(dims, local_indices, strict=True)
+    ]
+    wide: Tensor = torch.ops.aten.index_put.default(
+        _with_spare(x, dims), _slices(x.dim(), dims, places), values, accumulate
+    )
+    for dim in dims:
+        wide = wide.narrow(dim, 0, x.shape[dim])
+    return wide
+
+
+def _slices(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> list[Tensor | None]:
+    slices: list[Tensor | None] = [None] * rank
+    for dim, index in zip(dims, indices, strict=True):
+        slices[dim] = index
+    return slices
+
+
+def _one_hot_classes(index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    return (index.unsqueeze(-1) == global_index(sizes, offsets, lengths, index.device)).to(torch.int64)
+
+
+def _triangle(
+    x: Tensor,
+    diagonal: int,
+    upper: bool,
+    row_sizes: Sequence[int],
+    row_offsets: Sequence[int],
+    row_lengths: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """tril or triu of the shard whose last two dims hold the given rows and columns."""
+    rows = global_index(row_sizes, row_offsets, row_lengths, x.device).unsqueeze(-1)
+    columns = global_index(sizes, offsets, lengths, x.device)
+    dropped = columns - rows < diagonal if upper else columns - rows > diagonal
+    return x.masked_fill(dropped, 0)  # (where would turn booleans into integers)
+
+
+def _eye_block(
+    row_sizes: Sequence[int],
+    row_offsets: Sequence[int],
+    row_lengths: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+) -> Tensor:
+    rows = global_index(row_sizes, row_offsets, row_lengths, device).unsqueeze(-1)
+    return (rows == global_index(sizes, offsets, lengths, device)).to(dtype)
+
+
+def _range_block(
+    start: float,
+    step: float,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+) -> Tensor:
+    index = global_index(sizes, offsets, lengths, device)
+    if dtype.is_floating_point:
+        return (index.to(torch.float64) * step + start).to(dtype)
+    return (index * int(step) + int(start)).to(dtype)
+
+
+def _linspace_block(
+    start: float,
+    end: float,
+    steps: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+) -> Tensor:
+    whole = torch.linspace(start, end, steps, dtype=dtype, device=device)
+    return whole[global_index(sizes, offsets, lengths, device)]
+
+
+def _cumulated(
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    row_sizes: Sequence[int],
+    row_offsets: Sequence[int],
+    row_lengths: Sequence[int],
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    """What the addends given by sizes, offsets, lengths contribute to the given rows of a cumulative sum."""
+    total = torch.cumsum(x, dim, dtype=dtype)
+    total = torch.cat([total.new_zeros([1 if i == dim else n for i, n in enumerate(total.shape)]), total], dim)
+    addends = global_index(sizes, offsets, lengths, x.device)
+    rows = global_index(row_sizes, row_offsets, row_lengths, x.device)
+    return torch.index_select(total, dim, torch.searchsorted(addends, rows, right=True))
+
+
+def _nothing(
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    dtypes: Sequence[str],
+    differentiable: Sequence[bool],
+) -> list[Tensor]:
+    """Zeros of ``dtypes``, whose shapes stand one after the other in ``sizes``. Zeros flow back through the
+    differentiable ones, to all operands with a gradient. Dtypes by their names: torch 2.11 hands those of a list on as
+    numbers."""
+    parts = [x.flatten()[:0].sum() for x in operands if x.is_floating_point() or x.is_complex()]
+    results: list[Tensor] = []
+    start = 0
+    for rank, name, flows in zip(ranks, dtypes, differentiable, strict=True):
+        dtype: torch.dtype = getattr(torch, name)
+        zeros = operands[0].new_zeros(sizes[start : start + rank], dtype=dtype)
+        for part in parts if flows else ():
+            zeros = zeros + (torch.real(part) if part.is_complex() and not dtype.is_complex else part).to(dtype)
+        results.append(zeros)
+        start += rank
+    return results
+
+
+_ATOMS = "int[] sizes, int[] offsets, int[] lengths"
+_ROWS = "int[] row_sizes, int[] row_offsets, int[] row_lengths"
+
+EMBEDDING_ROWS: Final = _define(
+    f"embedding_rows(Tensor weight, Tensor indices, int padding_idx, {_ATOMS}) -> Tensor", _embedding_rows
+)
+GATHER_ROWS: Final = _define(f"gather_rows(Tensor x, int dim, Tensor index, {_ATOMS}) -> Tensor", _gather_rows)
+TAKE_ROWS: Final = _define(f"take_rows(Tensor x, int dim, Tensor indices, {_ATOMS}) -> Tensor", _take_rows)
+INDEX_SELECT_ROWS: Final = _define(
+    f"index_select_rows(Tensor x, int dim, Tensor index, {_ATOMS}) -> Tensor", _index_select_rows
+)
+INDEX_ROWS: Final = _define(
+    f"index_rows(Tensor x, Tensor[] indices, int[] dims, int[] counts, {_ATOMS}) -> Tensor", _index_rows
+)
+SCATTER_ROWS: Final = _define(
+    "scatter_rows(Tensor x, int dim, Tensor index, Tensor? src, Scalar value, str how, bool include_self, "
+    "bool from_end, "
+    f"{_ATOMS}) -> Tensor",
+    _scatter_rows,
+)
+SCATTERED_SUM: Final = _define(f"scattered_sum(Tensor src, int dim, Tensor index, {_ATOMS}) -> Tensor", _scattered_sum)
+INDEX_PUT_ROWS: Final = _define(
+    "index_put_rows(Tensor x, Tensor[] indices, Tensor values, bool accumulate, int[] dims, int[] counts, "
+    f"{_ATOMS}) -> Tensor",
+    _index_put_rows,
+)
+ONE_HOT_CLASSES: Final = _define(f"one_hot_classes(Tensor index, {_ATOMS}) -> Tensor", _one_hot_classes)
+TRIANGLE: Final = _define(f"triangle(Tensor x, int diagonal, bool upper, {_ROWS}, {_ATOMS}) -> Tensor", _triangle)
+EYE_BLOCK: Final = _define(f"eye_block({_ROWS}, {_ATOMS}, ScalarType dtype, Device? device) -> Tensor", _eye_block)
+RANGE_BLOCK: Final = _define(
+    f"range_block(Scalar start, Scalar step, {_ATOMS}, ScalarType dtype, Device? device) -> Tensor", _range_block
+)
+LINSPACE_BLOCK: Final = _define(
+    f"linspace_block(Scalar start, Scalar end, int steps, {_ATOMS}, ScalarType dtype, Device? device) -> Tensor",
+    _linspace_block,
+)
+CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
+NOTHING: Final = _define(
+    "nothing(Tensor[] operands, int[] sizes, int[] ranks, str[] dtypes, bool[] differentiable) -> Tensor[]",
+    _nothing,
+)

@@ -1,0 +1,308 @@
+"""Eager or compiled: the first training steps of a program run in turns one way and the other; the faster one stays.
+
+The steps are the user's own, and either way gives the same losses, gradients and buffers, so nothing is done twice and
+nothing has to be undone. Only the forward and backward lists of a step are timed, not what makes or compiles them.
+Ranks send each other the same messages in the same order either way: what a rank measures, and whether it can compile
+at all, is its own matter until the ranks of the program's placement agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from statistics import median
+from typing import Generic, TypeVar
+
+import torch
+
+from shardwise.programs.instructions import Instruction
+from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime.agree import wire_device
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.timing_cache import Times, TimesOnDisk
+
+_Variant = TypeVar("_Variant")
+
+# Whether a turn is compiled. The first of each is not timed: it compiles, and takes memory for the first time. The
+# order of the others (Thue-Morse) cancels what drifts, and steps of the user's that differ every second or fourth time.
+WARM_UP = (False, True)
+ROUND = (False, True, True, False, True, False, False, True)
+MOST_ROUNDS = 3
+LEAST_TIMED = 2  # of each, that ran backward as well
+MARGIN = 0.01  # below it steps are equally fast: the eager one stays, which needs no compiling for other inputs
+MOST_STEPS = len(WARM_UP) + MOST_ROUNDS * len(ROUND)
+
+
+class Stopwatch:
+    """Sums up the seconds of a step's parts."""
+
+    def __init__(self) -> None:
+        self._seconds = self._began = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        self._seconds += time.perf_counter() - self._began
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class StreamStopwatch(Stopwatch):
+    """The same of what is queued on a GPU's stream. The device is idle when the first part starts, so that what the
+    host takes counts; between the parts nothing waits, as in other steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._events: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        if not self._events:
+            torch.cuda.synchronize(self.device)
+        self._mark()
+
+    def stop(self) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self._events.append(event)
+
+    @property
+    def seconds(self) -> float:
+        self._events[-1].synchronize()
+        pairs = zip(self._events[::2], self._events[1::2], strict=True)
+        return float(sum(first.elapsed_time(last) for first, last in pairs) / 1e3)
+
+
+def stopwatch_of(device: torch.device) -> Stopwatch:
+    return StreamStopwatch(device) if device.type == "cuda" else Stopwatch()
+
+
+@dataclass
+class TimedStep:
+    """A training step. ``watch``: None where it is not timed; ``is_complete``: whether backward has run."""
+
+    compiled: bool
+    watch: Stopwatch | None = None
+    is_complete: bool = False
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around each part of the step."""
+        if self.watch is None or self.is_complete:
+            yield
+            return
+        self.watch.start()
+        yield
+        self.watch.stop()
+
+
+@dataclass
+class CompileBenchmark:
+    """Of all programs of a module. ``latest``: whether the last one that was decided runs compiled, which evaluation
+    follows; ``name``: of the module."""
+
+    name: str
+    disk: TimesOnDisk
+    latest: bool = False
+    number: int = 0
+
+    def restart(self) -> None:
+        """What is under way begins anew: a call has failed, and ranks may have counted differently."""
+        self.number += 1
+
+
+@dataclass
+class CompileTrial:
+    """Of one program on this rank; every rank of its placement has one, and calls it alike. ``choice``: whether the
+    program runs compiled, None before that is known."""
+
+    trials: CompileBenchmark
+    program: RankProgram
+    ranks: Communicator
+    device: torch.device
+    choice: bool | None = None
+    _failed: bool = False  # to compile
+    _number: int = 0
+    _count: int = 0
+    _turns: list[TimedStep] = field(default_factory=list)
+
+    def begin(self) -> TimedStep:
+        """A training step begins."""
+        if self._number != self.trials.number:
+            self._number, self._count, self._turns = self.trials.number, 0, []
+        if self.choice is None:
+            if self._count == 0:
+                self._recall()
+            elif self._turns and len(self._turns) % len(ROUND) == 0:
+                self._decide()
+        if self.choice is not None:
+            return TimedStep(self.choice and not self._failed)
+        warm = self._count < len(WARM_UP)
+        compiled = WARM_UP[self._count] if warm else ROUND[len(self._turns) % len(ROUND)]
+        turn = TimedStep(compiled and not self._failed, None if warm else stopwatch_of(self.device))
+        if not warm:
+            self._turns.append(turn)
+        self._count += 1
+        return turn
+
+    def cannot_compile(self, error: Exception) -> None:
+        """This rank runs eager from here on, whatever the others do."""
+        self._failed = True
+        warnings.warn(
+            f"the step of {self.trials.name} runs eager on rank {self.ranks.rank}, since it does not compile: "
+            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}; compile=True shows all of it, "
+            "compile=False asks for no compiling",
+            stacklevel=2,
+        )
+
+    @property
+    def is_preferred(self) -> bool:
+        """Whether calls that are not timed run compiled."""
+        return not self._failed and (self.trials.latest if self.choice is None else self.choice)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the rank that reads, writes and speaks."""
+        return self.ranks.place.device_of(self.ranks.rank) == 0
+
+    def _recall(self) -> None:
+        """Take what the first rank remembers."""
+        known = self.trials.disk.read(self._key()) if self._is_first else None
+        eager, compiled = self._of_all(known or Times(math.nan, math.nan))[0].tolist()
+        if not math.isnan(eager):
+            self._choose(Times(eager, compiled), f"as measured before ({self.trials.disk.folder})")
+
+    def _decide(self) -> None:
+        """Take the faster one, if enough was timed on all ranks. A step is as fast as its slowest rank."""
+        eager, compiled = (
+            self._of_all(Times(self._seconds(compiled=False), self._seconds(compiled=True))).amax(0).tolist()
+        )
+        if not (math.isnan(eager) or math.isnan(compiled)):
+            how = (
+                f"the slowest of {self.ranks.mesh.num_devices} ranks" if self.ranks.mesh.num_devices > 1 else "measured"
+            )
+            if self._is_first and math.isfinite(compiled):
+                how += self.trials.disk.write(self._key(), Times(eager, compiled))
+            self._choose(Times(eager, compiled), how)
+        elif len(self._turns) == MOST_ROUNDS * len(ROUND):
+            self.choice, self._turns = False, []
+            self._say(f"runs eager: of {MOST_STEPS} steps too few ran backward to compare it with a compiled one")
+
+    def _choose(self, times: Times, how: str) -> None:
+        self.choice = self.trials.latest = times.compiled < (1 - MARGIN) * times.eager
+        self._turns = []
+        kind, other = ("compiled", "eager") if self.choice else ("eager", "compiled")
+        chosen, others = (times.compiled, times.eager) if self.choice else (times.eager, times.compiled)
+        self._say(f"runs {kind}: {chosen * 1e3:.4g} ms, {other} {others * 1e3:.4g} ms, {how}")
+
+    def _say(self, what: str) -> None:
+        if self._is_first:
+            print(f"shardwise: the step of {self.trials.name} {what}", file=sys.stderr)
+
+    def _seconds(self, *, compiled: bool) -> float:
+        """What a step takes on this rank; NaN where too few were timed."""
+        if compiled and self._failed:
+            return math.inf
+        kinds = ROUND * (len(self._turns) // len(ROUND))
+        timed = [t for t, kind in zip(self._turns, kinds, strict=True) if t.is_complete and kind == compiled]
+        seconds = [turn.watch.seconds for turn in timed if turn.watch is not None]
+        return median(seconds) if len(seconds) >= LEAST_TIMED else math.nan
+
+    def _of_all(self, times: Times) -> torch.Tensor:
+        """[ranks, 2]: what the ranks of the placement have."""
+        row = torch.tensor([times.eager, times.compiled], dtype=torch.float64, device=wire_device(self.device))
+        return self.ranks.gather_from_all(row, "whether to run compiled").cpu()
+
+    def _key(self) -> Mapping[str, str]:
+        from torch._inductor import config
+
+        settings = (config.codegen_config(), torch.get_float32_matmul_precision(), torch.backends.cudnn.version())
+        return {
+            "program": program_digest(self.program),
+            "device": _device_name(self.device),
+            "torch": torch.__version__,
+            "shardwise": sys.modules["shardwise"].__version__,  # a later layer's name: nothing is imported here
+            "settings": str(settings),
+        }
+
+
+@dataclass
+class CompiledVariant(Generic[_Variant]):
+    """The compiled variant of a step: ``make`` makes it when it is first wanted. ``trial``: says whether it is, by
+    default always; ``variant``: None before, and where it was let go."""
+
+    make: Callable[[], _Variant]
+    trial: CompileTrial | None = None
+    variant: _Variant | None = None
+
+    def begin(self) -> tuple[_Variant | None, TimedStep]:
+        """A training step begins: what runs it (None: the step as it is written), and its turn."""
+        if self.trial is None:
+            self.variant = self.variant or self.make()
+            return self.variant, TimedStep(compiled=True)
+        turn = self.trial.begin()
+        if turn.compiled and self.variant is None:
+            try:
+                self.variant = self.make()
+            except Exception as error:
+                self.trial.cannot_compile(error)
+        if self.trial.choice is False:
+            self.variant = None
+        return (self.variant if turn.compiled else None), turn
+
+    @property
+    def is_preferred(self) -> bool:
+        """Whether a step that is not timed runs compiled."""
+        return self.trial is None or self.trial.is_preferred
+
+    @property
+    def is_on_trial(self) -> bool:
+        return self.trial is not None and self.trial.choice is None
+
+
+def program_digest(program: RankProgram) -> str:
+    """Of what a program computes and sends: the same in every process, and where the model's lines have moved."""
+    text = "\n".join(
+        [str(program.spmd.mesh), *map(_text, program.forward), "backward", *map(_text, program.backward)]
+        + [f"{name} {form}" for name, form in program.forms.items()]
+        + [str((program.rank, program.saved, program.delivered, program.mutations))]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(instruction: Instruction) -> str:
+    entries = (
+        f"{entry.name}={getattr(instruction, entry.name)}" for entry in fields(instruction) if entry.name != "origin"
+    )
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(instruction).__name__} {' '.join(entries)}")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+__all__ = [
+    "MOST_STEPS",
+    "CompileBenchmark",
+    "CompileTrial",
+    "CompiledVariant",
+    "Stopwatch",
+    "TimedStep",
+    "program_digest",
+]

@@ -1,0 +1,426 @@
+"""Torch's distributed checkpoints, told about shards.
+
+``torch.distributed.checkpoint`` takes a plain tensor for the whole of it: it stores it once, from one of the ranks,
+and gives it to all ranks when it loads. A shard is a plain tensor. It is known by its memory, as an entry of
+``par.state_dict()`` or of an optimizer's has the memory of what it stands for. Where torch is handed one, it gets in
+its place a tensor in the same memory that speaks torch's protocol of chunks (the three methods that ``DTensor`` has):
+which boxes of the global tensor it holds. Whatever writes or reads chunks is right then, for any layout, and under
+another plan.
+
+``get_model_state_dict`` and its like return this rank's shards, as they do for other sharded modules, and whole tensors
+where these are asked for (``full_state_dict``); the functions that set states cut whole tensors.
+
+Refused is what would still go wrong: a view of a shard; writers that keep one chunk of a name per rank, for tensors of
+which a rank holds several; stages of ``async_save`` that copy tensors without what they say of themselves. What cannot
+be noticed is a copy: ``{name: t.clone() for name, t in par.state_dict().items()}``.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as of_modules
+import torch.distributed.checkpoint.state_dict_loader as loader
+import torch.distributed.checkpoint.state_dict_saver as saver
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager
+
+from shardwise.errors import ShardwiseError, problem
+from shardwise.layouts.boxes import Box, boxes
+from shardwise.layouts.text import format_layout
+from shardwise.runtime.guards.registry import ShardRecord, held_shards, ranks_of_stages
+from shardwise.runtime.guards.stage_states import Gathering
+from shardwise.runtime.guards.tensor_owners import Owners
+from shardwise.runtime.hooks import gather_whole
+from shardwise.runtime.initial.replay import leaves
+from shardwise.runtime.local_shards import shard
+
+# Through these all of torch's functions go: save, async_save and save_state_dict; load and load_state_dict; and the six
+# that get and set the states of modules and optimizers.
+_PLACES = (
+    (saver, "_stateful_to_state_dict"),
+    (saver, "_save_state_dict"),
+    (loader, "_load_state_dict"),
+    (of_modules, "_maybe_full_or_cpu_state_dict"),
+    (of_modules, "_distribute_state_dict"),
+    (of_modules, "_broadcast_state_dict"),
+    (of_modules, "_get_model_state_dict"),
+    (of_modules, "_get_optim_state_dict"),
+    (of_modules, "_load_optim_state_dict"),
+)
+Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
+
+
+def missing() -> list[str]:
+    """What this version of torch does not have."""
+    needed = (*_PLACES, (saver, "async_save"), (saver, "AsyncCheckpointerType"))
+    return [f"{place.__name__}.{name}" for place, name in needed if not hasattr(place, name)]
+
+
+def install() -> None:
+    """Changes torch's functions, once per process."""
+    wrappers = (
+        _telling_stages, _telling_writers, _telling_readers, _gathering, _cutting, _cutting, _of_module, _of_module,
+        _from_rank_0,
+    )  # fmt: skip
+    for (place, name), wrapper in zip(_PLACES, wrappers, strict=True):
+        function = getattr(place, name)
+        setattr(place, name, functools.wraps(function)(wrapper(function)))
+
+
+# --------------------------------------------------------------------------------------------------- what torch is told
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Torch's protocol of chunks, of a tensor that is a part of a global one. Copies of the tensor take it along.
+    ``several``: whether some rank holds several boxes."""
+
+    tensor: Tensor
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    several: bool
+
+    def attach(self) -> Tensor:
+        """The tensor speaks the protocol from now on."""
+        told: Any = self.tensor
+        told.__create_write_items__ = self.write_items
+        told.__create_chunk_list__ = self.chunk_list
+        told.__get_tensor_shard__ = self.tensor_shard
+        return self.tensor
+
+    @staticmethod
+    def of(tensor: Any) -> Chunks | None:
+        """Those of a tensor that was told."""
+        chunks = getattr(getattr(tensor, "__create_chunk_list__", None), "__self__", None)
+        return chunks if isinstance(chunks, Chunks) else None
+
+    def write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(tensor)
+        return [
+            WriteItem(
+                MetadataIndex(name, torch.Size(chunk.offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.shape)),
+            )
+            for chunk in self.chunk_list()
+        ]
+
+    def chunk_list(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+
+    def tensor_shard(self, index: MetadataIndex) -> Tensor:
+        (box,) = (box for box in self.boxes if box.offsets == tuple(index.offset or ()))
+        view = self.tensor
+        for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+
+def _telling(tensor: Tensor, held: ShardRecord) -> Tensor:
+    """A tensor in the same memory that says which chunks it holds."""
+    boxes_here = boxes(held.layout, held.ranks.coordinates)
+    return Chunks(tensor.detach(), held.name, held.layout.shape, boxes_here, _has_several(held)).attach()
+
+
+def _telling_stages(function: Callable[..., Any]) -> Callable[..., Any]:
+    def stateful_to_state_dict(state_dict: Any) -> Any:
+        known = ShardIndex()
+        told = known.replaced(function(state_dict), lambda tensor, held, _: _telling(tensor, held))
+        if known.num_found:
+            _check_stage(known)
+        return told
+
+    return stateful_to_state_dict
+
+
+def _check_stage(known: ShardIndex) -> None:
+    """Raise ShardwiseError in an ``async_save`` whose copies would not say what they are."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _body(saver.async_save):
+        frame = frame.f_back
+    if frame is None:
+        return
+    stager, kind = frame.f_locals.get("async_stager"), frame.f_locals.get("async_checkpointer_type")
+    if type(stager) is not DefaultStager or kind is saver.AsyncCheckpointerType.PROCESS:
+        known.refuse(
+            "this async_save copies tensors without what they say of the whole",
+            "leave out storage_writer= (give checkpoint_id=) and the process-based checkpointer, or use "
+            "sw.save_checkpoint(..., blocking=False)",
+        )
+
+
+def _body(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
+
+
+def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
+    def save_state_dict(state_dict: Any, storage_writer: Any = None, *args: Any, **kwargs: Any) -> Any:
+        told = ShardIndex().replaced(state_dict, lambda tensor, held, _: _telling(tensor, held))
+        if isinstance(storage_writer, HuggingFaceStorageWriter):
+            parts = filter(None, map(Chunks.of, leaves(told)))
+            several = next((part.name for part in parts if part.several), None)
+            if several is not None:
+                what = f"this writer keeps one chunk of a name per rank, and ranks hold several of {several}"
+                fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
+                raise ShardwiseError(problem(what, fix=fix))
+        return function(told, storage_writer, *args, **kwargs)
+
+    return save_state_dict
+
+
+def _has_several(held: ShardRecord) -> bool:
+    """Whether some rank holds several boxes of it: the same answer on all ranks."""
+    mesh = held.layout.mesh
+    return any(len(boxes(held.layout, mesh.coordinates(device))) > 1 for device in range(mesh.num_devices))
+
+
+def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """The caller's dicts get what is no tensor, and keep their own tensors, which are filled."""
+
+        def told(tensor: Tensor, held: ShardRecord, place: tuple[Any, Any]) -> Tensor:
+            alias: Any = _telling(tensor, held)
+            alias.size = lambda: torch.Size(held.layout.shape)  # what torch compares with the file
+            before.append((*place, tensor))
+            place[0][place[1]] = alias
+            return tensor
+
+        before: list[tuple[Any, Any, Tensor]] = []
+        try:
+            ShardIndex().replaced(state_dict, told)
+            return function(state_dict, *args, **kwargs)
+        finally:
+            for container, key, tensor in before:
+                container[key] = tensor
+
+    return load_state_dict
+
+
+# ------------------------------------------------------------------------------------------------- whole tensors, asked
+
+
+_module: ContextVar[torch.nn.Module | None] = ContextVar("module", default=None)  # whose state is asked for
+
+
+def _of_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    def get_state_dict(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = _module.set(model)
+        try:
+            return function(model, *args, **kwargs)
+        finally:
+            _module.reset(before)
+
+    return get_state_dict
+
+
+def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+    def maybe_full_or_cpu_state_dict(state_dict: Any, info: Any) -> Any:
+        if not info.full_state_dict:
+            told = ShardIndex().replaced(state_dict, lambda tensor, held, _: _telling(tensor, held))
+            if not info.cpu_offload:
+                return state_dict
+            copies = function(state_dict, info)
+            return _retold(copies, told)
+        target = 0 if info.cpu_offload else None  # torch's: on the host rank 0 alone has it
+        everyone, known = ranks_of_stages(_module.get()), ShardIndex()
+        if everyone is not None:
+            whole = Gathering(known.of, everyone, target).of_all_stages(state_dict)
+        else:
+            whole = known.replaced(state_dict, lambda tensor, held, _: _whole(tensor, held, target))
+        return function(whole, info)
+
+    return maybe_full_or_cpu_state_dict
+
+
+def _whole(tensor: Tensor, held: ShardRecord, target: int | None) -> Tensor:
+    """Gather the whole of a shard; on other ranks than the ``target`` it is dropped at once."""
+    tensor = gather_whole(tensor, held.layout, f"the whole of {held.name}", held.ranks)
+    if target is None:
+        return tensor
+    return tensor.cpu() if dist.get_rank() == target else tensor.new_empty(0)
+
+
+def _from_rank_0(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``_load_optim_state_dict``. Torch drops what is not rank 0's before it broadcasts: under stages, all of the
+    others."""
+
+    def load_optim_state_dict(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> Any:
+        everyone = ranks_of_stages(model)
+        if everyone is None or not info.broadcast_from_rank0:
+            return function(model, optimizers, state_dict, info)
+        names = {name for name in info.fqn_param_mapping if isinstance(name, str)}
+        starts = tuple(f"state.{name}." for name in names)  # of a flattened state
+
+        def keeps(path: Path) -> bool:
+            return not names.isdisjoint(path) or path[0].startswith(starts)
+
+        whole = Gathering(ShardIndex().of, everyone, None).of_rank_0(state_dict, keeps)
+        info.broadcast_from_rank0 = False
+        try:
+            return function(model, optimizers, whole, info)
+        finally:
+            info.broadcast_from_rank0 = True
+
+    return load_optim_state_dict
+
+
+def _retold(copies: Any, told: Any) -> Any:
+    """Copies of tensors say what those said that they were made of."""
+    if isinstance(copies, dict):
+        return {key: _retold(copy, told[key]) for key, copy in copies.items()}
+    if isinstance(copies, (list, tuple)):
+        return type(copies)(_retold(copy, said) for copy, said in zip(copies, told, strict=True))
+    part = Chunks.of(told)
+    return copies if part is None else replace(part, tensor=copies).attach()
+
+
+def _cutting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        shards: dict[str, ShardRecord] = {}
+        ShardIndex().replaced(local, lambda tensor, held, place: shards.setdefault(place[1], held) and tensor)
+        result = function(full, local, *args, **kwargs)
+        for key, held in shards.items():
+            whole = local.get(key)
+            if isinstance(whole, Tensor) and tuple(whole.shape) == held.layout.shape:
+                local[key] = shard(whole, held.layout, held.ranks.coordinates).clone()
+        return result
+
+    return distribute_state_dict
+
+
+# ------------------------------------------------------------------------------------------------- how shards are known
+
+
+class ShardIndex:
+    """The shards of this process at one moment: parameters, buffers, gradients, and optimizers' states of them."""
+
+    def __init__(self) -> None:
+        shards = list(held_shards())
+        states = list(_optimizer_states(shards))
+        every = [*shards, *_gradients(shards), *((state, held) for state, held, is_part in states if is_part)]
+        self._odd = {_place(state): held for state, held, is_part in states if not is_part and held.layout.positions}
+        self._owners = Owners(every)
+        self._exact = {_place(tensor): held for tensor, held in every if tensor.numel()}
+        # A rank that holds nothing of a tensor knows it by its shape and its name.
+        self._empty: dict[torch.Size, list[ShardRecord]] = defaultdict(list)
+        for tensor, held in every:
+            if not tensor.numel():
+                self._empty[tensor.shape].append(held)
+        self.seen: list[ShardRecord] = []
+
+    @property
+    def num_found(self) -> int:
+        return len(self.seen)
+
+    def shards_in(self, value: Any) -> Iterator[ShardRecord]:
+        """Yield what of a value (containers, modules, optimizers) lies in the memory of shards."""
+        if isinstance(value, Tensor):
+            held = self._owners.of(value) if type(value) in (Tensor, torch.nn.Parameter) else None
+            if held is not None:
+                yield held
+            return
+        if isinstance(value, torch.nn.Module):
+            value = [*value.parameters(), *value.buffers()]
+        elif isinstance(value, torch.optim.Optimizer):
+            value = value.state
+        values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        for item in values:
+            yield from self.shards_in(item)
+
+    def replaced(
+        self, tree: Any, replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any], path: Path = ()
+    ) -> Any:
+        """The tree with ``replace(tensor, what it is, (container, key))`` in place of every shard. Raises
+        ShardwiseError for a view of one."""
+        if not self._exact and not self._empty:
+            return tree
+        if isinstance(tree, Mapping):
+            replaced = {k: self._leaf(x, replace, (tree, k), (*path, str(k))) for k, x in list(tree.items())}
+            return replaced
+        if type(tree) in (list, tuple):
+            return type(tree)(self._leaf(x, replace, (tree, i), (*path, str(i))) for i, x in enumerate(tree))
+        return tree
+
+    def _leaf(
+        self,
+        leaf: Any,
+        replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any],
+        place: tuple[Any, Any],
+        path: Path,
+    ) -> Any:
+        if type(leaf) not in (Tensor, torch.nn.Parameter):
+            return self.replaced(leaf, replace, path)
+        if hasattr(leaf, "__create_chunk_list__"):
+            return leaf
+        held = self.of(leaf, path)
+        if held is None:
+            return leaf
+        self.seen.append(held)
+        return replace(leaf, held, place)
+
+    def of(self, tensor: Tensor, path: Path) -> ShardRecord | None:
+        """Return what a tensor at a path of a state is, None for no shard. Raises ShardwiseError for a view of one."""
+        if not tensor.numel():
+            candidates = self._empty.get(tensor.shape, [])
+            named = [held for held in candidates if any(f".{held.name}." in f".{key}." for key in path)]
+            return max(named or candidates, key=lambda held: len(held.name), default=None)
+        exact, odd = self._exact.get(_place(tensor)), self._odd.get(_place(tensor))
+        if odd is not None:
+            what = (
+                f"an optimizer keeps {list(tensor.shape)} of this rank's shard of {odd.name}, and nothing says which "
+            )
+            fix = "use an optimizer whose states have the parameter's shape or are single numbers"
+            self.refuse(f"{what}part of the whole that is", fix, odd)
+        partly = self._owners.of(tensor) if exact is None else None
+        if partly is not None:
+            self.refuse(
+                f"torch.distributed.checkpoint is handed a view of this rank's shard of {partly.name}, and nothing "
+                "says which part of the whole that is",
+                "give it the entries of par.state_dict(), or use sw.save_checkpoint(folder, par, optimizer, step=...)",
+                partly,
+            )
+        return exact
+
+    def refuse(self, what: str, fix: str, held: ShardRecord | None = None) -> NoReturn:
+        held = held or self.seen[0]
+        raise ShardwiseError(problem(what, source=f"{held.name}: {format_layout(held.layout)}", fix=fix))
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _gradients(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[Tensor, ShardRecord]]:
+    return ((tensor.grad, held) for tensor, held in shards if tensor.grad is not None)
+
+
+def _optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[Tensor, ShardRecord, bool]]:
+    """What optimizers keep of shards, and whether it has the shard's shape. No list of optimizers is kept anywhere: a
+    new one has states as soon as it loads them, before its first step."""
+    held_by_id = {id(tensor): held for tensor, held in shards}
+    for optimizer in gc.get_objects():
+        if not issubclass(type(optimizer), torch.optim.Optimizer):
+            continue
+        states: Mapping[Tensor, Any] = optimizer.state
+        for parameter, state in states.items():
+            held = held_by_id.get(id(parameter))
+            if held is not None:
+                kept = (leaf for leaf in leaves(state) if isinstance(leaf, Tensor))
+                yield from ((x, held, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())

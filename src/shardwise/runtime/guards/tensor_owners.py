@@ -1,0 +1,36 @@
+"""Whose memory a tensor lies in: how a ``detach()``, a view or an entry of a ``state_dict()`` is known for what it
+is."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+import torch
+
+from shardwise.runtime.guards.registry import ShardRecord
+
+
+class Owners:
+    """The memory of given tensors."""
+
+    def __init__(self, tensors: Iterable[tuple[torch.Tensor, ShardRecord]]) -> None:
+        places = [(*_extent(tensor), held) for tensor, held in tensors if tensor.numel()]
+        self._places = sorted(places, key=lambda place: place[0])
+        self._starts = [start for start, _, _ in self._places]
+
+    def of(self, tensor: torch.Tensor) -> ShardRecord | None:
+        """Which of the given tensors a tensor shares memory with, if any."""
+        if not tensor.numel():
+            return None
+        start, end = _extent(tensor)
+        before = bisect_left(self._starts, end) - 1  # the last one that begins before the tensor ends
+        if before >= 0 and self._places[before][1] > start:
+            return self._places[before][2]
+        return None
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends, in bytes. Gradients that travelled in one bucket lie in one storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

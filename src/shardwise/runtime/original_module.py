@@ -1,0 +1,135 @@
+"""The module that was split, as its owner still has it: ranks hold copies of what it was.
+
+What is done to it afterwards reaches no rank: values that are loaded into it, attributes and modes that change, an
+optimizer that was made of its parameters. The last is refused when it steps. The others are announced: the module is
+looked at in the calls 1, 2, 4, 8 and so on, which costs nothing in the long run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from weakref import WeakSet, ref
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
+from shardwise.graph.trees import constant_key, is_constant
+
+_split = WeakTensorKeyDictionary()  # parameters of modules that were split -> their names
+_trained = WeakTensorKeyDictionary()  # parameters that an optimizer has updated by themselves
+_passed: WeakSet[Optimizer] = WeakSet()  # those that have updated something
+
+
+class OriginalModuleMonitor:
+    """A module that was split, weakly; ``parallel``: the parallel module."""
+
+    def __init__(self, module: nn.Module, parallel: nn.Module) -> None:
+        self._module, self._own = ref(module), ref(parallel)
+        self._values, self._places = _values(module), dict(_places(module))
+        self._calls, self._next = 0, 1
+        for name, parameter in module.named_parameters():
+            _split[parameter] = name
+        _watch_optimizers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no owner's module."""
+        return {"_module": _nothing, "_own": _nothing, "_values": {}, "_places": {}, "_calls": 0, "_next": 0}
+
+    def look(self) -> None:
+        """In some of the calls: warn, once, of what was done to the module."""
+        self._calls += 1
+        if self._calls != self._next:
+            return
+        self._next *= 2
+        module, parallel = self._module(), self._own()
+        changed = [] if module is None or parallel is None else self._changed(module, parallel)
+        if changed:
+            self._next = 0
+            warnings.warn(
+                f"the module that was split was changed afterwards: {listed(changed)}. Ranks hold copies of what it "
+                "was, and go on with them: load values into the parallel module, and change the model before sw.plan "
+                "and sw.parallelize",
+                PlanWarning,
+                stacklevel=6,
+            )
+
+    def _changed(self, module: nn.Module, parallel: nn.Module) -> list[str]:
+        """What is another, in words. One that is trained itself, beside the parallel module, changes its values."""
+        modes = {f"{path}.training": part.training for path, part in parallel.named_modules()}
+        frozen = {f"{name}.requires_grad": p.requires_grad for name, p in parallel.named_parameters()}
+        followed = {key.removeprefix("."): value for key, value in (modes | frozen).items()}
+        changes = [
+            f"{place} is {value!r}, and was {self._places[place]!r}"
+            for place, value in _places(module)
+            if place in self._places
+            and constant_key(value) != constant_key(self._places[place])
+            and followed.get(place) != value
+        ]
+        if any(parameter.grad is not None for parameter in module.parameters()):
+            return changes
+        values, its = _values(module), dict(module.named_parameters())
+        return changes + [
+            f"values of {name}"
+            for name, before in self._values.items()
+            if values.get(name, before) != before and its[name] not in _trained
+        ]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _values(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of every parameter with data its identity and how often it was written to."""
+    return {
+        name: (id(parameter), parameter._version)
+        for name, parameter in module.named_parameters()
+        if not parameter.is_inference()
+    }
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(place, value) of the constants that modules have as attributes, and of what is frozen."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if is_constant(value):
+                yield f"{path}.{name}".removeprefix("."), value
+    for name, parameter in module.named_parameters():
+        yield f"{name}.requires_grad", parameter.requires_grad
+
+
+@cache
+def _watch_optimizers() -> None:
+    """From now on optimizers of parameters that were split are noticed; once."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ShardwiseError where an optimizer has nothing to do, since its parameters are those of a module that was
+    split: gradients are on the shards."""
+    if optimizer in _passed:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        _passed.add(optimizer)
+        for parameter in filter(_split.__contains__, parameters):
+            _trained[parameter] = None
+        return
+    names = [_split[parameter] for parameter in parameters if parameter in _split]
+    if names:
+        raise ShardwiseError(
+            problem(
+                f"{type(optimizer).__name__} holds {listed(names)} of the module that was split, and no gradients: "
+                "those are on this rank's shards",
+                fix="make the optimizer behind sw.parallelize, of par.parameters()",
+            )
+        )
+
+
+__all__ = ["OriginalModuleMonitor"]

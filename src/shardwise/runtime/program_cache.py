@@ -1,0 +1,509 @@
+"""The program of a call: captured for its inputs, split by the plan, and emitted for this rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from types import FunctionType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.graph.autocast import check_ambient, no_autocast
+from shardwise.graph.batch import with_samples
+from shardwise.graph.capture import Capture, capture
+from shardwise.graph.closure_guards import ClosureGuards
+from shardwise.graph.code_reachability import reachable_code
+from shardwise.graph.fakes import deep_copy
+from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.normalize_random import SEED
+from shardwise.graph.operators import STREAMS
+from shardwise.graph.segments import announce_kept
+from shardwise.graph.trees import call_constants, flatten_with_path, leaf_name
+from shardwise.layouts.layout import Layout
+from shardwise.plans.bind import input_faults, program_of
+from shardwise.plans.plan import Plan
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.grad_accum_program import repeated
+from shardwise.programs.hoist_constants import with_constants_apart
+from shardwise.programs.micro_batches import Passes
+from shardwise.programs.program import LocalOp, LocalProgram, localize
+from shardwise.programs.rank_program import RankProgram, delivered_values
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.spmd_steps import Conversion
+from shardwise.programs.vjp import VjpCache
+from shardwise.runtime.agree import from_rank_zero
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compile_benchmark import CompileBenchmark, CompiledVariant, CompileTrial
+from shardwise.runtime.compiled import compiled_program, with_every_cotangent
+from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
+from shardwise.runtime.emit import Emitted, emit
+from shardwise.runtime.failure_store import hands
+from shardwise.runtime.grad_accum import GradAccumStep
+from shardwise.runtime.hoisted_constants import Constants
+from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
+from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
+from shardwise.runtime.signatures import in_other_mode
+from shardwise.runtime.step import CallableStep
+from shardwise.runtime.timing_cache import TimesOnDisk
+
+Inputs = Literal["global", "local"]
+Outputs = Literal["when read", "whole"]
+Compile = bool | Literal["auto"]
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A method of a parallel module that runs in the dtypes of its plan: under the plan's autocast or under none (it is
+    in the program), never under another."""
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        module: Any = args[0]
+        hands.begin()
+        try:
+            check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
+            with no_autocast():
+                return method(*args, **kwargs)
+        except BaseException as error:
+            module._failed = True
+            hands.leave(error)
+            raise
+
+    return called
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a module runs under its plan, alike on every rank: see ``parallelize``. ``compile``: always, never, or where
+    it is faster (``runtime.compile_benchmark``); ``check_replicas``: 0 for never; ``streams``: every shard draws random
+    numbers of its own; ``host``: the names of the tables that stay on the CPU; ``outputs``: when those beside the loss
+    are brought together (None: large ones when they are read)."""
+
+    loss: Callable[..., Any] | None
+    inputs: Inputs
+    device: torch.device
+    compile: Compile
+    check_replicas: int = 0
+    streams: bool = False
+    host: frozenset[str] = frozenset()
+    outputs: Outputs | None = None
+
+
+Mode = tuple[bool, bool, bool, tuple[str, ...]]  # of a call, as below
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """What a program is made for. ``arguments``: (args, kwargs), every tensor on meta and in its whole shape;
+    ``loss_only``: nothing but the loss is delivered; ``predicts``: the module's output, without the loss function;
+    ``in_other_mode``: submodules that are in eval() in training, or the other way round."""
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    training: bool
+    loss_only: bool
+    predicts: bool = False
+    in_other_mode: tuple[str, ...] = ()
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """What tells it from other calls with the same shapes."""
+        return call_constants(self.arguments)
+
+
+@dataclass(frozen=True)
+class Executable:
+    """The program for one kind of call.
+
+    ``delivered``: the values that the step returns; ``tensors``: per source the parameter, buffer or constant, None for
+    inputs; ``inputs``: their layouts; ``written``: per mutation the position of its buffer among the sources; ``seed``:
+    the position of the seed of random numbers among them; ``frozen``: name and position of parameters that had no
+    gradient when the module was split; ``runs``: a step by itself, or the passes of one; ``split``: of outputs that are
+    delivered in parts the conversion that brings them together, by value.
+    """
+
+    captured: Capture
+    spmd: SpmdProgram
+    runs: CallableStep | GradAccumStep
+    delivered: tuple[str, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+    inputs: tuple[Layout, ...]
+    written: tuple[int, ...]
+    seed: int | None
+    frozen: tuple[tuple[str, int], ...]
+    split: Mapping[str, Conversion]
+
+    @property
+    def step(self) -> CallableStep:
+        """A step by itself."""
+        assert isinstance(self.runs, CallableStep), "the program of a pass is run by its step"
+        return self.runs
+
+    @property
+    def in_passes(self) -> GradAccumStep:
+        """The passes of a step."""
+        assert isinstance(self.runs, GradAccumStep), "the program of a step by itself"
+        return self.runs
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The values of the sources."""
+        return tuple(source.value for source in self.captured.graph.sources)
+
+    @cached_property
+    def whole_buffers(self) -> tuple[str, ...]:
+        """The values of the buffers that this rank holds whole."""
+        return whole_buffers(self.spmd)
+
+    @property
+    def program(self) -> torch.fx.GraphModule:
+        """The forward half."""
+        return self.runs.emitted.forward
+
+    def results(self, delivered: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
+        """(loss, flattened outputs) from what the step delivers."""
+        of = dict(zip(self.delivered, delivered, strict=True))
+        outputs = tuple(of.get(o.name) if isinstance(o, Ref) else o for o in self.spmd.outputs)
+        return (of[self.spmd.loss] if self.spmd.loss is not None else None), outputs
+
+    def with_state(self, state: Mapping[str, torch.Tensor]) -> Executable:
+        """The same program with the parameters and buffers of ``state``, by name."""
+        sources = zip(self.captured.graph.sources, self.tensors, strict=True)
+        return replace(self, tensors=tuple(state.get(source.names[0], tensor) for source, tensor in sources))
+
+
+class ProgramCache:
+    """Makes the programs of a module under its plan, on this rank."""
+
+    def __init__(
+        self, module: torch.nn.Module, plan: Plan, settings: RunSettings, ranks: Communicator, host_ranks: Communicator
+    ) -> None:
+        self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
+        self.model = meta_copy(module)
+        self._settings_of_model: ClosureGuards | None
+        self._settings_of_model = ClosureGuards.of_settings(module, reachable_code(self.model, settings.loss))
+        self._surroundings: ClosureGuards | None = None  # when the model was captured last
+        self._given: dict[FunctionType, None] = {}  # functions among the arguments of the calls so far
+        self._in_other_mode = in_other_mode(dict(module.named_modules()))
+        self.trials = CompileBenchmark(ranks.name, TimesOnDisk.here())
+        self._announced: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        of_this_process: dict[str, Any] = {"_settings_of_model": None, "_surroundings": None, "_given": {}}
+        return {**self.__dict__, **of_this_process}
+
+    def check_surroundings(self) -> None:
+        """Raise ShardwiseError where the code of the captured calls would read something else now."""
+        for snapshot in filter(None, (self._settings_of_model, self._surroundings)):
+            snapshot.check()
+
+    def compiled(self, call: CallSpec, state: Mapping[str, torch.Tensor]) -> Executable:
+        """The program of a call over this rank's parameters and buffers; every rank asks for it."""
+        # Rank 0 captures and the others do not: nothing of it may reach the hooks that the caller has set for tensors
+        # which are saved (torch.utils.checkpoint counts them), and no constant may be an inference tensor.
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return self._compiled(call, state)
+
+    def _compiled(self, call: CallSpec, state: Mapping[str, torch.Tensor]) -> Executable:
+        self._check_inputs(call)
+        captured = self._captured(call)
+        # Without its loss function the model has fewer operators than the plan, whose operators are those of a pass.
+        is_whole = call.predicts or self.plan.micro_batches > 1
+        return self._compiled_for(captured, captured.graph, call, state, None if is_whole else self.mode_of(call))
+
+    def mode_of(self, call: CallSpec) -> bool | None:
+        """Whether a call is in training, None where submodules are in another mode than when the module was split: it
+        then has other operators than the plan."""
+        return call.training if call.in_other_mode == self._in_other_mode else None
+
+    def in_passes(
+        self, call: CallSpec, state: Mapping[str, torch.Tensor]
+    ) -> tuple[Passes, dict[int, Executable], Executable | None]:
+        """The passes of a step over a whole batch, their programs by the samples of a pass, and that of the prelude;
+        every rank asks for it. Raises PlanError where the step is no sum over micro-batches."""
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            self._check_inputs(call)
+            captured = self._captured(call)
+
+            def alone(samples: int) -> Graph:
+                return self._captured(replace(call, arguments=with_samples(call.arguments, samples))).graph
+
+            assert self.plan.micro_batch is not None, "a plan of several passes has samples"
+            passes = Passes.of(captured.graph, self.plan.micro_batch, alone)
+            programs = {
+                size: self._compiled_for(captured, graph, call, state, self.mode_of(call), repeats=True)
+                for size, graph in passes.graphs.items()
+            }
+            prelude = None
+            if passes.prelude is not None:
+                prelude = self._compiled_for(captured, passes.prelude, call, state, None)
+            return passes, programs, prelude
+
+    def of_stage(self, plan: Plan, ranks: Communicator, host_ranks: Communicator) -> ProgramCache:
+        """The same for the plan of one stage, on its ranks."""
+        other = copy.copy(self)
+        other.plan, other.ranks, other.host_ranks = plan, ranks, host_ranks
+        return other
+
+    def captured(self, call: CallSpec) -> Capture:
+        """The call, captured by rank 0; every rank asks for it. Raises PlanError where the inputs are not those of the
+        plan."""
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            self._check_inputs(call)
+            return self._captured(call)
+
+    def _check_inputs(self, call: CallSpec) -> None:
+        """Raise PlanError where the inputs are not those of the plan."""
+        leaves, _ = flatten_with_path(call.arguments)
+        shapes = {leaf_name(p): (x.dtype, tuple(x.shape)) for p, x in leaves if isinstance(x, torch.Tensor)}
+        faults = input_faults(self.plan, shapes)
+        if faults:
+            raise PlanError("\n".join(["the inputs are not those of the plan:", *(f"  {fault}" for fault in faults)]))
+
+    def _captured(self, call: CallSpec) -> Capture:
+        """The call, captured by rank 0."""
+        args, kwargs = call.arguments
+        model = self.model
+        for path, part in model.named_modules():
+            part.training = call.training != (path in call.in_other_mode)
+        loss = None if call.predicts else self.settings.loss
+        captured = from_rank_zero(
+            lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision, input_gradients=True)
+        )
+        leaves, _ = flatten_with_path(call.arguments)
+        self._given |= {leaf: None for _, leaf in leaves if isinstance(leaf, FunctionType)}
+        self._surroundings = ClosureGuards.of_code(reachable_code(model, self.settings.loss, self._given))
+        return captured
+
+    def _compiled_for(
+        self,
+        captured: Capture,
+        graph: Graph,
+        call: CallSpec,
+        state: Mapping[str, torch.Tensor],
+        training: bool | None,
+        *,
+        repeats: bool = False,
+    ) -> Executable:
+        """The program of a graph: that of a captured call, or of a pass over a part of it, which ``repeats``."""
+        spmd = program_of(self.plan, graph, training=training, constants=call.constants)
+        self.create_groups(spmd)
+        return self.compiled_of(spmd, captured, graph, call, state, repeats=repeats)
+
+    def create_groups(self, spmd: SpmdProgram) -> None:
+        """Create the process groups of a program; every rank of the job asks for it."""
+        self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
+        if self.host_ranks is not self.ranks:
+            values = place_on_cpu(localize(spmd, 0), self.settings.host).values
+            self.host_ranks.create_groups(m.axes for c in spmd.conversions if c.value in values for m in c.moves)
+
+    def compiled_of(
+        self,
+        spmd: SpmdProgram,
+        captured: Capture,
+        graph: Graph,
+        call: CallSpec,
+        state: Mapping[str, torch.Tensor],
+        *,
+        repeats: bool = False,
+    ) -> Executable:
+        """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
+        captured = replace(captured, graph=graph)
+        split: Mapping[str, Conversion] = {}
+        if not call.loss_only and spmd.loss is not None and self.settings.outputs != "whole":
+            least = LEAST_BYTES if self.settings.outputs is None else 0
+            spmd, split = with_outputs_split(spmd, captured.memories, least)
+        if split:
+            self.ranks.create_reading_group()
+        if call.training and self.ranks.rank == 0:
+            announce_kept(captured.segments, [op.name for op in graph.ops], spmd.lifetimes.operators)
+        runs = self.step_of(spmd, call.loss_only, repeats=repeats)
+        sources = graph.sources
+        constants = {name: data.to(self.settings.device) for name, data in captured.constants.items()}
+        position = {source.value: i for i, source in enumerate(sources)}
+        if not call.loss_only:
+            announce_copies(spmd, captured.memories)
+        return Executable(
+            captured,
+            spmd,
+            runs,
+            delivered=delivered_values(spmd, loss_only=call.loss_only),
+            tensors=tuple(constants.get(source.value, state.get(source.names[0])) for source in sources),
+            inputs=tuple(spmd.layouts[source.value] for source in sources if source.kind == "input"),
+            written=tuple(position[buffer] for buffer, _ in spmd.mutations),
+            seed=position.get(SEED),
+            frozen=tuple(
+                (source.names[0], i)
+                for i, source in enumerate(sources)
+                if source.kind == "parameter" and not captured.graph.by_name[source.value].requires_grad
+            ),
+            split=split,
+        )
+
+    def check_hosted(self, spmd: SpmdProgram) -> None:
+        """Raise ShardwiseError where a program reads a table on the host otherwise than by looking rows up."""
+        if self.settings.host:
+            place_on_cpu(localize(spmd, 0), self.settings.host)
+
+    def step_of(self, spmd: SpmdProgram, loss_only: bool, *, repeats: bool) -> CallableStep | GradAccumStep:
+        """This rank's step of a program, emitted; ``repeats``: the passes of one."""
+        device, compiles = self.settings.device, self.settings.compile is not False
+        local = localize(spmd, self.ranks.place.device_of(self.ranks.rank))
+        if self.settings.streams:
+            local = _with_streams(local)
+            self._announce_kept(local)
+        placed = place_on_cpu(local, self.settings.host)
+        kinds = VjpCache(device.type if device.type != "meta" else "cpu")
+
+        def written(**settings: Any) -> tuple[RankProgram, frozenset[str]]:
+            program = differentiate(placed.program, kinds, loss_only=loss_only, **settings)
+            return with_copies(program, placed.values)
+
+        def emitted(program: RankProgram, on_host: frozenset[str]) -> Emitted:
+            return emit(program, self.ranks, device=device, on_host=on_host, host_ranks=self.host_ranks)
+
+        def variant(**settings: Any) -> tuple[RankProgram, frozenset[str]]:
+            program, on_host = written(**settings)
+            return with_constants_apart(program, divided.constants.delivered).step, on_host
+
+        def compiled(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProgram, frozenset[str]]:
+            return compiled_program(program, self.ranks, device, on_host), on_host
+
+        def forward_only(compiles: bool) -> Emitted:
+            inference = variant(with_gradients=False)
+            return emitted(*(compiled(*inference) if compiles else inference))
+
+        def compiled_step() -> CallableStep:
+            program, on_host = compiled(*variant())
+
+            def for_some(differentiated: tuple[bool, ...]) -> Emitted:
+                reached, _ = variant(reached=differentiated)
+                return emitted(with_every_cotangent(program, differentiated, reached.gradients), on_host)
+
+            return CallableStep(emitted(program, on_host), for_some, forward_only, constants=constants)
+
+        program, on_host = written()
+        self._announce(program.untraceable)
+        parts = repeated(program) if repeats else None
+        divided = with_constants_apart(program if parts is None else parts.each)
+        constants = Constants(divided.constants, lambda constant_program: emitted(constant_program, on_host))
+        plain = emitted(divided.step, on_host)
+        trial = None
+        if self.settings.compile == "auto":
+            trial = CompileTrial(self.trials, divided.step, self.ranks, device)
+        if parts is not None:
+            ahead, behind = emitted(parts.ahead, on_host), emitted(parts.behind, on_host)
+            passes = CompiledVariant(lambda: emitted(*compiled(divided.step, on_host)), trial) if compiles else None
+            return GradAccumStep(program, ahead, plain, behind, constants, passes)
+        return CallableStep(
+            plain,
+            lambda differentiated: emitted(*variant(reached=differentiated)),
+            forward_only,
+            CompiledVariant(compiled_step, trial) if compiles else None,
+            constants,
+            program,
+        )
+
+    def _announce_kept(self, program: LocalProgram) -> None:
+        """Say once, on rank 0, which operators draw from a generator, and are kept though the plan makes them again."""
+        again = program.spmd.lifetimes.operators
+        drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in again]
+        kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
+        self._announced.update(kept)
+        if kept and self.ranks.rank == 0:
+            warnings.warn(
+                f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, though the '
+                "plan makes them again: a generator would draw other numbers",
+                PlanWarning,
+                stacklevel=2,
+            )
+
+    def _announce(self, untraceable: Mapping[str, str]) -> None:
+        """Say once, on rank 0, which operators' backward autograd performs."""
+        new = {name: why for name, why in untraceable.items() if name not in self._announced}
+        self._announced.update(new)
+        if new and self.ranks.rank == 0:
+            said = "; ".join(f"{name} ({why})" for name, why in new.items())
+            warnings.warn(
+                f"the backward of these operators cannot be traced and stays with autograd, which keeps what it wants "
+                f"and computes all gradients at once: {said}",
+                stacklevel=2,
+            )
+
+
+def _with_streams(program: LocalProgram) -> LocalProgram:
+    """The program with random numbers from generators of the shards' own."""
+
+    def streamed(instruction: Any) -> Any:
+        if isinstance(instruction, LocalOp) and instruction.call.target in STREAMS:
+            return replace(instruction, call=replace(instruction.call, target=STREAMS[instruction.call.target]))
+        return instruction
+
+    return replace(program, instructions=tuple(map(streamed, program.instructions)))
+
+
+def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy without values, for capturing the module again; tied tensors stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, torch.nn.Parameter):
+            empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    return deep_copy(module, memo)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instead: str) -> None:
+    """Raise ShardwiseError for inputs that require a gradient, which no step brings ``where`` it runs."""
+    wanted = [name for name, tensor in named.items() if tensor.requires_grad]
+    if wanted:
+        raise ShardwiseError(
+            problem(
+                f"{listed(wanted)} requires a gradient, which no step brings {where}",
+                fix=f"{instead}, and differentiate what par(*batch) returns; or make what computes the input a part of "
+                "the module that is split",
+            )
+        )
+
+
+def check_frozen(compiled: Executable) -> None:
+    """Raise ShardwiseError for parameters that were thawed after the split: no collective reduces their gradients."""
+    thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
+    if thawed:
+        raise ShardwiseError(
+            problem(
+                f"{listed(thawed)} was frozen when the module was split and requires a gradient now, which no "
+                "collective would reduce",
+                fix="plan and split the model with requires_grad_(True): then parameters may be frozen and thawed at "
+                "any time. To go on from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
+            )
+        )
+
+
+def _requires_grad(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+__all__ = [
+    "CallSpec",
+    "Compile",
+    "Executable",
+    "Inputs",
+    "Mode",
+    "Outputs",
+    "ProgramCache",
+    "RunSettings",
+    "meta_copy",
+    "refuse_input_gradients",
+]

@@ -1,0 +1,160 @@
+"""One rank's program of a plan, run by itself: what its operators take, beside the prediction.
+
+There are no other ranks. The process group is PyTorch's fake one: messages take no time, and what arrives is made of
+what was sent. So the numbers mean nothing; their shapes, and what is computed with them, are those of the rank. That is
+how one device measures its part of a plan for thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
+from shardwise.graph.call_arguments import call_arguments
+from shardwise.layouts.placement import Placement
+from shardwise.plans.bind import program_of
+from shardwise.plans.bind_stages import bound, step_graph
+from shardwise.plans.micro_batch_search import Example, planned_graph
+from shardwise.plans.plan import Plan
+from shardwise.programs.spmd import SpmdProgram
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.memory_check import check_memory, memory_on
+from shardwise.runtime.program_cache import ProgramCache, RunSettings
+from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
+
+_SCALE = 0.02  # of the numbers that stand for parameters and inputs
+
+
+def run_alone(
+    module: torch.nn.Module,
+    example_inputs: Any,
+    plan: Plan,
+    rank: int,
+    *,
+    loss: Callable[..., Any] | None = None,
+    device: torch.device | str | None = None,
+    compile: bool = False,
+    steps: int = 3,
+) -> StepProfile | StagesProfile:
+    """A training step of one rank of ``plan``, measured ``steps`` times without the other ranks, beside the prediction:
+    operators and memory; of messages nothing is said. Of several passes all are run. Of a plan of stages every stage of
+    the rank is measured by itself.
+
+    ``module`` and ``example_inputs`` may be meta tensors; values are made up on ``device`` (by default the current GPU,
+    where there is one). Raises PlanError for a rank that the plan has not; LaunchError where this process is one of
+    several ranks; OutOfDeviceMemoryError for a GPU without room for the rank's program.
+    """
+    if dist.is_initialized():
+        fix = "run it in a process by itself, started without shardwise run -n or torchrun"
+        raise LaunchError(problem("this process is a rank of a job, and a rank alone has no others", fix=fix))
+    if not 0 <= rank < plan.num_ranks:
+        raise PlanError(
+            problem(f"the plan is for ranks 0 to {plan.num_ranks - 1}, not {rank}", fix="name one of these")
+        )
+    if steps < 1:
+        raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ShardwiseError(problem(f"{device!r} is no device", fix="such as cuda:1 or cpu")) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ShardwiseError(problem(f"there is no {device} here", fix="name another device, such as cpu"))
+    if device.type == "cuda":
+        check_memory(plan, {rank: memory_on(device)})
+    call = Example(module, call_arguments(example_inputs), loss, precision=plan.precision)
+    graph = planned_graph(call, plan)
+    if graph.loss is None:
+        fix = "return the loss first, or give a loss beside the inputs"
+        raise ShardwiseError(problem("the module returns no loss to differentiate", fix=fix))
+    settings = RunSettings(loss, "global", device, compile)
+    with _without_others(rank, plan.num_ranks):
+        if not plan.is_pipeline:
+            spmd = program_of(plan, graph, training=module.training)
+            calls = _calls(module, plan, settings, Placement.whole(plan.mesh))
+            return _measured(calls, spmd, rank, steps, repeats=plan.micro_batches > 1)
+        spmds = bound(plan, step_graph(graph), training=module.training).spmds
+        profiles = {
+            number: _measured(
+                _calls(module, plan.alone(number), settings, stage.placement), spmd, rank, steps, repeats=True
+            )
+            for number, (stage, spmd) in enumerate(zip(plan.stages, spmds, strict=True))
+            if rank in stage.placement.ranks
+        }
+        return StagesProfile(rank, plan.num_ranks, profiles)
+
+
+@dataclass(frozen=True, slots=True)
+class StagesProfile:
+    """The stages of a rank, by number, each measured by itself: seconds and operators of one micro-batch, forward and
+    backward together, and the memory of one; what a schedule keeps of several is not in it."""
+
+    rank: int
+    num_ranks: int
+    stages: Mapping[int, StepProfile]
+
+    def __str__(self) -> str:
+        said = [f"rank {self.rank} of {self.num_ranks} alone: without messages, a micro-batch of each of its stages"]
+        for number, profile in self.stages.items():
+            _, *lines = str(profile).splitlines()  # the first says that it is alone
+            said += [f"stage {number}", *(f"  {line}" for line in lines)]
+        return "\n".join(said)
+
+
+def _calls(module: torch.nn.Module, plan: Plan, settings: RunSettings, place: Placement) -> ProgramCache:
+    ranks = _Alone(place)
+    return ProgramCache(module, plan, settings, ranks, ranks)
+
+
+def _measured(calls: ProgramCache, spmd: SpmdProgram, rank: int, steps: int, *, repeats: bool) -> StepProfile:
+    """A stage of the rank, or all there is. ``repeats``: its micro-batches add up."""
+    plan, device = calls.plan, calls.settings.device
+    calls.create_groups(spmd)
+    emitted_step = calls.step_of(spmd, loss_only=True, repeats=repeats)
+    tensors = _made_up(spmd, calls.ranks, device)
+    run = steps_of(emitted_step, tensors, plan.micro_batches)
+    return profile_step(run, lambda: emitted_step, plan, list(tensors), device, steps, alone=rank)
+
+
+@contextmanager
+def _without_others(rank: int, size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Alone(Communicator):
+    """Of a rank without others: there are no groups but its own."""
+
+    def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
+        device = self.place.device_of(self.rank)
+        for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
+            if frozenset(axes) not in self._groups:
+                members = sorted(self.place.ranks[other] for other in self.mesh.group(axes, device))
+                self._groups[frozenset(axes)] = dist.new_group(members)
+
+
+def _made_up(spmd: SpmdProgram, ranks: Communicator, device: torch.device) -> list[Tensor]:
+    """A tensor for every source: small random numbers, and zeros where these are integers or booleans."""
+    tensors = []
+    for source in spmd.graph.sources:
+        value = spmd.graph.by_name[source.value]
+        shape = spmd.layouts[source.value].local_shape(ranks.coordinates)
+        tensor = torch.zeros(shape, dtype=value.kept_dtype, device=device)
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.normal_(std=_SCALE)
+        tensors.append(tensor.requires_grad_(source.trainable))
+    return tensors
+
+
+__all__ = ["run_alone"]

@@ -1,0 +1,64 @@
+"""Whose shards the entries of a ``state_dict`` are, of a module or of an optimizer.
+
+The shards of another rank have the right shapes and the wrong elements. So a state says which elements of the whole
+each of its entries holds: a module's in the metadata that torch keeps beside it (in files, too), an optimizer's under a
+key of its own. Whole tensors, as one device stores them of a module, are cut. What nobody can see are entries that were
+copied into another dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.layouts.boxes import boxes
+from shardwise.layouts.layout import Layout
+from shardwise.runtime.local_shards import shard
+
+KEY = "shards"
+Coordinates = Mapping[str, int]
+Shard = tuple[Layout, Coordinates]  # of a whole tensor, at a place of the mesh
+K = TypeVar("K", str, int)
+
+
+def shard_metadata(shards: Mapping[K, Shard], rank: int) -> dict[str, Any]:
+    """What a state says of its entries, in numbers and texts. ``shards``: by the keys of the state."""
+    return {"rank": rank, "boxes": {key: _boxes(shard) for key, shard in shards.items()}}
+
+
+def check_entries(
+    said: Mapping[str, Any], shards: Mapping[K, Shard], rank: int, name_of: Callable[[K], str] = str
+) -> None:
+    """Raise ShardwiseError for entries that hold other elements than this rank. ``said``: what the state says of them,
+    or nothing."""
+    known = said.get("boxes", {})
+    foreign = [name_of(key) for key, shard in shards.items() if key in known and known[key] != _boxes(shard)]
+    if foreign:
+        whose = "were split otherwise" if said["rank"] == rank else f"are the shards of rank {said['rank']}"
+        raise ShardwiseError(
+            problem(
+                f"{listed(foreign)} of this state {whose}, and rank {rank} holds other elements of them",
+                fix="let every rank load the state that it stored itself; sw.save_checkpoint and "
+                "torch.distributed.checkpoint store for any rank and any plan",
+            )
+        )
+
+
+def cut_entries(state: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
+    """This rank's parts of the entries that are whole tensors, by the keys of ``shards``."""
+    return {
+        key: shard(state[key], layout, coordinates).clone()
+        for key, (layout, coordinates) in shards.items()
+        if isinstance(state.get(key), torch.Tensor) and tuple(state[key].shape) == layout.shape
+    }
+
+
+def _boxes(shard: Shard) -> list[list[list[int]]]:
+    """Lists, which a file gives back as they were."""
+    return [[list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(*shard)]
+
+
+__all__ = ["KEY", "Shard", "check_entries", "cut_entries", "shard_metadata"]

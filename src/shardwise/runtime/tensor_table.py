@@ -1,0 +1,173 @@
+"""The parameters and buffers that a rank holds: where they are, and whether they are still those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from shardwise.errors import LaunchError, ShardwiseError, listed, problem
+from shardwise.layouts.text import format_dtype
+from shardwise.runtime.agree import gather_objects
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.signatures import ParamFlags
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class TensorSlot(NamedTuple):
+    """A place that holds a tensor: the table of a submodule and the key there. ``name``: the qualified one."""
+
+    table: dict[str, torch.Tensor | None]
+    key: str
+    name: str
+    tensor: torch.Tensor
+
+
+class TensorTable:
+    """The tensors of a module by name, as they were when somebody last asked. A tensor that was replaced
+    (``load_state_dict(assign=True)``, an assignment to an attribute) is taken if it is what the old one was."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._slots: list[TensorSlot] = []
+        self._children = [
+            (owner._modules, key, f"{path}.{key}" if path else key, child)
+            for path, owner in module.named_modules()
+            for key, child in owner._modules.items()
+        ]
+        self.modules = dict(module.named_modules())
+        for path, owner in self.modules.items():
+            for table in (owner._parameters, owner._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        name = f"{path}.{key}" if path else key
+                        self._slots.append(TensorSlot(table, key, name, tensor))
+        self._replaced: tuple[str, ...] = ()  # when somebody last asked
+        self._parameters = self._those_of(self._slots)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By all names of tied ones."""
+        return {slot.name: slot.tensor for slot in self._slots}
+
+    def refresh(self) -> bool:
+        """Whether tensors were replaced since the last time. Raises ShardwiseError for one that does not fit, and where
+        a submodule was replaced."""
+        for table, key, name, child in () if _are_there(self._children) else self._children:
+            if table.get(key) is not child:
+                raise ShardwiseError(
+                    problem(
+                        f"the submodule {name} was replaced by a {type(table.get(key)).__name__}: this module holds "
+                        "the shards of another one and runs its program, in which the new one is not",
+                        fix="change the model before sw.plan and sw.parallelize; new values go into the tensors that "
+                        "are there (load_state_dict)",
+                    )
+                )
+        self._replaced = ()
+        if _are_there(self._slots):
+            return False
+        slots = [slot._replace(tensor=_successor(slot)) for slot in self._slots]
+        self._check_ties(slots)
+        pairs = zip(self._slots, slots, strict=True)
+        self._replaced = tuple(after.name for before, after in pairs if before.tensor is not after.tensor)
+        self._slots, self._parameters = slots, self._those_of(slots)
+        return True
+
+    @staticmethod
+    def _those_of(slots: Sequence[TensorSlot]) -> list[Parameter]:
+        return [slot.tensor for slot in slots if isinstance(slot.tensor, Parameter)]
+
+    def circumstances(self) -> ParamFlags:
+        """What the other ranks must know of this one's tensors: which were replaced ahead of this call, and which are
+        frozen."""
+        replaced = tuple(("replaced", name) for name in self._replaced)
+        if all(map(_REQUIRES_GRAD, self._parameters)):
+            return replaced
+        frozen = [s.name for s in self._slots if isinstance(s.tensor, Parameter) and not s.tensor.requires_grad]
+        return (*replaced, *(("frozen", name) for name in frozen))
+
+    def _check_ties(self, slots: Sequence[TensorSlot]) -> None:
+        """One of several names of a tensor must not have been given another."""
+        successor: dict[int, TensorSlot] = {}
+        for before, after in zip(self._slots, slots, strict=True):
+            first = successor.setdefault(id(before.tensor), after)
+            if first.tensor is not after.tensor:
+                raise ShardwiseError(
+                    problem(
+                        f"{first.name} and {after.name} were one tensor when the module was split, and are two now",
+                        fix="assign the same tensor to all of its names, or untie them before sw.plan",
+                    )
+                )
+
+
+def _are_there(places: Sequence[tuple[Any, str, str, Any]]) -> bool:
+    """Whether every place, (table, key, name, what it holds), still holds it: asked in every call, in C."""
+    if not places:
+        return True
+    tables, keys, _, values = zip(*places, strict=True)
+    return all(map(is_, map(dict.get, tables, keys), values))
+
+
+def _successor(slot: TensorSlot) -> torch.Tensor:
+    """What is in a slot now. Raises ShardwiseError unless the program can run with it."""
+    new, old = slot.table.get(slot.key), slot.tensor
+    if new is old:
+        return old
+    if isinstance(new, torch.Tensor):
+        is_same_kind = isinstance(new, Parameter) == isinstance(old, Parameter)
+        if is_same_kind and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
+            return new
+    raise ShardwiseError(
+        problem(
+            f"{slot.name} was replaced by {_described(new)}; this rank's part of it is {_described(old)}",
+            fix="assign this rank's shard (of the same dtype, on the same device), change the values of the tensor "
+            "that is there (copy_, load_state_dict), or change the model before sw.plan and sw.parallelize",
+        )
+    )
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}" if tensor is not None else "nothing"
+    kind = "a parameter" if isinstance(tensor, Parameter) else "a tensor"
+    return f"{kind} {format_dtype(tensor.dtype)}{list(tensor.shape)} on {tensor.device}"
+
+
+def check_initial_values(
+    prints: Mapping[str, int],
+    seed: int | None,
+    fault: ShardwiseError | None,
+    ranks: Communicator,
+    device: torch.device,
+) -> None:
+    """Raise ShardwiseError, on all ranks, where one has a ``fault`` (the others name it), and LaunchError where the
+    whole initial values (name -> fingerprint) and the seed are not the same on all."""
+    said = None if fault is None else str(fault).split("\n", 1)[0]
+    everywhere = gather_objects((dict(prints), said, seed), ranks, device, "the comparison of initial values")
+    if fault is not None:
+        raise fault
+    failed = [(rank, said) for rank, (_, said, _) in enumerate(everywhere) if said is not None]
+    if failed:
+        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise LaunchError(f"rank {failed[0][0]} could not split its module{more}: {failed[0][1]}")
+    first, _, seed_of_first = everywhere[0]
+    for rank, (other, _, its) in enumerate(everywhere):
+        if its != seed_of_first:
+            what = f"ranks draw from different seeds: seed={seed_of_first} on rank 0 and seed={its} on rank {rank}"
+            raise LaunchError(problem(what, fix="give sw.parallelize the same seed= on every rank"))
+        differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if differing:
+            raise LaunchError(
+                problem(
+                    f"ranks start from different values: {listed(differing)} of rank {rank} differ"
+                    f"{'s' * (len(differing) == 1)} from rank 0 ({len(differing)} of {len(first)} tensors)",
+                    fix="build the module from the same seed on every rank (torch.manual_seed, or "
+                    "sw.deferred(seed=...)), or load the same checkpoint on all before sw.parallelize",
+                )
+            )
+
+
+__all__ = ["TensorTable", "check_initial_values"]

@@ -1,0 +1,190 @@
+"""A step of a program of many equal blocks, from programs of few of them.
+
+Where blocks that follow each other are equal, and a plan treats them alike, every further one adds the same seconds and
+the same bytes. So a program with two of each such run is simulated, and for every run one with a third, unless it is
+known of another program what such a block adds; that counts as often as there are blocks beyond two. Of the peak it is
+the bytes while each operator runs that are carried on, as the peak of a short model may be somewhere else; by what most
+operators before the run, in it and behind it show, since messages that several blocks share may be on their way a
+little earlier or later. What is between the outermost blocks holds no more than these do, as what they hold changes
+evenly from one to the next.
+
+The estimate orders candidates; the one that is taken is built and simulated as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from statistics import median_high
+
+from shardwise.costs.ledger import Peak
+from shardwise.costs.timeline import SimulatedStep
+from shardwise.graph.folding import Folding
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.programs.spmd import Choice
+from shardwise.search.memory_policy import MemoryPolicy
+
+LEAST_RUN = 4
+LEAST_OPERATORS = 400  # smaller models are simulated as they are
+WORTH = 1.0  # of the model's operators, at most so many in all the programs that stand for it
+
+Simulate = Callable[[Graph, MemoryPolicy], SimulatedStep]
+
+
+@dataclass(frozen=True)
+class PerBlockCost:
+    """What one more block of a run adds to a step. ``added_bytes``: bytes by phase and *region*: the blocks before the
+    run, its first, its last, those behind it, and every operator outside of blocks."""
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    forward: float
+    kept_bytes: int
+    added_bytes: Mapping[tuple[str, str], int]
+
+    @staticmethod
+    def of(two: SimulatedStep, three: SimulatedStep, region_of: Callable[[str], str]) -> PerBlockCost:
+        """From steps with two and with three of its blocks. ``region_of``: of an operator."""
+        added: dict[tuple[str, str], list[int]] = {}
+        for (phase, op), size in two.held.items():
+            added.setdefault((phase, region_of(op)), []).append(three.held.get((phase, op), size) - size)
+        return PerBlockCost(
+            three.seconds - two.seconds,
+            three.compute - two.compute,
+            three.communication - two.communication,
+            three.exposed - two.exposed,
+            three.forward - two.forward,
+            three.kept_bytes - two.kept_bytes,
+            {where: median_high(differences) for where, differences in added.items()},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedSteps:
+    """The steps of one model's plans. ``known``: what decides a short program with two blocks of every run -> its step;
+    ``further``: what decides a block -> what another one like it adds."""
+
+    graph: Graph
+    known: dict[Hashable, SimulatedStep | None] = field(default_factory=dict)
+    further: dict[Hashable, PerBlockCost] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    @cached_property
+    def folding(self) -> Folding:
+        return Folding.of(self.graph)
+
+    def step(self, choice: Choice, levers: MemoryPolicy, mesh: Mesh, simulate: Simulate) -> SimulatedStep | None:
+        """The step of a choice, from short programs that ``simulate`` builds; None: that is not worth it, or the model
+        cannot be shortened."""
+        if len(self.graph.ops) < LEAST_OPERATORS:
+            return None
+        keys = self._keys(choice, levers)
+        runs = self.folding.runs(keys.__getitem__)
+        long = [run for run in runs if len(run) >= LEAST_RUN]
+        removed = {number for run in long for number in run[1:-1]}
+        sizes = {run: len(self.folding.blocks[run[0]].ops) for run in long}
+        short = len(self.graph.ops) - sum(len(self.folding.blocks[number].ops) for number in removed)
+        if not long or short * (1 + len(long)) + sum(sizes.values()) > WORTH * len(self.graph.ops):
+            return None
+        kept = tuple(keys[run[0]] if run in long else tuple(map(keys.__getitem__, run)) for run in runs)
+        on = mesh, levers.gathered, levers.offloads
+        key = *on, self._outside(choice, levers), kept
+        if key not in self.known:
+            self.known[key] = self._simulated(removed, levers, simulate)
+        two = self.known[key]
+        if two is None:
+            return None
+        more = []
+        for run in long:
+            block, region_of = (*on, keys[run[0]]), partial(self._region, run)
+            if block not in self.further:
+                three = self._simulated(removed - {run[1]}, levers, simulate)
+                if three is None:
+                    return None
+                self.further[block] = PerBlockCost.of(two, three, region_of)
+            more.append((len(run) - 2, self.further[block], region_of))
+        return _extended(two, more)
+
+    def _simulated(self, removed: Collection[int], levers: MemoryPolicy, simulate: Simulate) -> SimulatedStep | None:
+        """The step of the model without some blocks; None: it cannot be shortened so."""
+        graph = self.folding.without(removed)
+        return None if graph is None else simulate(graph, _among(levers, graph))
+
+    @cached_property
+    def _block_of(self) -> dict[str, int]:
+        return {op.name: number for number, block in enumerate(self.folding.blocks) for op in block.ops}
+
+    def _region(self, run: range, op: str) -> str:
+        """Where an operator is, seen from a run of blocks; outside of blocks it is a region of its own."""
+        number = self._block_of.get(op)
+        if number is None:
+            return op
+        if number < run[0]:
+            return "before"
+        if number > run[-1]:
+            return "behind"
+        return "first" if number == run[0] else "last"
+
+    def _keys(self, choice: Choice, levers: MemoryPolicy) -> list[int]:
+        """For every block a number for what a choice makes of it."""
+        lever_of = _lever_of(levers)
+        keys = []
+        for block in self.folding.blocks:
+            names = [op.name for op in block.ops]
+            content = (
+                tuple(choice.strategies[name] for name in names),
+                tuple(lever_of.get(name) for name in names),
+                tuple(choice.sources[name] for name in block.sources),
+                tuple((i, choice.shared[name]) for i, name in enumerate(block.made) if name in choice.shared),
+            )
+            keys.append(self.numbers.setdefault(content, len(self.numbers)))
+        return keys
+
+    def _outside(self, choice: Choice, levers: MemoryPolicy) -> int:
+        """A number for what a choice makes of all else."""
+        lever_of, home = _lever_of(levers), self.folding.home
+        names = [op.name for op in self.folding.outside]
+        content = (
+            tuple((choice.strategies[name], lever_of.get(name)) for name in names),
+            tuple(layout for name, layout in choice.sources.items() if name not in home),
+            tuple(pair for pair in choice.shared.items() if pair[0] not in home),
+        )
+        return self.numbers.setdefault(content, len(self.numbers))
+
+
+def _lever_of(levers: MemoryPolicy) -> Mapping[str, Hashable]:
+    return {name: (segment.how, segment.messages) for segment in levers.segments for name in segment.operators}
+
+
+def _among(levers: MemoryPolicy, graph: Graph) -> MemoryPolicy:
+    """The levers for the operators of a graph."""
+    names = graph.op_by_name.keys()
+    segments = (replace(segment, operators=segment.operators & names) for segment in levers.segments)
+    return replace(levers, segments=tuple(segment for segment in segments if segment.operators))
+
+
+def _extended(two: SimulatedStep, more: Sequence[tuple[int, PerBlockCost, Callable[[str], str]]]) -> SimulatedStep:
+    """A step with so many further blocks of each run."""
+    num_bytes_at = {
+        (phase, op): num_bytes
+        + sum(count * further.added_bytes.get((phase, region_of(op)), 0) for count, further, region_of in more)
+        for (phase, op), num_bytes in two.held.items()
+    }
+    phase, op = max(num_bytes_at, key=num_bytes_at.__getitem__)
+    return SimulatedStep(
+        two.seconds + sum(count * further.seconds for count, further, _ in more),
+        two.compute + sum(count * further.compute for count, further, _ in more),
+        two.communication + sum(count * further.communication for count, further, _ in more),
+        two.exposed + sum(count * further.exposed for count, further, _ in more),
+        Peak(num_bytes_at[phase, op], phase, op, {}),
+        two.forward + sum(count * further.forward for count, further, _ in more),
+        held=num_bytes_at,
+        kept_bytes=two.kept_bytes + sum(count * further.kept_bytes for count, further, _ in more),
+    )
+
+
+__all__ = ["FoldedSteps"]

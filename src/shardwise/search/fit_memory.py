@@ -1,0 +1,252 @@
+"""How little a plan makes again in order to fit: the levers in the order of what they cost.
+
+Where a model fits as it is, and the limit costs it next to nothing, nothing is made again. Otherwise every rung of the
+ladder is searched as a problem of its own, operators, mesh and storage together. Programs are made for these in the
+order of their price, until the next has a higher price than a step that was found; what makes more again than a plan
+that fits, at no lower price, is passed over. The fastest in the simulation is taken, after as many of its segments were
+eased as the limit allows. The bound that such a plan is compared with holds for all rungs: that of plans which make
+nothing again and have no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from shardwise.errors import PlanError, problem
+from shardwise.graph.segments import How, Segment
+from shardwise.search.auto import MeshSearch
+from shardwise.search.config import SearchConfig
+from shardwise.search.cost_graph import BYTES, CostGraph
+from shardwise.search.memory_policy import MemoryPolicy, Offload, blocks_of
+from shardwise.search.planner import Planner, PlannerResult, SearchResult
+from shardwise.search.ranking import CandidateRanking
+from shardwise.search.recompute_spec import Gathered
+
+# What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters; and whether
+# what is still kept of the blocks waits on the host.
+MEMORY_POLICIES: tuple[tuple[How | None, Gathered, Offload], ...] = (
+    (None, "held", "auto"),
+    (None, "once", "auto"),
+    ("gathers", "held", "auto"),
+    ("gathers", "once", "auto"),
+    ("cheap", "held", "auto"),
+    ("cheap", "once", "auto"),
+    ("cheap+gathers", "held", "auto"),
+    ("cheap+gathers", "once", "auto"),
+    (None, "again", "auto"),
+    ("gathers", "again", "auto"),
+    ("offload", "held", "auto"),
+    ("offload", "once", "auto"),
+    ("cheap", "again", "auto"),
+    ("cheap+gathers", "again", "auto"),
+    ("full", "held", "auto"),
+    ("full", "once", "auto"),
+    ("full", "again", "auto"),
+    ("full", "again", "all"),
+)
+# What each of those that can be compared makes again.
+STRENGTH: dict[How | None, frozenset[str]] = {
+    None: frozenset(),
+    "gathers": frozenset(("messages",)),
+    "cheap": frozenset(("kernels",)),
+    "cheap+gathers": frozenset(("messages", "kernels")),
+    "full": frozenset(("messages", "kernels", "products")),
+}
+# What the last blocks may do instead, as far as the limit allows.
+EASIER: dict[How, tuple[How, ...]] = {
+    "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
+}  # fmt: skip
+GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
+# Simulated steps of plans with levers were 0.95 to 1.25 times their prices (``search.candidates``).
+CLEARLY_ABOVE = 1 / 0.9
+# Rungs whose steps say together how far prices of this model are below them. Fewer do not: of one model rungs of about
+# one price were simulated at 1.35, 1.16 and 1.03 times it.
+SEVERAL = 3
+# Steps that come from programs of few blocks are within this of those of whole programs
+# (``search.block_extrapolation``).
+FOLDED = 1.01
+BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
+
+
+def fit_memory(
+    planner: Planner, segments: Sequence[Segment], gathered: Gathered | None = None, offload: Offload = "auto"
+) -> PlannerResult:
+    """The plan of the first rungs that fit. ``segments``: those that the model asks for; ``gathered``, ``offload``:
+    where the user has decided. If no rung fits (``ranking.excess``): the plan that needs least. Nothing is moved to a
+    host that is the device. Raises PlanError where no price comes near a step that is known already."""
+    ladder = _memory_policies(planner, segments, gathered, offload)
+    weakest = next(ladder)
+    rungs = [weakest]
+    bound = planner.bound_without_limit(weakest.costs)
+    if weakest.price > BINDING * bound or weakest.answer.ranking.excess:
+        rungs = [weakest, *ladder]
+        once = (rung for rung in rungs if rung.how is None and rung.planner.settings.levers.gathered == "once")
+        bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
+    fitting: list[_PolicyResult] = []
+    refused: list[_PolicyResult] = []
+    # Rungs are looked at in the order of their price; one is searched under the limit when its bound is the least of
+    # all that is left.
+    known = planner.settings.known / _times(planner.settings)
+    left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
+    heapify(left)
+    while left:
+        price, number, is_settled = heappop(left)
+        rung = rungs[number]
+        if known <= (least := _at_least(price, [*fitting, *refused])) < inf:
+            if not fitting:
+                raise _slower(least, planner.settings)
+            break
+        if fitting and price >= min(_seconds(other.answer.ranking) for other in fitting):
+            break
+        if rung.is_ruled_out(price, fitting):
+            continue
+        if is_settled:
+            (refused if rung.answer.ranking.excess else fitting).append(rung)
+        else:
+            heappush(left, (rung.price, number, True))
+    if not fitting:
+        smallest = min(refused, key=lambda rung: rung.answer.ranking.best.num_bytes)
+        return smallest.planner.planned(smallest.answer)
+    eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
+    for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
+        least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
+        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED * known)
+        if least < fastest:
+            eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
+    if not eased:
+        raise _slower(min(_seconds(rung.answer.ranking) for rung in fitting), planner.settings)
+    rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
+    if _seconds(ranking) > FOLDED * known:
+        raise _slower(_seconds(ranking), planner.settings)
+    best = easier.planned(SearchResult(ranking, rung.answer.searches))
+    if best.ranking.excess and planner.folded is not None:  # the estimate was too low
+        return fit_memory(replace(planner, folded=None), segments, gathered, offload)
+    if len(rungs) == 1:
+        return best
+    return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
+
+
+def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
+    """About how long a step of a price is, at least, given rungs whose steps were simulated: as far above its price as
+    the nearest of these, within what is clear."""
+    simulated = [rung.answer.ranking.best for rung in answered]
+    ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
+    return price / CLEARLY_ABOVE * max(1.0, min(ratios) if len(ratios) >= SEVERAL else 1.0)
+
+
+def _times(settings: SearchConfig) -> int:
+    """How many such passes a step has, at least, one after the other."""
+    return settings.passes * settings.together
+
+
+def _slower(seconds: float, settings: SearchConfig) -> PlanError:
+    """``seconds``: of a pass, at least."""
+    step = seconds * _times(settings)
+    return PlanError(problem(f"steps come to about {step:.3g} s, and one of {settings.known:.3g} s is known"))
+
+
+@dataclass(frozen=True, eq=False)
+class _PolicyResult:
+    """A setting of the ladder. ``how``: what it does with the blocks; ``costs``: of all meshes."""
+
+    planner: Planner
+    how: How | None
+    costs: Sequence[CostGraph]
+
+    @cached_property
+    def searches(self) -> tuple[Sequence[MeshSearch], Sequence[tuple[float, CostGraph]]]:
+        """The searches of the meshes on which what adds up fits, and of the others the least bytes."""
+        return self.planner.searches(self.costs)
+
+    @cached_property
+    def least(self) -> float:
+        """Its price is not below this."""
+        return self.planner.least_seconds(self.costs)
+
+    @cached_property
+    def price(self) -> float:
+        """The least additive price, and no less than copies to the host and back take; infinite where what adds up is
+        too much."""
+        done = [search for search in self.searches[0] if not search.outcome.stopped]
+        return min((max(search.outcome.seconds, self._copies(search)) for search in done), default=inf)
+
+    @property
+    def least_that_fits(self) -> float:
+        """The price of its cheapest plan, or of the one that is taken if that is too large."""
+        ranking = self.answer.ranking
+        is_cheapest = ranking.cheapest.num_bytes <= ranking.limit
+        return (ranking.cheapest if is_cheapest else ranking.best).candidate.additive_price
+
+    def _copies(self, search: MeshSearch) -> float:
+        """Seconds of the copies to the host and back of what waits there: the bytes by which a device would hold more
+        if nothing did."""
+        settings, rate = self.planner.settings, self.planner.cluster.device.host_bandwidth
+        if not settings.levers.moves_to_host or not rate:
+            return 0.0
+        staying = replace(self.planner, settings=replace(settings, levers=settings.levers.on_device))
+        more = staying.cost_graph(search.mesh).components(search.outcome.assignment) - search.outcome.components
+        return 2 * float(more[BYTES]) / settings.in_flight / rate
+
+    def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
+        """Whether it makes more again than another does, at no lower price than the least of that one's plans that are
+        known to fit."""
+        return any(self._makes_more_again(other) and price >= other.least_that_fits for other in fitting)
+
+    def _makes_more_again(self, other: _PolicyResult) -> bool:
+        """Whether it does all that another does, and more."""
+        levers, weaker = self.planner.settings.levers, other.planner.settings.levers
+        if self.how not in STRENGTH or other.how not in STRENGTH or levers.offloads != weaker.offloads:
+            return False
+        gathers = GATHERS[levers.gathered] >= GATHERS[weaker.gathered]
+        return STRENGTH[self.how].issuperset(STRENGTH[other.how]) and gathers
+
+    @cached_property
+    def answer(self) -> SearchResult:
+        """What is found, for which programs are made. Bytes that add up may be a few more than the peak, so that some
+        fit which were refused."""
+        return self.planner.answer_of(*self.searches)
+
+
+def _memory_policies(
+    planner: Planner, segments: Sequence[Segment], gathered: Gathered | None, offload: Offload
+) -> Iterator[_PolicyResult]:
+    has_blocks = bool(blocks_of(planner.graph))
+    decided = offload != "auto" or not planner.cluster.device.host_bandwidth
+    for how, gathers, moved in MEMORY_POLICIES:
+        if (gathered is not None and gathers != gathered) or (how is not None and not has_blocks):
+            continue
+        if gathers == "once" and gathered is None and planner.settings.passes == 1:  # as if they were held
+            continue
+        if decided and (how == "offload" or moved != "auto"):
+            continue
+        levers = MemoryPolicy.of(planner.graph, segments, how, gathers, moved if offload == "auto" else offload)
+        with_levers = replace(planner, settings=replace(planner.settings, levers=levers))
+        yield _PolicyResult(with_levers, how, [with_levers.cost_graph(mesh) for mesh in with_levers.meshes])
+
+
+def _eased(
+    rung: _PolicyResult, segments: Sequence[Segment], fastest: float
+) -> Iterator[tuple[Planner, CandidateRanking]]:
+    """A rung with as many of its last blocks eased as the limit allows, in every way that may be faster than
+    ``fastest``."""
+    ranking, planner = rung.answer.ranking, rung.planner
+    if rung.how is None or ranking.best.step is None:
+        yield planner, ranking
+        return
+    strong = planner.settings.levers
+    asked = {*segments}
+    for weaker in EASIER.get(rung.how, ("none",)):  # what is kept is named, too
+        eased = tuple(
+            segment if segment in asked or segment.how == "none" else replace(segment, how=weaker)
+            for segment in strong.segments
+        )
+        yield planner.eased(ranking, replace(strong, segments=eased), fastest)
+
+
+def _seconds(ranking: CandidateRanking) -> float:
+    """Of a pass, as prices are."""
+    return ranking.prediction.pass_seconds if ranking.best.step is None else ranking.best.step.seconds

@@ -1,0 +1,291 @@
+"""What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, values that
+wait on the host, parameters that are gathered again in backward.
+
+``full``: of a segment what comes in and goes out is kept, everything between is made again (``all``: what goes out,
+too). ``cheap``: of its values as few bytes are kept as there are ways to make the others again without a product (a
+minimum cut, as in torch.compile's partitioner). ``gathers``: in the same cut what messages brought may be
+brought again, and nothing be computed again; ``cheap+gathers``: both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from operator import itemgetter
+from typing import Literal
+
+from shardwise.costs.flops import FLOPS
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.ir import Graph, Op, refs
+from shardwise.graph.segments import How, Segment, block_of
+from shardwise.programs.activation_offload import offloaded_operators
+from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction, is_view, sent_by
+from shardwise.programs.lifetimes import is_repeatable, repeated, with_lifetimes
+from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
+from shardwise.programs.pass_list import memories
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import Lifetimes, SpmdProgram
+from shardwise.search.recompute_spec import Gathered, RecomputeSpec
+
+Offload = Literal["auto", "all", "none"]
+OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
+# What a minimum cut may make again: kernels that are no products, and what messages bring.
+CUTS: Mapping[How, tuple[bool, bool]] = {
+    "cheap": (True, False), "gathers": (False, True), "cheap+gathers": (True, True)
+}  # fmt: skip
+LEAST_SAVED = 64  # a message is sent again where that saves more than the largest one brings, divided by this
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """``segments``: parts of the model that are made again, or wait on the host; ``gathered``: whether gathered
+    parameters are held from forward to backward, gathered again, or gathered once a step (``search.recompute_spec``);
+    ``offloads``: whether what is kept of the repeated blocks waits on the host."""
+
+    segments: tuple[Segment, ...] = ()
+    gathered: Gathered = "held"
+    offloads: bool = False
+
+    def __bool__(self) -> bool:
+        away = self.gathered == "again" or self.offloads
+        return away or any(segment.how != "none" for segment in self.segments)
+
+    @property
+    def moves_to_host(self) -> bool:
+        return self.offloads or any(segment.how == "offload" for segment in self.segments)
+
+    @property
+    def on_device(self) -> MemoryPolicy:
+        """The same, with nothing that waits on the host."""
+        segments = (replace(segment, how="none") if segment.how == "offload" else segment for segment in self.segments)
+        return replace(self, segments=tuple(segments), offloads=False)
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        segments: Sequence[Segment],
+        recompute: How | None = None,
+        gathered: Gathered = "held",
+        offload: Offload = "auto",
+    ) -> MemoryPolicy:
+        """The levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is done
+        with its repeated blocks besides (None: what the model asks for, and no more); ``offload``: whether
+        what is kept of the blocks waits on the host (``"all"``), or nothing does. Raises ShardwiseError where it has
+        none."""
+        offloads = offload == "all"
+        if offload == "none":
+            segments = [replace(segment, how="none") if segment.how == "offload" else segment for segment in segments]
+        if offloads and not blocks_of(graph):
+            raise ShardwiseError(
+                problem(
+                    "offload='all': the model has no repeated blocks (modules whose path has a number)",
+                    fix="name the parts: sw.offload(model.encoder)",
+                )
+            )
+        if recompute == "none":
+            return MemoryPolicy(tuple(segment for segment in segments if segment.how == "offload"), gathered, offloads)
+        if recompute is None:
+            return MemoryPolicy(tuple(segments), gathered, offloads)
+        taken = {name for segment in segments for name in segment.operators}
+        blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
+        if not blocks and not segments:
+            raise ShardwiseError(
+                problem(
+                    f"recompute={recompute!r}: the model has no repeated blocks (modules whose path has a number)",
+                    fix="name the parts: sw.recompute(model.encoder)",
+                )
+            )
+        return MemoryPolicy((*segments, *(block for block in blocks if block.operators)), gathered, offloads)
+
+    def priced(self, graph: Graph) -> RecomputeSpec:
+        """What the search prices as made again: of full segments all that stays inside, of cheap ones what is no
+        product. The program decides what is made again in truth."""
+        operators: set[str] = set()
+        local: set[str] = set()
+        resent: set[str] = set()
+        products = {op.name for op in graph.ops if op.target in FLOPS}
+        waiting = {name for block in blocks_of(graph) for name in block.operators} if self.offloads else set[str]()
+        for segment in self.segments:
+            if segment.how == "offload":
+                waiting |= segment.operators
+            elif segment.how in ("full", "all"):
+                stays = _leaving(graph, segment.operators) if segment.how == "full" else set()
+                operators |= segment.operators - stays
+            elif segment.how in CUTS:
+                kernels, messages = CUTS[segment.how]
+                if kernels:
+                    light = segment.operators - _leaving(graph, segment.operators) - products
+                    operators |= light
+                    local |= set() if messages else light
+                if messages:
+                    resent |= segment.operators
+        return RecomputeSpec(
+            frozenset(operators),
+            self.gathered,
+            frozenset(waiting - operators),
+            frozenset(local - waiting),
+            frozenset(resent),
+        )
+
+
+def blocks_of(graph: Graph) -> tuple[Segment, ...]:
+    """The repeated blocks of a model."""
+    members: dict[str, set[str]] = {}
+    for op in graph.ops:
+        if block_of(op.name):
+            members.setdefault(block_of(op.name), set()).add(op.name)
+    return tuple(Segment(path, "full", frozenset(names)) for path, names in members.items())
+
+
+def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """The operators ahead of all repeated blocks, and those behind them, where they read parameters: each can be a
+    stage of its own."""
+    inside = [number for number, op in enumerate(graph.ops) if block_of(op.name)]
+    if not inside:
+        return (), ()
+    parameters = {source.value for source in graph.sources if source.kind == "parameter"}
+    ahead, behind = (
+        ops if any(parameters.intersection(op.operands) for op in ops) else ()
+        for ops in (graph.ops[: inside[0]], graph.ops[inside[-1] + 1 :])
+    )
+    return ahead, behind
+
+
+def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) -> SpmdProgram:
+    """The program of all ranks with the lifetimes that the levers ask for. ``kept``: that of the busiest one, which
+    keeps all; ``graph``: the model's (not lowered). Only what backward really makes again is listed."""
+    spmd = kept.spmd
+    operators: set[str] = set()
+    conversions: set[str] = set()
+    parameters = {source.value for source in graph.sources if source.kind == "parameter"}
+    if levers.gathered == "again":
+        conversions.update(c.result for c in spmd.conversions if c.origin in parameters and c.collectives())
+    lowered = lowered_by_model(graph, spmd.graph)
+    for segment in levers.segments:
+        inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
+        if segment.how in ("full", "all"):
+            operators |= inside - (_leaving(spmd.graph, inside) if segment.how == "full" else set())
+            repeat_values, repeat_parameters = segment.messages != "none", segment.messages == "parameters"
+            conversions.update(
+                c.result
+                for c in spmd.conversions
+                if c.op in inside and (repeat_parameters if c.origin in parameters else repeat_values)
+            )
+    partly = [segment for segment in levers.segments if segment.how in CUTS]
+    if partly:
+        cuts = _MinimumCuts(kept)
+        for segment in partly:
+            inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
+            computed, converted = cuts.made_again(inside, *CUTS[segment.how])
+            operators |= computed
+            conversions |= converted
+    offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
+    waiting = {lowered_name for part in offloading for name in part.operators for lowered_name in lowered.get(name, ())}
+    lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
+    program = with_lifetimes(replace(kept, spmd=replace(spmd, lifetimes=lifetimes)))
+    recomputed, again = repeated(program)
+
+    def listed(operators: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model
+        return lowered_operators(model_operators(operators, graph), graph, spmd.graph)
+
+    lifetimes = Lifetimes(listed(recomputed) & operators, again, listed(offloaded_operators(program)) & waiting)
+    return replace(spmd, lifetimes=lifetimes)
+
+
+def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
+    """The operators of a segment whose results somebody outside reads in forward."""
+    delivered = {*refs(graph.outputs), *(value for _, value in graph.mutations)}
+
+    def leaves(result: str) -> bool:
+        return result in delivered or any(op.name not in inside for op in graph.consumers[result])
+
+    return {name for name in inside if any(map(leaves, graph.op_by_name[name].results))}
+
+
+# -- cuts --------------------------------------------------------------------------------------------------------------
+
+
+class _MinimumCuts:
+    """Minimum cuts through the segments of a program that keeps everything."""
+
+    def __init__(self, program: RankProgram) -> None:
+        self.forms, graph = program.forms, program.spmd.graph
+        self.root = memories(program.forward, graph.source_of)
+        self.changed = {buffer for buffer, _ in program.mutations}
+        self.wanted = {self.root[name] for name in program.saved}
+        self.products = {op.name for op in graph.ops if op.target in FLOPS}
+        self.work: set[str] = set()  # operators that are more than views
+        self.positions: dict[str, list[tuple[int, Instruction]]] = {}  # of the instructions of an operator
+        for i, instruction in enumerate(program.forward):
+            if not (isinstance(instruction, (Convert, Arrive)) and instruction.of_parameters):
+                self.positions.setdefault(instruction.origin.op, []).append((i, instruction))
+            if isinstance(instruction, Compute) and not is_view(instruction):
+                self.work.add(instruction.origin.op)
+
+    def made_again(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
+        """Those operators of a segment, and results of conversions, that are made again where it holds the fewest bytes
+        for backward, and no product is done twice. ``kernels``: whether others are; ``messages``: whether messages are
+        sent twice."""
+        import networkx as nx  # takes .3 s, and few plans ask for it
+
+        flow = nx.DiGraph()
+        makers: dict[str, list[Instruction]] = {}  # of a memory
+        prices: dict[str, float] = {}  # of making a memory again, in bytes
+        ordered = [
+            instruction
+            for _, instruction in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))
+        ]
+        brought = (
+            self.forms[name].num_bytes
+            for instruction in ordered
+            if sent_by(instruction)
+            for name in instruction.results
+        )
+        least = 1 + max(brought, default=0) // LEAST_SAVED
+        for instruction in ordered:
+            price = self._price(instruction, kernels, messages, least)
+            for name in instruction.results:
+                memory = self.root[name]
+                if memory != name and memory not in makers:
+                    continue  # a view of what comes in
+                makers.setdefault(memory, []).append(instruction)
+                flow.add_edge(("in", memory), ("out", memory), capacity=self.forms[memory].num_bytes)
+                prices[memory] = max(price, prices.get(memory, 0))
+                for operand in instruction.operands:
+                    before = self.root.get(operand, operand)
+                    if before in makers and before != memory:
+                        flow.add_edge(("out", before), ("in", memory))
+                if memory in self.wanted:
+                    flow.add_edge(("out", memory), "backward")
+        flow.add_edges_from(("kept", ("in", memory), {"capacity": price}) for memory, price in prices.items() if price)
+        if "backward" not in flow:
+            return set(), set()
+        kept = nx.minimum_cut(flow, "kept", "backward")[1][0] if "kept" in flow else set()
+        steady: list[Instruction] = []
+        again: list[Instruction] = []
+        for memory, instructions in makers.items():
+            if ("in", memory) not in kept:
+                again += instructions
+            elif ("out", memory) not in kept:
+                steady += instructions
+        computed, once = (
+            {instruction.origin.op for instruction in part if isinstance(instruction, Compute)}
+            for part in (again, steady)
+        )
+        converted = {
+            conversion.result
+            for instruction in again
+            if isinstance(instruction, Convert)
+            for conversion in instruction.conversions
+        }
+        return computed - once - self.products, converted
+
+    def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
+        """Of doing an instruction again, infinite where that is not wanted."""
+        op = instruction.origin.op
+        if isinstance(instruction, Compute):
+            may = op not in self.products and (kernels or op not in self.work)
+            return 0 if may and is_repeatable(instruction, self.changed) else inf
+        if not messages:
+            return inf
+        return of_message if sent_by(instruction) else 0

@@ -1,0 +1,31 @@
+"""What the search prices as not kept from forward to backward, or as done once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Gathered parameters are held from forward to backward, gathered again in backward (ZeRO-3), or gathered once for all
+# passes of a step, whose gradients add up whole (ZeRO-1). In a step of one pass the last is the same as the first.
+Gathered = Literal["once", "held", "again"]
+# A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
+GATHERED_AGAIN = 1.5
+SENT_AGAIN = GATHERED_AGAIN - 1  # what that adds
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeSpec:
+    """``operators``: those whose results are made again; ``gathered``: what becomes of parameters; ``offloaded``:
+    operators whose results wait on the host; ``local``: those of ``operators`` whose results are kept where a message
+    brought them, as it is not sent again; ``resent``: operators for which messages of operands that they keep are sent
+    again, where what was sent takes fewer bytes. Other conversions of values that are done again, and copies to the
+    host, are left to the simulation."""
+
+    operators: frozenset[str] = frozenset()
+    gathered: Gathered = "held"
+    offloaded: frozenset[str] = frozenset()
+    local: frozenset[str] = frozenset()
+    resent: frozenset[str] = frozenset()
+
+
+__all__ = ["GATHERED_AGAIN", "SENT_AGAIN", "Gathered", "RecomputeSpec"]

@@ -1,0 +1,115 @@
+"""The program of a choice under the settings of a plan: parameters as they are stored, and lifetimes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwise.costs.ledger import static_bytes
+from shardwise.costs.memory import memory_of_program
+from shardwise.costs.prediction import Prediction
+from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import price_program
+from shardwise.costs.timeline import simulate_program
+from shardwise.graph.ir import Graph
+from shardwise.layouts.mesh import Mesh
+from shardwise.programs.differentiate import finished, keeping_all
+from shardwise.programs.grad_accum_program import with_once
+from shardwise.programs.program import busiest_rank, localize
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
+from shardwise.programs.vjp import VjpCache
+from shardwise.rules.rule import OpRule
+from shardwise.search.candidates import MAX_OPERATORS
+from shardwise.search.config import SearchConfig
+from shardwise.search.memory_policy import with_memory_policy
+from shardwise.search.zero import reduce_at_parameter, shard_storage
+
+
+@dataclass(frozen=True, eq=False)
+class StoredProgram:
+    """A choice with its parameters as they are stored, as a program that keeps everything for backward."""
+
+    choice: Choice
+    spmd: SpmdProgram
+    kinds: VjpCache
+
+    @cached_property
+    def kept(self) -> RankProgram:
+        """The step of the rank that holds most, before anything is said of lifetimes."""
+        return keeping_all(localize(self.spmd, busiest_rank(self.spmd)), self.kinds)
+
+    def with_lifetimes(self, graph: Graph, settings: SearchConfig) -> ProgramWithPolicy:
+        """The program under the levers of some settings. ``graph``: the model's (not lowered)."""
+        spmd = with_memory_policy(self.kept, graph, settings.levers) if settings.levers else self.spmd
+        return ProgramWithPolicy(self, as_grad_accum(spmd, settings))
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramWithPolicy:
+    """A program with its lifetimes."""
+
+    stored: StoredProgram
+    spmd: SpmdProgram
+
+    @property
+    def choice(self) -> Choice:
+        """Strategies, and parameters as they are stored."""
+        return self.stored.choice
+
+    @property
+    def busiest(self) -> RankProgram:
+        """The step of the rank that holds most."""
+        return finished(replace(self.stored.kept, spmd=self.spmd))
+
+    def prediction(self, prices: Prices) -> Prediction:
+        """What a pass takes, of a plan that is compared with no others."""
+        price, program = price_program(self.spmd, prices), self.busiest
+        exposed, compute, traffic = price.exposed + price.update, price.compute, price.traffic
+        if len(self.spmd.graph.ops) > MAX_OPERATORS:
+            seconds, kept_bytes, peak = 0.0, (memory := memory_of_program(program, prices)).kept_bytes, memory.peak
+        else:
+            seconds, kept_bytes, peak = (step := simulate_program(program, prices)).seconds, step.kept_bytes, step.peak
+        num_bytes = float(static_bytes(peak) + kept_bytes)
+        return Prediction(
+            exposed,
+            compute,
+            traffic,
+            num_bytes,
+            simulated_seconds=seconds,
+            peak_bytes=float(peak.num_bytes),
+            peak_at=peak.where,
+            passes=prices.passes,
+        )
+
+
+def build_stored_program(
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, kinds: VjpCache
+) -> StoredProgram:
+    """The program of a choice before lifetimes. Of the levers it depends on whether parameters are gathered again."""
+    by_block = settings.levers.gathered == "again"
+    if settings.zero is not None:
+        choice = reduce_at_parameter(choice, graph, rules, mesh)
+    spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
+    if settings.zero is not None:
+        said = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
+        choice = shard_storage(choice, spmd, settings.zero)
+        choice = replace(choice, sources={**choice.sources, **said})
+        spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
+    return StoredProgram(choice, spmd, kinds)
+
+
+def build_program(
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, kinds: VjpCache
+) -> ProgramWithPolicy:
+    """The program of a choice under some settings."""
+    return build_stored_program(graph, rules, choice, mesh, settings, kinds).with_lifetimes(graph, settings)
+
+
+def as_grad_accum(spmd: SpmdProgram, settings: SearchConfig) -> SpmdProgram:
+    """The program with what a step of several passes does once."""
+    if settings.passes == 1:
+        return spmd
+    scattered = settings.levers.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)
+    return with_once(spmd, scattered=scattered)

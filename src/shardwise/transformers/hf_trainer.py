@@ -1,0 +1,426 @@
+"""``ShardwiseTrainer``: transformers' Trainer, with the model split over all ranks under a plan.
+
+The loop is theirs. What it is told: there is one process (``one_process``), and the model is a parallel one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import convert_to_fp32
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
+from transformers.training_args import OptimizerNames
+
+from shardwise.api import plan as make_plan
+from shardwise.costs.cluster import Cluster
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
+from shardwise.graph.step_precision import Precision
+from shardwise.plans.plan import Plan
+from shardwise.runtime.agree import meet_rank_zero
+from shardwise.runtime.parallel import Parallel
+from shardwise.runtime.parallelize import parallelize
+from shardwise.train.agreement import gather_values, raise_first, rank_and_world_size
+from shardwise.train.checkpoints import save_checkpoint
+from shardwise.train.locks import Lock, lock
+from shardwise.train.pretrained import save_pretrained
+from shardwise.train.resuming import load_checkpoint
+from shardwise.transformers.front import front_of
+from shardwise.transformers.one_process import become_one_process, check_same, same_random_numbers
+
+CHECKPOINT = "shardwise"  # the folder of the ranks' parts, in a checkpoint of the Trainer's
+MANY_SHAPES = 8
+COMPARED = 3  # batches
+_OPTIMIZERS = {
+    OptimizerNames.ADAMW_TORCH_FUSED: "adamw fused",
+    OptimizerNames.SGD: "sgd",
+    OptimizerNames.RMSPROP: "rmsprop",
+    OptimizerNames.ADAGRAD: "adagrad",
+}
+
+
+class ShardwiseTrainer(transformers.Trainer):
+    """Trains a transformers model that is split over all ranks of the job; started by ``shardwise run`` or torchrun.
+
+    A script that uses ``Trainer`` needs one more line, ``from shardwise.transformers import ShardwiseTrainer as
+    Trainer``, and gives the losses that it gives in one process, whatever the number of ranks: to the Trainer they are
+    *one device*. So ``per_device_train_batch_size`` is the batch of all of them together.
+
+    ``plan``: a Plan, or the path of one; by default rank 0 makes one for the first batch. ``plan_settings``: those of
+    ``sw.plan`` for that, ``cluster`` among them (by default as many devices as there are ranks).
+    ``parallel_settings``: those of ``sw.parallelize``. All else is as in ``transformers.Trainer``.
+
+    ``trainer.model`` has no values from the first batch on: they are in ``trainer.model_wrapped``, a
+    ``sw.Parallel``, and in what is saved. Its calls are calls of the parallel model.
+
+    Raises ShardwiseError for settings of the Trainer that have no meaning here.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | str | Path | None = None,
+        plan_settings: Mapping[str, Any] | None = None,
+        parallel_settings: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._plan, self._plan_settings = plan, dict(plan_settings or {})
+        self._parallel_settings = dict(parallel_settings or {})
+        self._parallel: Parallel | None = None
+        self._front: torch.nn.Module | None = None
+        self._weights: str | None = None  # a folder of a saved model to start from
+        self._loss_only = False
+        self._has_said_shapes = False
+        self._num_compared: Counter[str] = Counter()
+        super().__init__(*args, **kwargs)
+
+    # -- what is not theirs to do --------------------------------------------------------------------------------------
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        args = self.args
+        refused = {
+            "fsdp": (args.fsdp, "leave it out: plan_settings={'zero': 3} stores parameters in parts"),
+            "deepspeed": (args.deepspeed, "leave it out: plan_settings={'zero': 3} stores parameters in parts"),
+            "parallelism_config": (args.parallelism_config, "leave it out: the plan says what is split"),
+            "auto_find_batch_size": (args.auto_find_batch_size, "sw.fits says which batch fits, without a try"),
+            "bf16_full_eval": (args.bf16_full_eval, "leave it out, or use bf16"),
+            "fp16_full_eval": (args.fp16_full_eval, "leave it out"),
+            "predict_with_generate": (
+                getattr(args, "predict_with_generate", False) and not isinstance(self, transformers.Seq2SeqTrainer),
+                "from shardwise.transformers import ShardwiseSeq2SeqTrainer",
+            ),
+            "neftune_noise_alpha": (args.neftune_noise_alpha, "leave it out, or add the noise in the model"),
+        }
+        for name, (given, fix) in refused.items():
+            if given:
+                raise ShardwiseError(problem(f"under shardwise there is no {name}", fix=fix))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        become_one_process()
+        super().create_accelerator_and_postprocess()
+        self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads an iterable data set by itself
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The Trainer's; workers of different ranks draw the same random numbers."""
+        loader = super().get_train_dataloader()
+        own: Any = _without_accelerate(loader)
+        if isinstance(own.worker_init_fn, partial):
+            own.worker_init_fn = partial(own.worker_init_fn, rank=0)
+        return loader
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every rank would try parameters of its own."""
+        raise ShardwiseError(
+            problem(
+                "ranks cannot search for hyperparameters", fix="start a job per trial, from a search in one process"
+            )
+        )
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """A rank's part of it goes there."""
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._split(train_dataloader)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        if self._parallel is None and self.train_dataset is not None and self._plan is None:
+            with same_random_numbers():
+                self._split(self.get_train_dataloader())  # the plan is for training
+        else:
+            self._split(dataloader)
+        self._num_compared["eval"] = 0  # data may be others than the last time
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
+        return model if self._parallel is None else self._parallel
+
+    def _split(self, loader: DataLoader[Any]) -> None:
+        """Split the model over the ranks, once."""
+        model = self.model
+        if model is self._front:
+            return
+        assert isinstance(model, torch.nn.Module), "the Trainer has a model by now"
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        with same_random_numbers():
+            own = self._plan or self._plan_of_rank_zero(model, loader)
+            settings = {
+                "seed": self.args.seed,
+                "weights": self._weights,
+                "device": self.args.device,
+                "compile": self.args.torch_compile or None,
+            }
+            found = parallelize(model, own, **{**settings, **self._parallel_settings})
+        if not isinstance(found, Parallel) or found.plan.micro_batches > 1:
+            raise ShardwiseError(
+                problem(
+                    "the plan's step is in passes over micro-batches, and the Trainer's is one pass after another",
+                    fix="plan without stages= and micro_batch=; gradient_accumulation_steps= makes passes",
+                )
+            )
+        if self._autocast is not None:
+            found.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
+        self._parallel, self._front = found, front_of(found)
+        self.model, self.model_wrapped = self._front, found
+        if self.optimizer is not None:
+            parts = dict(found.named_parameters())
+            for group in self.optimizer.param_groups:
+                group["params"] = [parts[names[id(parameter)]] for parameter in group["params"]]
+
+    def _plan_of_rank_zero(self, model: torch.nn.Module, loader: DataLoader[Any]) -> Plan | None:
+        """On rank 0 a plan; others wait for it. What goes wrong there is raised on every rank."""
+        rank, count = rank_and_world_size()
+        plan, fault = None, None
+        if rank == 0:
+            try:
+                plan = self._planned(model, loader, count)
+            except Exception as error:  # raised below, once the others know
+                fault = error
+        if count > 1:
+            meet_rank_zero("its plan")
+        said = gather_values(None if fault is None else f"{type(fault).__name__}: {fault}")
+        if fault is not None:
+            raise fault
+        if said[0] is not None:
+            raise ShardwiseError(f"rank 0 has no plan: {said[0]}")
+        return plan
+
+    def _planned(self, model: torch.nn.Module, loader: DataLoader[Any], count: int) -> Plan:
+        """A plan for the first batch of a loader."""
+        settings = {"optimizer": _OPTIMIZERS.get(OptimizerNames(self.args.optim), "adamw"), **self._plan_settings}
+        cluster: Cluster | int = settings.pop("cluster", count)
+        if self._autocast is not None and self.args.device.type != "cpu":
+            settings.setdefault("precision", Precision(compute=self._autocast))
+            warnings.warn(
+                f"parameters are computed with in {self._autocast}, all operators: shardwise does not follow the lists "
+                f"of torch.autocast({self.args.device.type!r})",
+                PlanWarning,
+                stacklevel=2,
+            )
+        model.train()
+        with torch.autocast("cpu", self._autocast, enabled="precision" not in settings and self._autocast is not None):
+            return make_plan(model, self._example(loader), cluster, **settings)
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.mixed_precision)
+
+    def _example(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """The arguments of the model for the first batch, which a loader will give again."""
+        data: Any = loader.dataset
+        if isinstance(data, IterableDataset) and iter(data) is data:
+            what = "the data set can be read once only, and planning reads its first batch"
+            raise ShardwiseError(problem(what, fix="give a data set whose iter() starts again, or plan="))
+        inputs = dict(next(iter(_without_accelerate(loader))))
+        items = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+        if "labels" in inputs and (self.label_smoother is not None or self.compute_loss_func is not None):
+            del inputs["labels"]
+        if self.model_accepts_loss_kwargs and items is not None:
+            inputs["num_items_in_batch"] = items
+        return inputs
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """The Trainer's. The first batches are compared: a data set whose random numbers depend on the rank would give
+        each another batch."""
+        self._compare("train", inputs)
+        return super().training_step(self._known(model), inputs, num_items_in_batch)
+
+    def _compare(self, kind: str, inputs: dict[str, Any]) -> None:
+        """Raise ShardwiseError where one of the first batches (of training, of an evaluation) is not that of rank 0."""
+        if self._num_compared[kind] < COMPARED:
+            self._num_compared[kind] += 1
+            fix = "let data sets and collators draw the same on every rank, from one seed"
+            check_same(dict(inputs), "another batch", fix)
+
+    def _known(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What stands for a parallel model where its class and configuration count: in losses."""
+        return self._front if model is self._parallel and self._front is not None else model
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The Trainer's; where nobody reads the model's outputs, they stay split."""
+        is_plain = self.label_smoother is None and self.compute_loss_func is None
+        assert self._parallel is not None, "the model is split by now"
+        if is_plain and (self._loss_only or not return_outputs):
+            if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+                inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+            loss = self._parallel.loss_of(**inputs)
+            outputs: dict[str, Any] = {}
+            found: Any = (loss, outputs) if return_outputs else loss
+        else:
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._announce_shapes(self._parallel)
+        return found
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._compare("eval", inputs)
+        self._loss_only = prediction_loss_only
+        try:
+            return super().prediction_step(self._known(model), inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            self._loss_only = False
+
+    def _announce_shapes(self, par: Parallel) -> None:
+        """Once: programs are made for shapes."""
+        if self._has_said_shapes or len(par.compiled) <= MANY_SHAPES or rank_and_world_size()[0] != 0:
+            return
+        self._has_said_shapes = True
+        warnings.warn(
+            f"batches had {len(par.compiled)} different shapes so far; for each the model is captured anew: let the "
+            "collator pad to few lengths (pad_to_multiple_of=, or padding='max_length')",
+            PlanWarning,
+            stacklevel=2,
+        )
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        return super().create_optimizer(self._parallel if model is None else model)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        assert self._front is not None, "the model is split by now"
+        return super().get_decay_parameter_names(self._front)  # the modules of parts are of no kind
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """Without accelerate's wrapper."""
+        wrapped: Any = self.optimizer
+        optimizer: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
+        return optimizer
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return [] if self.lr_scheduler is None else [self.lr_scheduler]
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model to a folder, as ``from_pretrained`` reads it; called on every rank. What was there of a
+        model is replaced, file by file, when the new one is complete; what the new one lacks is deleted last."""
+        folder = Path(output_dir or str(self.args.output_dir))
+        if self._parallel is None:
+            super().save_model(str(folder), _internal_call=True)
+        else:
+            self._save_parallel(folder, folder / ".new")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_parallel(self, folder: Path, new: Path) -> None:
+        """Write the whole model to ``new``, then move it to its folder. Raises CheckpointError, on all ranks."""
+        fault: CheckpointError | None = None
+        held: Lock | None = None
+        is_first = rank_and_world_size()[0] == 0
+        try:
+            if is_first:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    held = lock(folder / "model")
+                    shutil.rmtree(new, ignore_errors=True)  # of an attempt that was killed
+                except (OSError, CheckpointError) as error:
+                    fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
+            raise_first(CheckpointError, fault)
+            assert self._parallel is not None, "the model is split by now"
+            save_pretrained(self._parallel, new)
+            if is_first:
+                try:
+                    self._replace_model(folder, new)
+                except OSError as error:
+                    fault = _unwritten(folder, error)
+            raise_first(CheckpointError, fault)
+        finally:
+            if held is not None:
+                held.release()
+
+    def _replace_model(self, folder: Path, new: Path) -> None:
+        """Move the files of a complete model to their places, then delete what is left of another."""
+        names = sorted((file.name for file in new.iterdir()), key=lambda name: name.endswith(".index.json"))
+        for name in names:  # an index follows the files that it names
+            os.replace(new / name, folder / name)
+        for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+            if old.name not in names:
+                old.unlink()
+        new.rmdir()
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(str(folder))
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        where = Path(output_dir) / CHECKPOINT
+        if rank_and_world_size()[0] == 0:
+            shutil.rmtree(where, ignore_errors=True)  # of a run before: the Trainer replaces checkpoints
+        gather_values(None)
+        assert self._parallel is not None, "a run that saves has a parallel model"
+        step = self.state.global_step
+        save_checkpoint(where, self._parallel, self._own_optimizer, step=step, schedulers=self._schedulers)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if rank_and_world_size()[0] == 0:  # they are equal on all ranks
+            super()._save_rng_state(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
+            return  # weights and states of the optimizer come together
+        if self._parallel is not None and self.model is self._front:
+            what = f"{resume_from_checkpoint} has a model alone, and this Trainer's is split already"
+            raise ShardwiseError(problem(what, fix="make a new Trainer, and call train(resume_from_checkpoint=) first"))
+        if hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._weights = resume_from_checkpoint
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        where = Path(checkpoint) / CHECKPOINT
+        assert self._parallel is not None, "the model is split by now"
+        if where.is_dir():  # the Trainer says when random numbers go on
+            load_checkpoint(where, self._parallel, self._own_optimizer, schedulers=self._schedulers, random=False)
+        elif (Path(checkpoint) / OPTIMIZER_NAME).is_file():
+            what = f"{checkpoint} was saved by a Trainer of one process, and its optimizer's states are whole"
+            fix = "resume in one process, or start from its model: from_pretrained(...), then train()"
+            raise ShardwiseError(problem(what, fix=fix))
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint)) / CHECKPOINT
+        if not best.is_dir():
+            what = f"the best model is in {best.parent}, without the ranks' parts"
+            raise ShardwiseError(problem(what, fix="load_best_model_at_end needs save_only_model=False"))
+        assert self._parallel is not None, "the model is split by now"
+        load_checkpoint(best, self._parallel, random=False)
+
+
+def _unwritten(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
+
+
+def _without_accelerate(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader as it was before accelerate, whose own notes when batches end."""
+    own: DataLoader[Any] = getattr(loader, "base_dataloader", loader)
+    return own
+
+
+__all__ = ["ShardwiseTrainer"]
