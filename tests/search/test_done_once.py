@@ -114,7 +114,7 @@ def test_searches_under_several_limits_solve_what_they_share_once(seed: int) -> 
 def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (64, 16), generator=generator)
-    model, options = Deep(6, 64), {"mesh": sw.Mesh(dp=2), "search": "dynamic_programming"}
+    model, options = Deep(6, 64), {"mesh": sw.Mesh(dp=2), "search": "dynamic_programming", "micro_batch": 64}
     limit = share * sw.plan(model, (ids, ids), 2, **options).prediction.memory_bytes
 
     def planned() -> tuple[sw.Plan | str, int]:

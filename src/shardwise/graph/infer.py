@@ -105,6 +105,8 @@ class TypeInference:
                     **{key: _materialize(arg, value, operand) for key, arg in kwargs},
                 )
                 results = [result for result in tensor_results(returned) if result.requires_grad]
+                if not results:  # ``zeros_like``: nothing is differentiated
+                    return (False,) * len(operands)
                 wanted = [tensor for tensor in operands if tensor.requires_grad]
                 cotangents = list(map(torch.empty_like, results))
                 derivatives = torch.autograd.grad(results, wanted, cotangents, allow_unused=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Iterable, Mapping
 
-import torch
-
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
@@ -149,7 +147,6 @@ def subjects(graph: Graph, factored: Factored, annotation: Annotation) -> list[O
     inside = [op for op in graph.ops if op.scope == annotation.scope]
     if not inside:
         return []
-    inside = [op for op in inside if op.target != torch.ops.aten.detach.default] or inside
     working = [op for op in inside if not follows(op, factored) and not _is_split_off(op, inside, graph)] or inside
     if isinstance(annotation.strategy, str) and len(working) > 1:
         names = named_factors(annotation.strategy)
