@@ -51,7 +51,7 @@ def test_planning_says_what_it_does_on_a_terminal(terminal: Terminal, monkeypatc
         said.append(what)
         return real(what, done, total, seconds)
 
-    monkeypatch.setattr(progress, "described", noted)
+    monkeypatch.setattr(progress, "describe_progress", noted)
     found = plan()
     assert said[0] == "capturing the model"
     assert f"prices and search on {found.mesh}" in said

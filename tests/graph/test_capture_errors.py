@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+import shardwise as sw
 from graph.against_eager import check_against_eager
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture
@@ -490,6 +491,9 @@ class Experts(nn.Module):
         return out.sum()
 
 
-def test_a_loop_over_experts_is_refused_for_its_sizes() -> None:
-    with pytest.raises(CaptureError, match="where has a result whose shape depends on data"):
-        capture(Experts(), (torch.ones(4, 4),))
+def test_a_loop_over_experts_is_captured_in_masked_form() -> None:
+    torch.manual_seed(0)
+    module, x = Experts().double(), torch.randn(6, 4, dtype=torch.float64)
+    plan = sw.plan(module, (x,), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
+    report = sw.verify(module, (x,), plan)
+    assert report.ok, report

@@ -100,7 +100,7 @@ def test_what_one_rank_traced_the_others_read(tmp_path: Path) -> None:
 
     traced = found()
     assert [str(kernel.target) for kernel in traced[1].kernels].count("aten.mm.default") == 2
-    with mock.patch.object(vjp, "_Traced", side_effect=AssertionError("traced again")):
+    with mock.patch.object(vjp, "_TracedKernels", side_effect=AssertionError("traced again")):
         assert found() == traced
         shapes = shapes[0], shapes[1].with_gradient(False)
         with pytest.raises(AssertionError, match="traced again"):

@@ -182,7 +182,6 @@ LENIENT = [
     (P.ReLU(), (torch.rand(9, 8),), 2, ((2, 1),)),
     (P.Softmax(), (torch.rand(8, 8),), 8, ((2, 4),)),
     (P.Reshape(), (torch.rand(8, 8), (64,)), 8, ((8, 1),)),
-    (P.TopK(), (torch.rand(8, 8), 2), 4, ((2, 2),)),
     (P.Conv2D(8, 2, pad_mode="pad", stride=2), (torch.rand(8, 8, 8, 8), torch.rand(8, 8, 2, 2)), 2,
      ((1, 1, 2, 1), (1, 1, 1, 1))),
     (P.SoftmaxCrossEntropyWithLogits(), (torch.rand(8, 8), torch.rand(8, 8).softmax(1)), 4, ((2, 2), (2, 2))),

@@ -73,7 +73,7 @@ def completed(monkeypatch: pytest.MonkeyPatch) -> list[Mesh]:
         meshes.append(mesh)
         return search_of(mesh, 10.7 if mesh == STOPPED.mesh else 20.0, 10.6)
 
-    monkeypatch.setattr(planning, "searched", go_on)
+    monkeypatch.setattr(planning, "run_search", go_on)
     return meshes
 
 

@@ -282,7 +282,7 @@ def test_parameters_are_gathered_once_a_step_where_that_is_faster() -> None:
     parts = [own for own in found.parameters if own.once and "@" in own.layout]
     assert parts, "something is stored in parts and gathered once"
     without = tuple(rung for rung in fit_memory.MEMORY_POLICIES if rung[1] != "once")
-    with mock.patch.object(fit_memory, "LADDER", without):
+    with mock.patch.object(fit_memory, "MEMORY_POLICIES", without):
         each = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     assert found.prediction.planned_seconds < each.prediction.planned_seconds
     assert found.prediction.bound <= found.prediction.planned_seconds

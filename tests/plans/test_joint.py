@@ -100,7 +100,7 @@ def test_equal_stages_of_a_place_count_together_against_a_known_step() -> None:
         asked.append((planner.settings.known, planner.settings.together))
         return fit_memory(planner, *args)
 
-    with mock.patch.object(stage_planner, "plan_within", planned):
+    with mock.patch.object(stage_planner, "fit_memory", planned):
         found = sw.plan(Staged(layers=6), BATCH, 2, stages="auto", schedule="Interleaved1F1B:4", mesh=sw.Mesh(dp=1))
     said = found.explain("stages")
     assert isinstance(said, AutoStagesReport)

@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[Callable[[], TinyModel], int]] = {
     "llama": (tiny_models.llama, 2),  # cosines and sines
     "bert": (tiny_models.bert, 2),  # positions, types of tokens
     "bloom": (lambda: TinyModel(bloom, token_inputs, {}), 2),  # ALiBi and a mask
-    "t5": (lambda: TinyModel(t5, token_inputs, {}), 5),  # two tables of distances, two masks, start tokens
+    "t5": (lambda: TinyModel(t5, token_inputs, {}), 6),  # two tables of distances, two masks, start tokens, zeros
 }
 
 

@@ -242,6 +242,7 @@ def made(name: str) -> tuple[nn.Module, tuple]:
     return kind(), inputs
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 1 on 2 devices")
 @pytest.mark.parametrize("micro_batch", [4, 2, 1])
 @pytest.mark.parametrize("name", TOKENS)
 def test_passes_of_a_step_compute_what_one_pass_over_the_batch_does(name, micro_batch):

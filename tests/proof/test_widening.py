@@ -130,6 +130,7 @@ class Recurrent(nn.Module):
         return F.mse_loss(self.head(self.layer(x, first[0] if self.states == 1 else tuple(first))[0][:, -1]), y)
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 1 on 2 devices")
 @pytest.mark.parametrize(("kind", "states"), [(nn.LSTM, 2), (nn.GRU, 1), (nn.RNN, 1)])
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=str)
 def test_first_states_of_recurrent_layers_are_verified(kind: type[nn.RNNBase], states: int, options: dict) -> None:

@@ -381,7 +381,10 @@ def test_nan_in_the_loss_stays_nan() -> None:
 
     states, module = torch.randn(4, 8), Broken()
     plan = sw.plan(module, states, 4, mesh=sw.Mesh(dp=2, tp=2), search="sharding_propagation")
-    assert sw.verify(module, states, plan).ok
+    report = sw.verify(module, states, plan)
+    assert "the loss is nan, from operator /mul" in report.not_proven
+    assert not report.ok
+    assert all(difference.error == 0 for difference in report.differences)
 
 
 class Spaced(nn.Module):

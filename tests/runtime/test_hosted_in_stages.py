@@ -57,7 +57,7 @@ def train(num_ranks: int, schedule: str, stages: int, compile: bool = False) -> 
     """On a rank: how far three steps of AdamW with clipping are from one process. ``compile``: with regions of kernels
     between the copies, for which no code is generated."""
     plan, model = plan_for(num_ranks, schedule, stages), Visits()
-    with mock.patch.object(compiled, "inductor", compiled.interpret_section):
+    with mock.patch.object(compiled, "compile_with_inductor", compiled.interpret_section):
         return trained(plan, model, compile)
 
 

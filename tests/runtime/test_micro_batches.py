@@ -233,7 +233,9 @@ def calls_of_all_kinds() -> dict[str, Any]:
     checked = sw.parallelize(module, plan, check_replicas=1)
     checked.step(x, y)
     found["checked"] = gradients(checked)
-    with mock.patch.object(compiled, "inductor", compiled.interpret_section):  # no code is generated, which takes long
+    with mock.patch.object(
+        compiled, "compile_with_inductor", compiled.interpret_section
+    ):  # no code is generated, which takes long
         made = sw.parallelize(module, plan, compile=True)
         made.step(x, y)
     found["compiled"] = gradients(made)

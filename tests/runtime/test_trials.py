@@ -115,7 +115,7 @@ def test_both_take_turns_and_the_faster_one_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(eager, compiled))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(eager, compiled))
     trial = trial_of(tmp_path, Ranks())
     assert ran(trial, len(ORDER)) == list(ORDER)
     assert trial.choice is None
@@ -134,16 +134,16 @@ def test_both_take_turns_and_the_faster_one_stays(
 
 
 def test_a_step_is_as_fast_as_its_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(2, 1))
     slow = trial_of(tmp_path / "slow", Ranks([Times(1, 3)]))
     ran(slow, len(ORDER) + 1)
     assert slow.choice is False
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(2, 1))
     failing = trial_of(tmp_path / "fails", Ranks([Times(1, math.inf)]))
     ran(failing, len(ORDER) + 1)
     assert failing.choice is False
     assert not list(tmp_path.glob("fails/*")), "that a rank cannot compile is not remembered"
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(2, 1))
     late = trial_of(tmp_path / "late", Ranks([Times(math.nan, 1)]))
     assert ran(late, len(ORDER) + 8) == [*ORDER, *ROUND], "another rank has timed too little"
 
@@ -151,7 +151,7 @@ def test_a_step_is_as_fast_as_its_slowest_rank(tmp_path: Path, monkeypatch: pyte
 def test_steps_without_backward_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(2, 1))
     trial = trial_of(tmp_path, Ranks())
     ran(trial, MOST_STEPS, backward=False)
     assert trial.choice is None
@@ -161,7 +161,7 @@ def test_steps_without_backward_are_not_compared(
 
 
 def test_a_failed_call_begins_a_trial_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(2, 1))
     trial = trial_of(tmp_path, Ranks())
     ran(trial, 1)
     trial.trials.restart()
@@ -172,7 +172,7 @@ def test_a_failed_call_begins_a_trial_anew(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_step_that_does_not_compile_runs_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(2, 1))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(2, 1))
     trial = trial_of(tmp_path, Ranks())
     calls: list[int] = []
 
@@ -194,7 +194,7 @@ def test_a_step_that_does_not_compile_runs_eager(tmp_path: Path, monkeypatch: py
 
 
 def test_the_slower_variant_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_benchmark, "watch_of", telling(1, 2))
+    monkeypatch.setattr(compile_benchmark, "stopwatch_of", telling(1, 2))
     compiling = CompiledVariant(lambda: "compiled", trial_of(tmp_path, Ranks()))
     found = []
     for _ in range(len(ORDER) + 1):

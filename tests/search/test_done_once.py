@@ -58,7 +58,7 @@ def test_meshes_share_what_depends_on_none_of_them() -> None:
     planner = Planner.of(graph, (), CLUSTER, MESHES, SearchConfig())
     with (
         mock.patch.object(domains, "num_blockers", wraps=domains.num_blockers) as blockers,
-        mock.patch.object(domains, "windows_of", wraps=domains.overlap_windows) as windows,
+        mock.patch.object(domains, "overlap_windows", wraps=domains.overlap_windows) as windows,
     ):
         shared = [planner.cost_graph(mesh) for mesh in MESHES]
     assert (blockers.call_count, windows.call_count) == (1, 1)
@@ -114,7 +114,7 @@ def test_searches_under_several_limits_solve_what_they_share_once(seed: int) -> 
 def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (64, 16), generator=generator)
-    model, options = Deep(6, 64), {"mesh": sw.Mesh(dp=2), "search": "dynamic_programming"}
+    model, options = Deep(6, 64), {"mesh": sw.Mesh(dp=2), "search": "dynamic_programming", "micro_batch": 64}
     limit = share * sw.plan(model, (ids, ids), 2, **options).prediction.memory_bytes
 
     def planned() -> tuple[sw.Plan | str, int]:

@@ -185,7 +185,7 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert own.simulated_seconds >= free.simulated_seconds * (1 - 1e-9)
     without = tuple(rung for rung in fit_memory.MEMORY_POLICIES if "gathers" not in (rung[0] or ""))
     assert len(without) < len(fit_memory.MEMORY_POLICIES)
-    monkeypatch.setattr(fit_memory, "LADDER", without)
+    monkeypatch.setattr(fit_memory, "MEMORY_POLICIES", without)
     monkeypatch.setattr(fit_memory, "EASIER", {"full": ("cheap",)})
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 

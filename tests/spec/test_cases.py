@@ -243,7 +243,9 @@ def test_a_configured_operator_reaches_its_neighbours(case: dict[str, Any]) -> N
         plan = sw.plan(model, torch.rand(4, 8, 4, 8), 8, mesh=sw.Mesh(x=8), search="sharding_propagation")
         names = ("cumprod", "cummax", "cummin", "flip", "lgamma", "trunc", "log_softmax", "softmax", "elu")
         assert [split_of(plan, f"/{name}") for name in names] == [split] * 9
-        assert sw.verify(model, torch.rand(4, 8, 4, 8), plan, steps=1).ok
+        report = sw.verify(model, torch.rand(4, 8, 4, 8), plan, steps=1)
+        assert all(difference.error <= report.tolerance for difference in report.differences)
+        assert report.not_proven == "backward is not proven by these inputs: every gradient is zero", "trunc has none"
     elif case["id"] == "prop-4":
 
         class Net(nn.Module):

@@ -242,7 +242,7 @@ def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.Mon
 
     def turn(generation: Generation | None, rank: int) -> Plan | None:
         monkeypatch.setattr(planning, "_turns", iter(range(9)))
-        monkeypatch.setattr(planning, "here", lambda: (rank, 2))
+        monkeypatch.setattr(planning, "rank_and_world_size", lambda: (rank, 2))
         monkeypatch.setattr(current, "generation", generation)
         return sw.planned(make)
 

@@ -68,6 +68,11 @@ def _contraction(left: int) -> Flops:
     return count
 
 
+def _cdist(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    """Return a subtraction, a power and an addition for every coordinate of every pair."""
+    return 3 * prod(results[0]) * operands[0][-1]
+
+
 def _outer(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return prod(results[0])
 
@@ -131,7 +136,10 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     aten.bmm.default: _contraction(0),
     aten.mv.default: _contraction(0),
     aten.dot.default: _contraction(0),
+    aten.vdot.default: _contraction(0),
     aten.outer.default: _outer,
+    aten.addr.default: _outer,
+    aten.cdist.default: _cdist,
     aten.addmm.default: _contraction(1),
     aten.baddbmm.default: _contraction(1),
     aten.addmv.default: _contraction(1),

@@ -93,6 +93,11 @@ def _corrcoef(self: Tensor) -> Tensor:
     return result.clip(-1, 1)
 
 
+def _put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    flat = self.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate)
+    return flat.reshape(self.shape)
+
+
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:
     powers: Tensor = torch.linalg.vander(x, N=N)
     return powers if increasing else powers.flip(-1)
@@ -114,6 +119,7 @@ COMPOSITES: Mapping[OpOverload, Callable[..., Any]] = {
     aten.cov.default: _cov,
     aten.dist.default: lambda self, other, p=2: torch.norm(self - other, p),
     aten.native_group_norm.default: _native_group_norm,
+    aten.put.default: _put,
     aten.trace.default: lambda self: self.diagonal().sum(),
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,

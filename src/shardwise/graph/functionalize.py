@@ -267,7 +267,7 @@ class Functionalizer:
                 results.append(ProgramTensor(ref, storage, *seen, is_placed=is_placed))
         if single:
             return results[0]
-        if any(isinstance(item, (list, tuple)) for item in val):  # a list of tensors beside others (histogramdd)
+        if any(isinstance(item, (list, tuple)) for item in val or ()):  # a list beside others (histogramdd)
             rest = iter(results)
             return tuple(
                 next(rest) if isinstance(item, torch.Tensor) else tuple(islice(rest, len(item))) for item in val

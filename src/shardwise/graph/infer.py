@@ -105,10 +105,15 @@ class TypeInference:
                     **{key: _materialize(arg, value, operand) for key, arg in kwargs},
                 )
                 results = [result for result in tensor_results(returned) if result.requires_grad]
+                if not results:  # ``zeros_like``: nothing is differentiated
+                    return (False,) * len(operands)
                 wanted = [tensor for tensor in operands if tensor.requires_grad]
                 cotangents = list(map(torch.empty_like, results))
                 derivatives = torch.autograd.grad(results, wanted, cotangents, allow_unused=True)
-            except RuntimeError:  # it has no derivative, or reads data: its backward says so, if there is one
+            except (
+                RuntimeError,
+                IndexError,
+            ):  # no derivative, reads data, or wrong arguments: its own error comes later
                 return (False,) * len(operands)
         gradients = iter(derivatives)
         return tuple(tensor.requires_grad and next(gradients) is None for tensor in operands)

@@ -360,7 +360,7 @@ def input_faults(
         if entry.name not in inputs:
             continue
         dtype, shape = inputs[entry.name]
-        if format_dtype(dtype) != entry.dtype and not (widened and dtype == torch.float64):
+        if format_dtype(dtype) != entry.dtype and not (widened and dtype in (torch.float64, torch.complex128)):
             faults.append(f"input {entry.name} has dtype {format_dtype(dtype)}; the plan was made for {entry.dtype}")
         elif len(shape) != len(entry.shape):
             faults.append(

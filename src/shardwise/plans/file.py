@@ -78,7 +78,7 @@ def plan_digest(body: dict[str, Any]) -> str:
     """The digest of a plan's content. What is predicted for a plan that no search chose is left out: it depends on the
     cluster (``Cluster.local``: on the host), the plan does not, and ranks compare digests."""
     prediction = body.get("prediction")
-    if isinstance(prediction, dict) and not prediction.get("additive_price"):
+    if isinstance(prediction, dict) and prediction.get("additive_price", 1.0) == 0.0:
         body = {**body, "pricing": None, "prediction": None}
     return digest_of(body)
 

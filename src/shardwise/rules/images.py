@@ -115,6 +115,19 @@ def _grid_sampler(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [single(("n", "c", *y))], kinds=kinds, linear=((0,),))
 
 
+def _fractional_max_pool(op: Op, graph: Graph) -> OpRule | None:
+    """``n c x..., n c place -> n c y...`` twice: a map's samples place its windows, indices count within a map."""
+    rank, count = len(_shape(op, graph)), len(arguments(op)["kernel_size"])
+    leading = single(("n", "c")[2 - (rank - count) :])
+    x, y = spatial("x", count), spatial("y", count)
+    kinds: dict[str, FactorKind] = dict.fromkeys((*x, *y, "place"), "whole")
+    maps = (1, *_shape(op, graph))[-count - 2 : -count]
+    if graph.by_name[op.operands[1]].shape != (*maps, count):  # PyTorch takes more samples than there are maps
+        return None
+    samples: Dims = (*(((),) if rank == count + 1 else ()), *leading, ("place",))
+    return build(op, graph, [(*leading, *single(x)), samples], [(*leading, *single(y))] * 2, kinds=kinds)
+
+
 def _by_maps(op: Op, graph: Graph) -> OpRule:
     """Whole maps, one by one: max_unpool puts values where they came from, antialiasing looks far around."""
     rank = len(_shape(op, graph))
@@ -133,6 +146,10 @@ IMAGES: RuleTable = {
     aten.rot90.default: _rot90,
     aten.col2im.default: zeros_if_empty(_col2im),
     aten.grid_sampler.default: _grid_sampler,
+    aten.grid_sampler_2d.default: _grid_sampler,
+    aten.grid_sampler_3d.default: _grid_sampler,
+    aten.fractional_max_pool2d.default: zeros_if_empty(_fractional_max_pool),
+    aten.fractional_max_pool3d.default: zeros_if_empty(_fractional_max_pool),
     aten.max_unpool2d.default: zeros_if_empty(_by_maps),
     aten._upsample_bilinear2d_aa.default: zeros_if_empty(_by_maps),
     aten._upsample_bilinear2d_aa.vec: zeros_if_empty(_by_maps),

@@ -6,7 +6,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import local_size, operand_positions, replace_arguments
+from shardwise.rules.arguments import local_size, normal_dim, operand_positions, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import normalization as lowerings
@@ -107,12 +107,21 @@ def _fixed_batch_norm(op: Op, graph: Graph) -> OpRule | None:
     return build(op, graph, [dims, *per_channel], [dims, *empty], kinds=kinds)
 
 
+def _renorm(op: Op, graph: Graph) -> OpRule:
+    """Split the slices along ``dim`` only: the norm of each is over all other dims."""
+    rank = len(graph.by_name[op.operands[0]].shape)
+    names, place = dim_names(rank), normal_dim(arguments(op)["dim"], rank)
+    kinds: dict[str, FactorKind] = {name: "whole" for i, name in enumerate(names) if i != place}
+    return build(op, graph, [single(names)], [single(names)], kinds=kinds)
+
+
 NORMALIZATION: RuleTable = {
     aten.layer_norm.default: _layer_norm,
     aten.rms_norm.default: _rms_norm,
     aten.native_layer_norm.default: _whole_norm,
     aten._fused_rms_norm.default: _whole_norm,
     aten.group_norm.default: zeros_if_empty(_group_norm),
+    aten.renorm.default: _renorm,
     aten.batch_norm.default: zeros_if_empty(_batch_norm),
     aten.instance_norm.default: zeros_if_empty(_instance_norm),
     aten._native_batch_norm_legit_no_training.default: zeros_if_empty(_fixed_batch_norm),

@@ -83,7 +83,7 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
 
 
 def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
-    """index_add, index_copy, index_fill: ``... v ..., i, ... i ... -> ... v ...``."""
+    """index_add, index_copy, index_fill, index_reduce (rows whole): ``... v ..., i, ... i ... -> ... v ...``."""
     args, positions = arguments(op), operand_positions(op)
     shape = graph.by_name[op.operands[0]].shape
     if not shape:
@@ -111,7 +111,10 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
         return LocalOpCall(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces[names[place]])))
 
     kinds: dict[str, FactorKind] = {"i": "lowered" if adds else "whole"}
-    linear = () if fills else (tuple(positions[name][0] for name in ("self", "source")),)
+    reduces = op.target is aten.index_reduce.default
+    if reduces:
+        kinds[names[place]] = "whole"
+    linear = () if fills or reduces else (tuple(positions[name][0] for name in ("self", "source")),)
     return build(
         op,
         graph,
@@ -220,6 +223,7 @@ UPDATES: RuleTable = {
     aten.index_copy.default: index_update_rule,
     aten.index_fill.int_Scalar: index_update_rule,
     aten.index_fill.int_Tensor: index_update_rule,
+    aten.index_reduce.default: index_update_rule,
     aten.index_put.default: index_put_rule,
     SCATTERED_SUM: scattered_sum_rule,
     aten.masked_scatter.default: masked_scatter_rule,

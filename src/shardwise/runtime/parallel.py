@@ -209,13 +209,14 @@ class Parallel(ParallelModule):
         mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         check = self._replicas if self.training and torch.is_grad_enabled() else None
         check = check if check is not None and check.is_due() else None
-        if self._same is not None and check is None and torch.is_grad_enabled() and (self.training or loss_only):
-            self._same.begin(flat, spec)
+        same = self._same if check is None and torch.is_grad_enabled() and (self.training or loss_only) else None
         seed: torch.Tensor | None = None
 
         def run() -> tuple[Executable, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
             nonlocal seed
             compiled, inputs_here = self._program(flat, spec, mode)
+            if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare
+                same.begin(flat, spec)
             self._latest = compiled
             inputs = iter(inputs_here)
             tensors = [next(inputs) if t is None else t for t in compiled.tensors]
@@ -282,8 +283,6 @@ class Parallel(ParallelModule):
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         refuse_input_gradients(dict(zip(named, tensors, strict=True)), "in several micro-batches", "make one pass")
         check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
-        if self._same is not None and check is None:
-            self._same.begin(flat, spec)
         mode = (self.training, True, False, in_other_mode(self._state.modules))
         own_key = key = call_key(flat, spec, mode, [x.shape for x in tensors])
         batch = None
@@ -304,6 +303,8 @@ class Parallel(ParallelModule):
         if batch is None and (step is None or self._is_new(key) or self._is_changed()):
             check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
         self._compared(key)
+        if self._same is not None and check is None:
+            self._same.begin(flat, spec)
         if step is None:
             call = CallSpec(self._examples(flat, spec, list(shapes.values())), *mode)
             step = MicroBatchedStep(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))

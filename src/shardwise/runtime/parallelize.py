@@ -81,7 +81,7 @@ def parallelize(
     Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
     the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.
     """
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, Plan | str | Path | None):
         raise ShardwiseError(
             problem(f"the plan is of type {type(plan).__name__}", fix="what sw.plan returns, or sw.Plan.load(path)")
         )

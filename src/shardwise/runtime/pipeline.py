@@ -196,9 +196,9 @@ class Pipeline(ParallelModule):
         refuse_input_gradients(tensors, "under a plan of stages", "plan without stages")
         check = self._replicas if self.training else None
         check = check if check is not None and check.is_due() else None
+        ready, batch = self._for_step(flat, spec)
         if self._same is not None and check is None:
             self._same.begin(flat, spec)
-        ready, batch = self._for_step(flat, spec)
         for worker in ready.workers:
             for program in worker.programs.values():
                 check_frozen(program.compiled)

@@ -147,6 +147,8 @@ NORMALIZATION = [
     call(aten.layer_norm.default, x(2, 3, 4), [4], x(4), x(4)),
     call(aten.layer_norm.default, x(2, 3, 4), [3, 4], x(3, 4)),
     call(aten.layer_norm.default, x(3, 4), [4]),
+    call(aten.renorm.default, x(3, 4), 2, 0, 0.5),
+    call(aten.renorm.default, x(2, 3, 4), 1, -2, 1.0),
     call(aten.rms_norm.default, x(2, 3, 4), [4], x(4)),
     call(aten.rms_norm.default, x(2, 3, 4), [4], None, 1e-5),
     call(aten.native_layer_norm.default, x(2, 3, 4), [4], x(4), x(4), 1e-5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rules.samples.calls import call, ids, x
+from rules.samples.calls import call, ids, plain, x
 
 aten = torch.ops.aten
 
@@ -64,6 +64,11 @@ CONVOLUTION = [
     call(aten.col2im.default, x(1, 4, 4), [7, 8], [2, 1], [1, 1], [0, 0], [4, 7]),
     call(aten.grid_sampler.default, x(2, 3, 4, 5), x(2, 3, 2, 2), 0, 0, False),
     call(aten.grid_sampler.default, x(2, 2, 3, 2, 4), x(2, 3, 2, 2, 3), 0, 1, True),
+    call(aten.grid_sampler_2d.default, x(2, 3, 4, 5), x(2, 3, 2, 2), 2, 1, False),
+    call(aten.grid_sampler_3d.default, x(2, 2, 3, 2, 4), x(2, 3, 2, 2, 3), 0, 2, True),
+    call(aten.fractional_max_pool2d.default, x(2, 3, 6, 5), [2, 2], [3, 2], plain(x(2, 3, 2).sigmoid())),
+    call(aten.fractional_max_pool2d.default, x(3, 6, 5), [2, 3], [3, 2], plain(x(1, 3, 2).sigmoid())),
+    call(aten.fractional_max_pool3d.default, x(2, 3, 4, 6, 5), [2, 2, 1], [2, 3, 2], plain(x(2, 3, 3).sigmoid())),
     call(aten.max_unpool2d.default, x(2, 3, 2, 2), ids(4, 2, 3, 2, 2) * 4 + torch.arange(4).view(2, 2), [4, 4]),
     call(aten._upsample_bilinear2d_aa.default, x(2, 3, 6, 4), [3, 2], False),
     call(aten._upsample_bilinear2d_aa.vec, x(2, 3, 6, 4), [3, 2], False, None),
