@@ -1,5 +1,4 @@
-"""Exchange what ranks must agree on before they compute: results of rank 0, and each rank's plan, inputs and initial
-values.
+"""Exchange what ranks must agree on before they compute: rank 0's results, and each rank's plan, inputs and values.
 
 Rank 0 may compute for longer than a collective may take. It publishes a heartbeat in the store; the others wait for it.
 """

@@ -66,8 +66,8 @@ class CpuPlacement:
 
 
 def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
-    """Place some parameters on the host. Their conversions are split from buckets with device parameters. Raises
-    ShardwiseError naming an operator that reads one and is no lookup."""
+    """Place some parameters on the host, and split their conversions from shared buckets. Raises ShardwiseError if an
+    operator that is no lookup reads one, or the module returns one."""
     spmd = program.spmd
     values = {source.value for source in spmd.graph.sources if names.intersection(source.names)}
     name_of = {value: spmd.graph.source_of[value].names[0] for value in values}

@@ -32,8 +32,7 @@ class RankStatus:
 
 
 class FailureStore:
-    """The failure store of this rank. ``call``: the number of its current call; equal on all ranks, which make the same
-    calls."""
+    """The failure store of this rank. ``call``: the number of its current call, the same on all ranks."""
 
     def __init__(self) -> None:
         self.call = 0

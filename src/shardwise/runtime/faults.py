@@ -74,8 +74,7 @@ class Purpose:
         return "gradient of " * self.backward + (source.names[0] if source else conversion.origin) + maker
 
     def describe(self, conversion: Conversion) -> str:
-        """Describe the value with its layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more
-        tensors``."""
+        """Describe value and layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more tensors``."""
         value = self.graph.by_name[conversion.origin]
         dtype = (value.reduced if self.backward else None) or value.dtype
         before, after = (format_layout(layout, dtype) for layout in self.layouts(conversion))
@@ -133,8 +132,7 @@ def collective_of(message: CollectiveMessage) -> str:
 def exchange_failed(
     error: Exception, rank: int, waiting: BlockedRank, what: str, op: str, source: str, facts: list[tuple[str, str]]
 ) -> CollectiveError | None:
-    """Explain ``error``, which ended any exchange: ``what`` failed while ``rank`` waited at ``waiting``. None if it is
-    not a network error."""
+    """Explain ``error``, which ended an exchange ``what`` for which ``rank`` waited; None if it is no network error."""
     text = str(error)
     is_network = isinstance(error, dist.DistError) or any(part in text.lower() for part in _NETWORK_ERROR_TEXTS)
     if isinstance(error, ShardwiseError) or is_out_of_memory(error) or not is_network:

@@ -15,8 +15,8 @@ GENERATION = "SHARDWISE_GENERATION"  # environment variable set by the launcher
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One generation of a job. ``number``: from 0; ``memory``: the folder; ``suspect``: the last one ended because
-    copies differed, so unchecked data is not trusted; ``rehearses``: the process is no rank, but plans for this number
-    of ranks, for a later generation, and exits; ``num_machines``: of the job at its start, each with its own folder."""
+    copies differed, so unchecked data is not trusted; ``rehearses``: if not 0, the process only plans for this number
+    of ranks and exits; ``num_machines``: of the job at its start, each with its own folder."""
 
     number: int
     memory: str

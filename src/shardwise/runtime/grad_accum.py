@@ -25,11 +25,10 @@ def _add(source: str, total: Tensor, gradient: Tensor) -> None:
 
 @dataclass
 class GradAccumStep:
-    """The emitted programs of a micro-batch and of the once-per-step work
-    (``programs.grad_accum_program.GradAccumProgram``). ``program``: a self-contained micro-batch, not emitted;
-    ``emitted``: the eager micro-batch; ``constants``: given to micro-batches besides the results of ``ahead``;
-    ``compiling``: the compiled micro-batch that runs instead, always or while faster; ``add``: adds a source's gradient
-    to the sum so far."""
+    """The emitted programs of a micro-batch and of once-per-step work (``grad_accum_program.GradAccumProgram``).
+    ``program``: a self-contained micro-batch, not emitted; ``emitted``: the eager micro-batch; ``constants``: its
+    hoisted constants; ``compiling``: runs instead, always or while faster; ``add``: adds a source's gradient to its
+    sum."""
 
     program: RankProgram
     ahead: Emitted

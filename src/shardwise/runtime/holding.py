@@ -88,7 +88,7 @@ def _announce_plain(module: torch.nn.Module) -> None:
 
 def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]]) -> None:
     """Warn about a frozen parameter whose layout differs from a trained one of the same name in another part (teacher
-    and student): computing one from the other would mix different elements or shapes."""
+    and student). Computing one from the other would mix different elements or shapes."""
     trained: dict[tuple[object, ...], list[str]] = {}
     for name, (parameter, _) in parameters.items():
         if parameter.requires_grad:

@@ -143,8 +143,7 @@ def _empty_shards() -> Shards:
 
 
 def announce_hooks(module: nn.Module) -> None:
-    """Warn about hooks of modules, which behave differently than on one device. Those with ``MARKS`` are for
-    capture."""
+    """Warn about module hooks, which act differently than on one device. Those with ``MARKS`` are for capture."""
     for kinds, what in (
         (
             _FORWARD,

@@ -375,8 +375,7 @@ class ShardIndex:
         return replace(leaf, held, place)
 
     def of(self, tensor: Tensor, path: Path) -> ShardRecord | None:
-        """Return the record of a tensor at a path of a state, None if it is no shard. Raises ShardwiseError for a view
-        of one."""
+        """Return the record of a tensor at a path of a state, or None. Raises ShardwiseError for a view of a shard."""
         if not tensor.numel():
             candidates = self._empty.get(tensor.shape, [])
             named = [held for held in candidates if any(f".{held.name}." in f".{key}." for key in path)]

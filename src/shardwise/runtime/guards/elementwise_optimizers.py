@@ -28,9 +28,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 _declared: WeakSet[type[Optimizer]] = WeakSet()
 _trusted: WeakSet[type[Optimizer]] = WeakSet()  # classes found element-wise; looked up at every step
-_passed: WeakKeyDictionary[Optimizer, tuple[int, ...]] = (
-    WeakKeyDictionary()
-)  # other optimizers without shards, by their parameters
+_passed: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()  # others without shards: parameters
 _HOOKED = Optimizer.profile_hook_step(lambda: None).__code__  # the wrapper that torch puts around every step
 
 

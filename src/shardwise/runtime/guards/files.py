@@ -21,10 +21,7 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.runtime.guards.dcp import ShardIndex
 
-_OF_SAFETENSORS = (
-    "_flatten_as_ptr",
-    "_flatten",
-)  # save, save_file and save_model use the first; the second in older versions
+_OF_SAFETENSORS = ("_flatten_as_ptr", "_flatten")  # used by save, save_file and save_model; the second in old versions
 _PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they store where in the whole a part lies
 
 
@@ -67,8 +64,7 @@ def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(value: Any, file: Any, saves: FrameType) -> None:
-    """Raise ShardwiseError if a file would store only a part. ``saves``: the frame of the function that the user
-    called."""
+    """Raise ShardwiseError if a file would store only a part. ``saves``: the frame of the function the user called."""
     caller = saves.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
         return

@@ -204,7 +204,7 @@ def _check_strangers(
     strangers: list[torch.Tensor], shards: list[tuple[torch.Tensor, ShardRecord]], *, beside: bool
 ) -> None:
     """Raise ShardwiseError for a ``detach()``, ``.data`` or view of a shard, which this rank would take for a whole
-    tensor, and for tensor subclasses with their own norm ``beside`` tensors of ours."""
+    tensor. Also raise it for tensor subclasses with their own norm ``beside`` tensors of ours."""
     owners = Owners(shards)
     for tensor in strangers:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -65,8 +65,7 @@ def shard_records(
 def register_module(
     module: torch.nn.Module, held: Mapping[str, ShardRecord], everyone: Communicator | None = None
 ) -> bool:
-    """Register a module if it holds shards, and return whether it does. ``everyone``: all ranks, if each holds some
-    stages."""
+    """Register a module if it holds shards; return whether it does. ``everyone``: all ranks, if split into stages."""
     if everyone is not None:
         _everyone[module] = everyone
     elif not any(held_tensor.is_shard for held_tensor in held.values()):
@@ -82,7 +81,7 @@ def ranks_of_stages(module: torch.nn.Module | None) -> Communicator | None:
 
 
 def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
-    """Yield the parameters of all living modules that hold shards, with their records."""
+    """Yield the parameters of all living modules that hold shards, once each, with their records."""
     for module, held in list(_holders.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name in held:

@@ -33,8 +33,7 @@ class Entry:
 
 
 class Gathering:
-    """Brings a state dict, of which every rank has its stages' entries, to rank ``target`` or all (None), one tensor at
-    a time."""
+    """Brings a state dict that is spread over stages to rank ``target``, or to all (None), one tensor at a time."""
 
     def __init__(self, held_of: HeldOf, everyone: Communicator, target: int | None) -> None:
         self._held_of, self._everyone, self._target = held_of, everyone, target
@@ -102,8 +101,7 @@ class Gathering:
 
 
 def _merged(nodes: Sequence[tuple[int, Any]], path: Path) -> Any:
-    """Merge the ranks' descriptions of a state. ``nodes``: (rank, node) of those that have it. Raises ShardwiseError
-    for differences."""
+    """Merge the ranks' descriptions of a state: (rank, node) pairs. Raises ShardwiseError for differences."""
     (rank, first), *others = nodes
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for _, node in nodes for key in node)

@@ -30,6 +30,6 @@ class Owners:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's first and last byte address. Gradients of one bucket share one storage."""
+    """Return the addresses at which a tensor starts and ends. Gradients of one bucket share one storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
