@@ -1,7 +1,6 @@
-"""What the ranks of a job agree on before they compute: what rank 0 computes once (the captured graph, and the errors
-of capturing it), and what each of them brings (its plan, its inputs, its initial values).
+"""Exchange what ranks must agree on before they compute: rank 0's results, and each rank's plan, inputs and values.
 
-Rank 0 may take longer for it than a collective may: while it works it says so in the ranks' store, and the others wait.
+Rank 0 may compute for longer than a collective may take. It publishes a heartbeat in the store; the others wait for it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ T = TypeVar("T")
 _BEATS = "shardwise/rank-0-works"
 _BEAT_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 1e-3
-_HALF_AN_HOUR = timedelta(minutes=30)  # torch's own time-out, where the group has none
-_turns = count()  # every rank asks for rank 0 equally often
+_HALF_AN_HOUR = timedelta(minutes=30)  # torch's default, for a group without a time-out
+_turns = count()  # every rank makes the same number of calls
 
 
 def from_rank_zero(compute: Callable[[], T]) -> T:
-    """``compute()`` of rank 0 on every rank. Every rank must call this; an error that a user can mend is raised on all
-    of them. It may take longer than the ranks' collectives."""
+    """Run ``compute()`` on rank 0 and return its result on every rank; all ranks must call this. A ShardwiseError is
+    raised on all of them. It may take longer than the time-out of collectives."""
     outcome: T | ShardwiseError | None = None
     if dist.get_rank() == 0:
         try:
@@ -63,14 +62,14 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
 
 @contextmanager
 def show_progress_once(what: str) -> Iterator[None]:
-    """``progress.show_progress`` on the first rank, or where there are none."""
+    """Show ``progress.show_progress`` on rank 0, or where there is no process group."""
     with nullcontext() if dist.is_initialized() and dist.get_rank() else show_progress(what):
         yield
 
 
 @contextmanager
 def report_alive() -> Iterator[None]:
-    """While the block runs on rank 0, the others know that it is at work. Anything else changes nothing."""
+    """Publish rank 0's heartbeat in the store while the block runs. On other ranks it does nothing."""
     if not dist.is_initialized() or dist.get_rank() != 0 or dist.get_world_size() == 1:
         yield
         return
@@ -90,8 +89,8 @@ def report_alive() -> Iterator[None]:
 
 
 def meet_rank_zero(what: str) -> None:
-    """Wait until rank 0 is here, too, as long as it works. Raises LaunchError when nothing is heard of it for as long
-    as the ranks' collectives may take."""
+    """Wait for rank 0 as long as its heartbeat continues. Raises LaunchError when there was none for the time-out of
+    collectives."""
     turn = f"shardwise/rank-0-is-here-{next(_turns)}"
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -100,7 +99,7 @@ def meet_rank_zero(what: str) -> None:
     patience = (group_timeout() or _HALF_AN_HOUR).total_seconds()
     heard, since, pause = -1, monotonic(), _FIRST_PAUSE_SECONDS
     while True:
-        # Asked again and again: a wait that times out in the store writes lines of its own to stderr.
+        # Poll: a store wait that times out writes its own lines to stderr.
         failure: RuntimeError | None = None
         try:
             if store.check([turn]):
@@ -124,8 +123,8 @@ def meet_rank_zero(what: str) -> None:
 
 
 def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None:
-    """Wait until all ranks of a module are here to read the same output. ``number``: which one of its ``call``. Raises
-    ShardwiseError where they read different ones, and CollectiveError where some do not read at all."""
+    """Wait until all ranks of a module read the same output, the ``number``-th of ``call``. Raises ShardwiseError if
+    they read different ones, and CollectiveError if some rank does not read at all."""
     doing = f"reading an output of call {call}, {what}, which every rank must read (or outputs='whole' in parallelize),"
     if not ranks.meet((call << 16) + number, doing):
         raise ShardwiseError(
@@ -137,13 +136,13 @@ def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None
 
 
 def wire_device(device: torch.device) -> torch.device:
-    """Where a tensor must be for ranks to exchange it, whose module is on ``device``."""
+    """Return the device that a tensor must be on to be sent, for a module on ``device``."""
     return device if device.type == "cuda" else torch.device("cpu")
 
 
 def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: str) -> list[Any]:
-    """What every rank of a placement gives, on each of them. ``device``: that of the module; ``what`` it is for, for a
-    CollectiveError."""
+    """Return the object of every rank of a placement, in rank order. ``device``: the module's; ``what``: names the
+    exchange in a CollectiveError."""
     device = wire_device(device)
     content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
     lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
@@ -154,7 +153,7 @@ def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: 
 
 
 def _not_sent(error: Exception) -> ShardwiseError:
-    """For a class that other processes can not find by its name: of an argument, an output, or a constant."""
+    """Return the error for an object whose class other processes cannot import by name."""
     return ShardwiseError(
         problem(
             f"rank 0 can not send the other ranks what it captured: {error}",
@@ -176,7 +175,7 @@ def _load(content: bytes) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Operators travel by name."""
+    """A pickler that stores PyTorch operators by name."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, OpOverload):

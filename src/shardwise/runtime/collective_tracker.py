@@ -1,8 +1,8 @@
-"""Where this rank is: the collective that it is in, for the launcher to read, and how long it has waited in all.
+"""Track the collective that this rank is in, for the launcher to read, and sum up the time it has waited.
 
-A collective of a program, what the ranks of a job tell each other, and the messages between the stages of a pipeline
-are entered and left here. Under ``shardwise run`` it is written on the rank's page (``runtime.heartbeat_file``);
-everywhere the time is summed up, from which the time that a rank is busy follows (``train.rounds``).
+Program collectives, agreement between ranks and messages between pipeline stages enter and leave here. Under
+``shardwise run`` they are written to the rank's heartbeat file (``runtime.heartbeat_file``). The time a rank is busy
+(``train.rounds``) follows from the waited time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BEAT_SECONDS = 0.5
 
 
 class CollectiveTracker:
-    """``waited_seconds``: in collectives, so far."""
+    """The current collective of this rank. ``waited_seconds``: total time in collectives so far."""
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
@@ -28,7 +28,7 @@ class CollectiveTracker:
         self._page: HeartbeatFile | None = None
 
     def write_to(self, path: str | Path) -> None:
-        """From now on write to a page, and give signs of life there as long as the process runs."""
+        """Write to a heartbeat file from now on, and beat there as long as the process runs."""
         if self._page is not None:
             return
         self._page = page = HeartbeatFile(path)
@@ -40,7 +40,7 @@ class CollectiveTracker:
                 page.beat(time.monotonic())
                 ends.wait(_BEAT_SECONDS)
 
-        def end() -> None:  # what the interpreter still does is not to be watched
+        def end() -> None:  # do not monitor interpreter shutdown
             ends.set()
             thread.join()
             page.beat(0.0)
@@ -55,27 +55,27 @@ class CollectiveTracker:
 
     @contextmanager
     def waiting(self, what: bytes) -> Iterator[None]:
-        """Around a collective that this rank waits for. ``what`` it is, in words. One that fails is not left."""
+        """Track a collective that this rank waits for, described by ``what``. One that fails is never left."""
         self.enter(what)
         yield
         self.leave()
 
     def enter(self, what: bytes) -> None:
-        """This rank begins to wait for ``what``."""
+        """Record that this rank begins to wait for ``what``."""
         self._number += 1
         self._began = time.monotonic()
         if self._page is not None:
             self._page.enter(self._number, self._began, what)
 
     def leave(self) -> None:
-        """What it waited for last has come."""
+        """Record that the latest wait has ended."""
         ended = time.monotonic()
         self.waited_seconds += ended - self._began
         if self._page is not None:
             self._page.leave(ended)
 
 
-# Not a cache: a process is one rank, and its launcher has one page for it.
+# Not a cache: a process is one rank with one heartbeat file.
 trail = CollectiveTracker()
 
 __all__ = ["CollectiveTracker", "trail"]

@@ -1,8 +1,8 @@
-"""Collectives on real ranks: the exchanges of ``programs.moves`` over ``torch.distributed`` process groups.
+"""Run collectives on real ranks: the exchanges of ``programs.moves`` over ``torch.distributed`` process groups.
 
-A program runs on the ranks of its placement. Only the groups that it uses are created, in the same order on every rank
-of the job. Gloo has no uneven all-gather and no booleans: uneven pieces are padded to the largest (their sizes are
-known from the layouts), booleans travel as bytes.
+A program runs on the ranks of its placement. Only the groups it uses are created, in the same order on every rank of
+the job. Gloo has no uneven all-gather and no booleans: uneven pieces are padded to the largest (the layouts give all
+sizes), and booleans are sent as bytes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A collective that was started. What it sends is held until it is waited for, whatever the backend holds: on GPUs
-    it runs on a stream of its own, and memory that is let go is given away at once. ``rows``: what arrives, and what of
-    its own this rank adds to that."""
+    """A collective that was started. It holds what it sends until the wait: on GPUs it runs on its own stream, and
+    freed memory is reused at once. ``rows``: (the buffer that arrives, this rank's own rows to add to it)."""
 
     work: Any
     sent: torch.Tensor
@@ -52,7 +51,7 @@ class InFlight:
     rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def wait(self) -> None:
-        """Until it is done; with gloo, or until it is known that it never will be."""
+        """Wait until it is done; with gloo, or until a failing rank is known."""
         if self.is_gloos:
             hands.wait(self.work)
         else:
@@ -67,15 +66,15 @@ def is_gloo(group: Any) -> bool:
 
 
 def adds_rows(group: Any) -> bool:
-    """Whether a reduce-scatter of the group is an exchange of parts whose rows every member adds up. gloo's own reduces
-    everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an exchange 13 and 27 (torch 2.13, a
-    2-core AMD EPYC under load)."""
+    """Return whether a reduce-scatter in the group is an all-to-all whose rows each member sums. Gloo's own reduces
+    everything on every rank: 20 MiB took 51 ms among two ranks and 50 among four, an all-to-all 13 and 27 (torch 2.13,
+    a 2-core AMD EPYC under load)."""
     return is_gloo(group)
 
 
 def exchange_rows(sent: torch.Tensor, group: Any, *, is_async: bool) -> tuple[torch.Tensor, InFlight]:
-    """Start it: (what ``sum_received`` takes, what to wait for). ``sent``: a row for every member, one behind the
-    other. Of two ranks each gets the other's row only, and adds its own where that arrives."""
+    """Start the all-to-all: return (the input of ``sum_received``, the handle). ``sent``: one row per member,
+    concatenated. With two ranks each receives only the other's row, and adds its own on arrival."""
     size = dist.get_world_size(group)
     if size != 2:
         received = torch.empty_like(sent)
@@ -88,9 +87,9 @@ def exchange_rows(sent: torch.Tensor, group: Any, *, is_async: bool) -> tuple[to
 
 
 def gather_rows(received: torch.Tensor, sent: torch.Tensor, group: Any, *, is_async: bool) -> Any:
-    """Start an all-gather: what to wait for. ``received``: a row of every member, one behind the other. Of two ranks of
-    gloo's each sends its row to the other and copies it for itself: gloo's own all-gather of 20 MiB took twice the
-    processor time (torch 2.13, a 2-core AMD EPYC under load)."""
+    """Start an all-gather and return its handle. ``received``: one row per member, concatenated. Two gloo ranks swap
+    rows and copy their own: gloo's own all-gather of 20 MiB took twice the processor time (torch 2.13, a 2-core AMD
+    EPYC under load)."""
     if not (is_gloo(group) and dist.get_world_size(group) == 2):
         return gather_tensor(received, sent, group=group, async_op=is_async)
     rows, place = received.view(2, -1), dist.get_rank(group)
@@ -100,23 +99,23 @@ def gather_rows(received: torch.Tensor, sent: torch.Tensor, group: Any, *, is_as
 
 
 def _swap(received: torch.Tensor, sent: torch.Tensor, place: int, group: Any, is_async: bool) -> Any:
-    """Of two ranks each gets what the other sends: as many elements."""
+    """Exchange equally large tensors between the two ranks of a group."""
     counts = [len(sent) * (place == 1), len(sent) * (place == 0)]
     return dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=is_async)
 
 
 def sum_received(received: torch.Tensor, size: int) -> torch.Tensor:
-    """What members have sent to this one, added up in the order of their ranks."""
+    """Sum the rows received from the members, in rank order."""
     return received if size == 2 else received.view(size, -1).sum(0, dtype=received.dtype)
 
 
-# An error of the network -> what to raise for it; None: it was something else.
+# A network error -> the error to raise instead; None for any other error.
 Failed = Callable[[Exception], Exception | None]
 
 
 @contextmanager
 def explain_failures(what: str, failed: Failed) -> Iterator[None]:
-    """An exchange, for which this rank waits."""
+    """Track an exchange that this rank waits for, and explain its network errors."""
     try:
         with trail.waiting(what.encode()):
             yield
@@ -129,7 +128,7 @@ def explain_failures(what: str, failed: Failed) -> Iterator[None]:
 
 @dataclass
 class GatheredRows:
-    """Tensors of all ranks on their way to each of them: of equal size, in a row each."""
+    """Equally large tensors of all ranks that are being gathered, one row each."""
 
     rows: torch.Tensor
     flight: InFlight
@@ -137,42 +136,42 @@ class GatheredRows:
     failed: Failed
 
     def wait(self) -> torch.Tensor:
-        """The rows, when they are here. Raises CollectiveError."""
+        """Wait for the rows and return them. Raises CollectiveError."""
         with explain_failures(self.what, self.failed):
             self.flight.wait()
         return self.rows
 
 
 class Communicator:
-    """Performs this rank's moves among the ranks of a placement. Process groups are kept per set of sub-axes. ``name``:
-    of the module, for errors; ``backend``: of groups that must have another one than that of all ranks.
+    """Performs this rank's moves among the ranks of a placement. Process groups are cached per set of sub-axes.
+    ``name``: the module's, for errors; ``backend``: of groups that need another one than the default group's.
 
-    A rank outside of the placement (``coordinates`` is empty there) takes part in ``create_groups`` only.
-    ``before_next``: what has to be known before the next collective starts, if anything (``runtime.signatures``).
+    A rank outside the placement has empty ``coordinates`` and takes part in ``create_groups`` only. ``before_next``: a
+    check to run before the next collective starts, if any (``runtime.signatures``).
     """
 
     def __init__(self, place: Placement, name: str = "the program", backend: str | None = None) -> None:
         self.place, self.mesh, self.name, self.backend = place, place.mesh, name, backend
         self.calls = 0  # of the module, so far
-        self.launched = 0  # collectives that were started, those of compiled programs not counted
+        self.launched = 0  # collectives started, without those of compiled programs
         self.rank = dist.get_rank()
         self.coordinates = place.coordinates(self.rank) if self.rank in place.ranks else {}
         self.before_next: Callable[[], None] | None = None
-        self.record: list[Collective] | None = None  # set to a list to note what this rank takes part in
+        self.record: list[Collective] | None = None  # set to a list to record this rank's collectives
         self._groups: dict[frozenset[str], Any] = {}
-        self._reading: Any = None  # the group of all ranks that is used ahead of reading an output
+        self._reading: Any = None  # the group of all ranks that meets before an output is read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        other = type(self).__new__(type(self))  # process groups are shared: ranks would have to make new ones together
+        other = type(self).__new__(type(self))  # process groups are shared: creating new ones is collective
         other.__dict__.update(self.__dict__)
         return other
 
-    def __getstate__(self) -> dict[str, Any]:  # in a file: the groups are made anew by what needs them
+    def __getstate__(self) -> dict[str, Any]:  # process groups are not stored: they are created again on use
         size = dist.get_world_size()
         return {**self.__dict__, "_groups": {}, "_reading": None, "before_next": None, "record": None, "size": size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Raises LaunchError where the file is that of another rank, or of a job of another size."""
+        """Restore the state. Raises LaunchError if the file is another rank's, or of a job of another size."""
         stored = f"rank {state['rank']} of {state.pop('size')}"
         self.__dict__.update(state)
         here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank of a job"
@@ -188,7 +187,7 @@ class Communicator:
         """Create the process groups of some sets of sub-axes. Every rank of the job must call this with the same sets,
         placement after placement in the same order.
 
-        Their collectives time out as those of all ranks do (torch gives new groups half an hour).
+        Their collectives get the time-out of the default group (torch gives new groups half an hour).
         """
         wanted = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
         if not self._has_all_ranks:
@@ -207,14 +206,14 @@ class Communicator:
                     self._groups[frozenset(axes)] = group
 
     def create_reading_group(self) -> None:
-        """Create the group in which ranks meet to read an output; every rank of the job asks for it. It has no other
-        messages: a rank that reads alone waits, and nothing is taken for something else."""
+        """Create the group in which ranks meet to read an output; every rank of the job calls this. It carries no other
+        messages, so a rank that reads alone waits and cannot pair with another collective."""
         if self._reading is None and self.mesh.num_devices > 1:
             self._reading = dist.new_group(timeout=group_timeout(), backend="gloo")
 
     def meet(self, number: int, what: str) -> bool:
-        """Wait for all ranks, in the group for reading: whether all come with the same number. Raises CollectiveError
-        where one does not come. ``what`` for."""
+        """Wait for all ranks in the reading group and return whether all passed the same number. Raises
+        CollectiveError, naming ``what``, if one does not arrive."""
         seen = torch.tensor([number, -number])
         with explain_failures(what, self._failed(what)):
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._reading)
@@ -225,17 +224,17 @@ class Communicator:
         return len(self.place.ranks) == dist.get_world_size()
 
     def group(self, axes: tuple[str, ...]) -> Any:
-        """The process group of the ranks that differ along ``axes`` only. Raises LayoutError outside the placement."""
+        """Return the group of the ranks that differ along ``axes`` only. Raises LayoutError outside the placement."""
         self.place.device_of(self.rank)
         return self._groups[frozenset(axes)]
 
     def gather_from_all(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The equally large tensors of all ranks of the placement, in a row each. ``what`` it is for, for a
-        CollectiveError."""
+        """Gather the equally large tensors of all ranks of the placement, one row each. ``what``: names the exchange in
+        a CollectiveError."""
         return self.start_gather(tensor, what).wait()
 
     def start_gather(self, tensor: torch.Tensor, what: str) -> GatheredRows:
-        """The same, to be waited for."""
+        """Start ``gather_from_all`` and return its handle."""
         self.make_sure()
         is_world = self._has_all_ranks and self.backend is None
         group = dist.group.WORLD if is_world else self.group(self.mesh.sub_axes)
@@ -248,7 +247,7 @@ class Communicator:
 
     def bring(self, tensor: torch.Tensor, source: int, target: int | None, what: str) -> torch.Tensor:
         """Return a tensor of rank ``source`` on rank ``target``, or on all (None); the others pass one of its shape.
-        Raises CollectiveError. ``what`` it is, for that."""
+        Raises CollectiveError, naming ``what``."""
         self.make_sure()
         self.launched += 1
         wire = tensor.contiguous().reshape(-1).view(torch.uint8)  # no backend sends every dtype
@@ -263,26 +262,26 @@ class Communicator:
         return wire.view(tensor.dtype).view(tensor.shape)
 
     def _failed(self, what: str) -> Failed:
-        """What an error of the network means for an exchange of all ranks that is under way. ``what`` it is for."""
+        """Return the function that explains a network error in an exchange of all ranks. ``what``: its purpose."""
         waiting = BlockedRank(self.name, self.launched, what, self.place.ranks)
         facts = [("pass", f"call {self.calls}")]
         return lambda error: exchange_failed(error, self.rank, waiting, what, "", "", facts)
 
     def make_sure(self) -> None:
-        """Called before every collective: whether this rank is right in what it took for granted."""
+        """Run the pending check of this rank's assumptions, if any; called before every collective."""
         if self.before_next is not None:
             self.before_next()
 
     def note(self, kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
-        """Add a collective to the record, where one is kept."""
+        """Add a collective to the record, if one is kept."""
         if self.record is not None:
             self.record.append(Collective(kind, axes, num_bytes))
 
 
 class CollectiveMessage:
-    """One collective that carries one tensor, or several that make the same moves. All sizes are known beforehand.
-    ``number``: that of the collective it performed last, of all that this rank has started. ``together``: positions of
-    the tensors that share buffers (``programs.moves.sharing_buffers``)."""
+    """One collective for one tensor, or for several with the same moves. All sizes are known beforehand. ``number``: of
+    its latest run, among all collectives this rank started. ``together``: positions of the tensors that share buffers
+    (``programs.moves.sharing_buffers``)."""
 
     def __init__(
         self,
@@ -301,7 +300,7 @@ class CollectiveMessage:
         self.is_gloos = self.parcels[0].is_gloos
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
-        """Start the collective: (the buffers it fills, what to ``finish``, nothing if that is done).
+        """Start the collective: return (the buffers it fills, the handles for ``finish``, none if it is done).
 
         Raises CollectiveError, or OutOfDeviceMemoryError.
         """
@@ -320,7 +319,7 @@ class CollectiveMessage:
             raise
 
     def finish(self, flights: Sequence[InFlight]) -> None:
-        """Wait for a collective. Raises as ``launch`` does."""
+        """Wait for a collective. Raises the same errors as ``launch``."""
         try:
             with trail.waiting(self.label):
                 for flight in flights:
@@ -331,7 +330,7 @@ class CollectiveMessage:
 
     @cached_property
     def label(self) -> bytes:
-        """What it is, in words, for the rank's page."""
+        """Describe the collective for the rank's heartbeat file."""
         return collective_of(self).encode()
 
     def _explain(self, error: Exception) -> None:
@@ -348,7 +347,7 @@ class CollectiveMessage:
         return [buffer for buffer, *_ in sent], [] if wait else [flight for _, flight, _ in sent]
 
     def land(self, buffers: list[torch.Tensor], this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The results, from buffers that are filled. ``this_rank``: its tensor, where the move needs it as well."""
+        """Return the results from filled buffers. ``this_rank``: its own tensor, if the move needs it too."""
         results: dict[int, torch.Tensor] = {}
         for parcel, positions in zip(reversed(self.parcels), reversed(self.together), strict=True):
             results.update(zip(positions, parcel.land(buffers.pop(), this_rank), strict=True))
@@ -364,7 +363,7 @@ class PackedTensors:
         self.group = ranks.group(first.axes)
         self.size = ranks.mesh.size_of(first.axes)
         self.op = REDUCTIONS[first.reduction]
-        # Elements that each member sends (all_gather) or that each member gets (the others), per tensor.
+        # Elements per tensor that each member sends (all_gather) or receives (other kinds).
         self.counts = [[prod(shape) for shape in move.received] for move in moves]
         self.totals = [sum(counts) for counts in zip(*self.counts, strict=True)]
         self.largest = max(self.totals)
@@ -377,7 +376,7 @@ class PackedTensors:
         self.adds_rows = self.kind == "reduce_scatter" and adds_rows(self.group)
 
     def launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight, int]:
-        """(The buffer that is filled, what to wait for, bytes of the collective.)"""
+        """Start the collective: return (the buffer that is filled, its handle, bytes of the collective)."""
         if self.kind == "all_reduce":
             return self._all_reduce(tensors, wait)
         if self.kind == "all_gather":
@@ -387,7 +386,7 @@ class PackedTensors:
         return self._all_to_all(tensors, wait)
 
     def land(self, buffer: torch.Tensor, this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The results, from the buffer. ``this_rank``: its tensor, where the move needs it as well."""
+        """Return the results from the buffer. ``this_rank``: its own tensor, if the move needs it too."""
         if self.adds_rows:
             buffer = sum_received(buffer, self.size)
         if self.kind in ("all_reduce", "reduce_scatter"):
@@ -455,11 +454,11 @@ class PackedTensors:
 
 
 def new_group(members: Sequence[int], backend: str | None = None) -> Any:
-    """A process group of some ranks; all ranks of the job make it. ``backend``: another one than that of all ranks."""
+    """Create a process group of some ranks; all ranks of the job call this. ``backend``: if not the default's."""
     everyone: Any = dist.group.WORLD
     device = everyone.bound_device_id
     if backend is not None:
-        # torch has the ranks outside split the communicator of NCCL, for which a group that is gloo's never comes.
+        # With a bound device torch makes outside ranks split the NCCL communicator, which hangs for a gloo group.
         everyone.bound_device_id = None
     try:
         return dist.new_group(list(members), timeout=group_timeout(), backend=backend)
@@ -468,7 +467,7 @@ def new_group(members: Sequence[int], backend: str | None = None) -> Any:
 
 
 def group_timeout() -> timedelta | None:
-    """The time-out of the group of all ranks, for every other group."""
+    """Return the time-out of the default group, which every other group gets."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     options: Any = getattr(dist.distributed_c10d._get_default_group()._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
@@ -476,7 +475,7 @@ def group_timeout() -> timedelta | None:
 
 
 def _row(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Flat parts one behind the other, padded to a length."""
+    """Concatenate flattened parts, padded to a length."""
     flat = [part.reshape(-1) for part in parts]
     missing = length - sum(part.numel() for part in flat)
     if missing:
@@ -485,7 +484,7 @@ def _row(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
 
 
 def _padded(rows: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Rows of parts one behind the other, padded to the longest. A part is copied once, however it lies in memory."""
+    """Concatenate rows of parts, each padded to the longest row. Each part is copied once, whatever its strides."""
     sizes = [[part.numel() for part in row] for row in rows]
     longest = max(map(sum, sizes))
     joined = rows[0][0].new_empty(len(rows), longest)
@@ -498,6 +497,6 @@ def _padded(rows: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it travels: contiguous, booleans as bytes."""
+    """Return the tensor as it is sent: contiguous, booleans as bytes."""
     tensor = tensor.contiguous()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,9 +1,9 @@
-"""Eager or compiled: the first training steps of a program run in turns one way and the other; the faster one stays.
+"""Choose eager or compiled: the first training steps of a program alternate between both, and the faster one stays.
 
-The steps are the user's own, and either way gives the same losses, gradients and buffers, so nothing is done twice and
-nothing has to be undone. Only the forward and backward lists of a step are timed, not what makes or compiles them.
-Ranks send each other the same messages in the same order either way: what a rank measures, and whether it can compile
-at all, is its own matter until the ranks of the program's placement agree.
+The steps are the user's own, and both ways give the same losses, gradients and buffers, so no step is repeated or
+undone. Only the forward and backward lists of a step are timed, not emitting or compiling them. Ranks send the same
+messages in the same order either way. A rank may therefore measure, or fail to compile, on its own until the ranks of
+the program's placement agree.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardwise.runtime.timing_cache import Times, TimesOnDisk
 
 _Variant = TypeVar("_Variant")
 
-# Whether a turn is compiled. The first of each is not timed: it compiles, and takes memory for the first time. The
-# order of the others (Thue-Morse) cancels what drifts, and steps of the user's that differ every second or fourth time.
+# Whether a step is compiled. The first of each is not timed: it compiles and allocates. The order of the others
+# (Thue-Morse) cancels drift, and user steps that differ every second or fourth time.
 WARM_UP = (False, True)
 ROUND = (False, True, True, False, True, False, False, True)
 MOST_ROUNDS = 3
-LEAST_TIMED = 2  # of each, that ran backward as well
-MARGIN = 0.01  # below it steps are equally fast: the eager one stays, which needs no compiling for other inputs
+LEAST_TIMED = 2  # of each way, with backward
+MARGIN = 0.01  # below it eager stays: it needs no compiling for other inputs
 MOST_STEPS = len(WARM_UP) + MOST_ROUNDS * len(ROUND)
 
 
@@ -59,8 +59,8 @@ class Stopwatch:
 
 
 class StreamStopwatch(Stopwatch):
-    """The same of what is queued on a GPU's stream. The device is idle when the first part starts, so that what the
-    host takes counts; between the parts nothing waits, as in other steps."""
+    """A stopwatch for work queued on a GPU stream. The device is idle when the first part starts, so host time counts;
+    nothing synchronizes between the parts, as in other steps."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def stopwatch_of(device: torch.device) -> Stopwatch:
 
 @dataclass
 class TimedStep:
-    """A training step. ``watch``: None where it is not timed; ``is_complete``: whether backward has run."""
+    """A training step. ``watch``: None if it is not timed; ``is_complete``: whether backward has run."""
 
     compiled: bool
     watch: Stopwatch | None = None
@@ -101,7 +101,7 @@ class TimedStep:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around each part of the step."""
+        """Time a part of the step."""
         if self.watch is None or self.is_complete:
             yield
             return
@@ -112,8 +112,8 @@ class TimedStep:
 
 @dataclass
 class CompileBenchmark:
-    """Of all programs of a module. ``latest``: whether the last one that was decided runs compiled, which evaluation
-    follows; ``name``: of the module."""
+    """State shared by all programs of a module. ``latest``: whether the last decided one runs compiled (evaluation
+    follows it); ``name``: the module's."""
 
     name: str
     disk: TimesOnDisk
@@ -121,14 +121,14 @@ class CompileBenchmark:
     number: int = 0
 
     def restart(self) -> None:
-        """What is under way begins anew: a call has failed, and ranks may have counted differently."""
+        """Restart the trials under way: after a failed call ranks may have counted differently."""
         self.number += 1
 
 
 @dataclass
 class CompileTrial:
-    """Of one program on this rank; every rank of its placement has one, and calls it alike. ``choice``: whether the
-    program runs compiled, None before that is known."""
+    """The trial of one program on this rank; every rank of its placement makes the same calls. ``choice``: whether the
+    program runs compiled, None until decided."""
 
     trials: CompileBenchmark
     program: RankProgram
@@ -141,7 +141,7 @@ class CompileTrial:
     _turns: list[TimedStep] = field(default_factory=list)
 
     def begin(self) -> TimedStep:
-        """A training step begins."""
+        """Begin a training step and return how to run it."""
         if self._number != self.trials.number:
             self._number, self._count, self._turns = self.trials.number, 0, []
         if self.choice is None:
@@ -160,7 +160,7 @@ class CompileTrial:
         return turn
 
     def cannot_compile(self, error: Exception) -> None:
-        """This rank runs eager from here on, whatever the others do."""
+        """Run eager on this rank from now on, whatever the others do."""
         self._failed = True
         warnings.warn(
             f"the step of {self.trials.name} runs eager on rank {self.ranks.rank}, since it does not compile: "
@@ -171,23 +171,23 @@ class CompileTrial:
 
     @property
     def is_preferred(self) -> bool:
-        """Whether calls that are not timed run compiled."""
+        """Return whether untimed calls run compiled."""
         return not self._failed and (self.trials.latest if self.choice is None else self.choice)
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the rank that reads, writes and speaks."""
+        """Return whether this is the rank that reads, writes and prints."""
         return self.ranks.place.device_of(self.ranks.rank) == 0
 
     def _recall(self) -> None:
-        """Take what the first rank remembers."""
+        """Take the choice that the first rank has on disk, if any."""
         known = self.trials.disk.read(self._key()) if self._is_first else None
         eager, compiled = self._of_all(known or Times(math.nan, math.nan))[0].tolist()
         if not math.isnan(eager):
             self._choose(Times(eager, compiled), f"as measured before ({self.trials.disk.folder})")
 
     def _decide(self) -> None:
-        """Take the faster one, if enough was timed on all ranks. A step is as fast as its slowest rank."""
+        """Choose the faster way if all ranks timed enough steps. A step is as fast as its slowest rank."""
         eager, compiled = (
             self._of_all(Times(self._seconds(compiled=False), self._seconds(compiled=True))).amax(0).tolist()
         )
@@ -214,7 +214,7 @@ class CompileTrial:
             print(f"shardwise: the step of {self.trials.name} {what}", file=sys.stderr)
 
     def _seconds(self, *, compiled: bool) -> float:
-        """What a step takes on this rank; NaN where too few were timed."""
+        """Return the median seconds of a step on this rank; NaN if too few were timed."""
         if compiled and self._failed:
             return math.inf
         kinds = ROUND * (len(self._turns) // len(ROUND))
@@ -223,7 +223,7 @@ class CompileTrial:
         return median(seconds) if len(seconds) >= LEAST_TIMED else math.nan
 
     def _of_all(self, times: Times) -> torch.Tensor:
-        """[ranks, 2]: what the ranks of the placement have."""
+        """Gather the times of the placement's ranks: [ranks, 2]."""
         row = torch.tensor([times.eager, times.compiled], dtype=torch.float64, device=wire_device(self.device))
         return self.ranks.gather_from_all(row, "whether to run compiled").cpu()
 
@@ -235,22 +235,22 @@ class CompileTrial:
             "program": program_digest(self.program),
             "device": _device_name(self.device),
             "torch": torch.__version__,
-            "shardwise": sys.modules["shardwise"].__version__,  # a later layer's name: nothing is imported here
+            "shardwise": sys.modules["shardwise"].__version__,  # not imported here: it is a later layer
             "settings": str(settings),
         }
 
 
 @dataclass
 class CompiledVariant(Generic[_Variant]):
-    """The compiled variant of a step: ``make`` makes it when it is first wanted. ``trial``: says whether it is, by
-    default always; ``variant``: None before, and where it was let go."""
+    """The compiled variant of a step, made by ``make`` on first use. ``trial``: decides whether it runs (None: always);
+    ``variant``: None before it is made and after it is dropped."""
 
     make: Callable[[], _Variant]
     trial: CompileTrial | None = None
     variant: _Variant | None = None
 
     def begin(self) -> tuple[_Variant | None, TimedStep]:
-        """A training step begins: what runs it (None: the step as it is written), and its turn."""
+        """Begin a training step: return (the compiled variant or None for eager, its timer)."""
         if self.trial is None:
             self.variant = self.variant or self.make()
             return self.variant, TimedStep(compiled=True)
@@ -266,7 +266,7 @@ class CompiledVariant(Generic[_Variant]):
 
     @property
     def is_preferred(self) -> bool:
-        """Whether a step that is not timed runs compiled."""
+        """Return whether an untimed step runs compiled."""
         return self.trial is None or self.trial.is_preferred
 
     @property
@@ -275,7 +275,7 @@ class CompiledVariant(Generic[_Variant]):
 
 
 def program_digest(program: RankProgram) -> str:
-    """Of what a program computes and sends: the same in every process, and where the model's lines have moved."""
+    """Hash what a program computes and sends. Equal in every process, and unaffected by source line numbers."""
     text = "\n".join(
         [str(program.spmd.mesh), *map(_text, program.forward), "backward", *map(_text, program.backward)]
         + [f"{name} {form}" for name, form in program.forms.items()]

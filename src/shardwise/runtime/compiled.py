@@ -1,14 +1,12 @@
-"""Compiled steps: the kernels of a program's regions (``programs.compile_regions``) made into fewer ones by PyTorch's
-compiler.
+"""Compile the kernels of a program's regions (``programs.compile_regions``) with PyTorch's compiler.
 
-Compiling is a pass. A region's forward and backward are traced as one graph, PyTorch's partitioner decides what is kept
-between them (what is cheap is made again in backward), each half is cut into sections where messages leave or arrive,
-and Inductor generates code for each. The compiled program is a program like others, whose instructions are sections
-and exchanges; it is emitted, checked and differentiated as every program is. Regions of one kind share their
-sections, so a layer is compiled once, however often it occurs.
+Compiling is a pass over the program. A region's forward and backward are traced as one graph. PyTorch's partitioner
+decides which values to save; cheap ones are recomputed in backward. Each half is cut into sections where messages leave
+or arrive, and Inductor compiles each section. The result is an ordinary program whose instructions are sections and
+exchanges; it is emitted, checked and differentiated like any other. Regions of one kind share their sections, so a
+repeated layer is compiled once.
 
-What is asked of PyTorch is here only: ``min_cut_rematerialization_partition``, Inductor's joint passes and
-``compile_fx_inner``.
+Only this module calls ``min_cut_rematerialization_partition``, Inductor's joint passes and ``compile_fx_inner``.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ from shardwise.runtime.emit import Boxed, kernels_graph
 
 aten = torch.ops.aten
 
-# (a graph of kernels, its operands on a fake device, the outputs whose strides matter) ->
-# (a function of the operands in a list, which it empties; the strides of its results, None where they are the graph's).
+# (a graph of kernels, its fake operands, the outputs whose strides are fixed) ->
+# (a function that takes the operands as a list and empties it; the strides of its results, None for the graph's).
 Generate = Callable[
     [fx.GraphModule, Sequence[Tensor], Sequence[int]],
     tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]],
@@ -50,14 +48,14 @@ Generate = Callable[
 
 @dataclass(frozen=True)
 class CompiledKernels(Boxed):
-    """A section as one function. ``strides``: those that its operands must have."""
+    """A section as one function. ``strides``: the ones its operands must have."""
 
     function: Callable[[list[Tensor]], Sequence[Tensor]]
     strides: tuple[tuple[int, ...], ...]
 
     @property
     def works(self) -> tuple[KernelWork, ...]:
-        """What the section's kernels do, where that was asked for (``price_section``)."""
+        """Return the work of the section's kernels, if it was priced (``price_section``)."""
         return getattr(self.function, "works", ())
 
     def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
@@ -70,7 +68,7 @@ class CompiledKernels(Boxed):
 
 
 def _same_order(tensor: Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether strides differ only where there is nothing to step over."""
+    """Return whether strides differ only in dimensions of size 1, or the tensor is empty."""
     return 0 in tensor.shape or all(
         size == 1 or step == wanted for size, step, wanted in zip(tensor.shape, tensor.stride(), stride, strict=True)
     )
@@ -78,7 +76,7 @@ def _same_order(tensor: Tensor, stride: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _CompiledSection:
-    """A compiled section, in the names of its region's graphs. ``shares``: per result the operand with its memory."""
+    """A compiled section, in the names of its region's graphs. ``shares``: the operand aliased by each result."""
 
     kernels: CompiledKernels
     operands: tuple[str, ...]
@@ -89,7 +87,7 @@ class _CompiledSection:
 
 @dataclass(frozen=True)
 class _CompiledHalf:
-    """The sections of half a region, and what is returned, in the order of ``CompileRegion.outputs`` or
+    """The sections of half a region and its outputs, in the order of ``CompileRegion.outputs`` or
     ``CompileRegion.results``."""
 
     parts: tuple[_CompiledSection, ...]
@@ -103,15 +101,15 @@ def compiled_program(
     on_host: frozenset[str] = frozenset(),
     generate: Generate | None = None,
 ) -> RankProgram:
-    """The program with its kernels compiled. ``generate``: makes a function of a section (by default Inductor does)."""
+    """Return the program with its kernels compiled. ``generate``: compiles a section (default: Inductor)."""
     with show_progress_once("compiling a program"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch(\.|$)")  # what Inductor says of itself when it is imported
+        warnings.filterwarnings("ignore", module=r"torch(\.|$)")  # warnings of Inductor's import
         return _Compiler(program, ranks, device, on_host, generate or compile_with_inductor).run()
 
 
 def with_every_cotangent(program: RankProgram, present: Sequence[bool], reached: Iterable[str]) -> RankProgram:
-    """The program for cotangents of some delivered values: the others are zeros. ``reached``: the sources that these
-    have gradients for; the others get none."""
+    """Return the program for cotangents of some delivered values, with zeros for the others. ``reached``: the sources
+    that get gradients from these; the others get none."""
     zeros: list[Instruction] = []
     cotangents = list(program.cotangents)
     for i, (name, there) in enumerate(zip(program.cotangents, present, strict=True)):
@@ -134,7 +132,7 @@ class _Compiler:
     on_host: frozenset[str]
     generate: Generate
     kinds: dict[object, tuple[_CompiledHalf, _CompiledHalf]] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)  # of values that became another one
+    names: dict[str, str] = field(default_factory=dict)  # of values replaced by another
 
     def run(self) -> RankProgram:
         divided = divide(self.program, self._is_kernel)
@@ -161,7 +159,7 @@ class _Compiler:
         )
 
     def _is_kernel(self, instruction: Instruction) -> bool:
-        """Whether the compiler gets it: no call that autograd keeps, nothing on the host."""
+        """Return whether to compile it: no call with autograd inside, nothing on the host."""
         if self.on_host.intersection((*instruction.results, *instruction.operands)):
             return False
         return isinstance(instruction, Convert) or isinstance(
@@ -182,7 +180,7 @@ class _Compiler:
     def _placed(
         self, number: int, region: CompileRegion, halves: tuple[_CompiledHalf, _CompiledHalf], forms: dict[str, Form]
     ) -> tuple[list[Compute], list[Compute]]:
-        """The sections of a region as instructions, in the names of the program."""
+        """Return the sections of a region as instructions, in the names of the program."""
         names = dict(zip(_numbered("primals", region.inputs), region.inputs, strict=True))
         names |= dict(zip(_numbered("tangents", region.late), region.late, strict=True))
         sections = []
@@ -223,16 +221,16 @@ class _Compiler:
         return sections[0], sections[1]
 
     def _instruction(self, item: SectionIndex | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
-        """The instruction, in the names that there are now."""
+        """Return the instruction with renamed values."""
         if isinstance(item, SectionIndex):
             return with_operands(placed[item.region][item.section], self._name)
         instruction = with_operands(item, self._name)
-        # What a section returns may be kept for backward by another name, so nothing is reduced in place.
+        # A section's result may be saved for backward under another name, so nothing is reduced in place.
         return replace(instruction, overwrites=False) if isinstance(instruction, (Convert, Depart)) else instruction
 
 
 def _numbered(prefix: str, names: Sequence[str]) -> list[str]:
-    """What ``make_fx`` calls the items of a list."""
+    """Return the names that ``make_fx`` gives the items of a list."""
     return [f"{prefix}_{i}" for i in range(1, len(names) + 1)]
 
 
@@ -293,7 +291,7 @@ def _nothing() -> fx.GraphModule:
 def _traced(
     compiler: _Compiler, region: CompileRegion, primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> fx.GraphModule:
-    """Both halves as one graph of the operators that Inductor has code for. Nodes know the section that they come from
+    """Trace both halves as one graph of operators that Inductor supports. Nodes are tagged with their section
     (``_section_of``)."""
     from torch._inductor import lowering  # noqa: F401  (decompositions use it and do not import it; takes long)
     from torch._inductor.decomposition import select_decomp_table
@@ -324,7 +322,7 @@ def _traced(
 
 @contextlib.contextmanager
 def _inductor_context(fake_mode: FakeTensorMode) -> Iterator[None]:
-    """What Inductor asks for the mode of the tensors that it sees."""
+    """Set the fake mode that Inductor reads."""
     from torch._inductor.virtualized import V
 
     with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
@@ -340,8 +338,8 @@ def _with_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass
 class _SectionCompiler:
-    """Cuts halves into sections and compiles these. ``first_read``: placeholder -> the first section that reads it;
-    ``values``: fake tensors of what there is so far."""
+    """Cuts halves into sections and compiles them. ``first_read``: placeholder -> the first section that reads it;
+    ``values``: fake tensors of the values so far."""
 
     generate: Generate
     fake_mode: FakeTensorMode
@@ -392,17 +390,17 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The section of every node: that of its instruction, or of what it reads if this is there later.
-    What is made again in backward is made where it is first read."""
-    there: dict[fx.Node, int] = {}  # where it is there
-    waits: set[fx.Node] = set()  # for something that comes in this half
+    """Assign a section to every node: its instruction's, or a later one that its operands need. A value recomputed in
+    backward goes where it is first read."""
+    there: dict[fx.Node, int] = {}  # the section in which it is available
+    waits: set[fx.Node] = set()  # nodes that need a value computed in this half
     place: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             there[node] = first_read.get(node.name, 0) if half == "forward" or node.name.startswith("tangents") else 0
             if half == "forward" or node.name.startswith("tangents"):
                 waits.add(node)
-        elif node.op == "get_attr":  # every section has its own
+        elif node.op == "get_attr":  # every section gets a copy
             there[node] = 0
         elif node.op == "call_function":
             section = _section_of(node, half)
@@ -417,7 +415,7 @@ def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[s
 
 
 def _section_of(node: fx.Node, half: str) -> int | None:
-    """The section of this half that a node comes from, if it does."""
+    """Return the section of this half that a node comes from, or None."""
     origin = (node.meta.get("custom") or {}).get("section")
     return origin[1] if origin is not None and origin[0] == half else None
 
@@ -442,7 +440,7 @@ def _subgraph(
 def compile_with_inductor(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
-    """Code from Inductor. What only sections of this program read has the strides that Inductor likes."""
+    """Compile with Inductor. Results that only other sections read get the strides Inductor prefers."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     fake_mode = next((t.fake_mode for t in operands), None) or FakeTensorMode()  # type: ignore[attr-defined]
@@ -462,13 +460,13 @@ def _num_results(module: fx.GraphModule) -> int:
 def interpret_section(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
-    """No code: the graph is run kernel by kernel."""
+    """Run the graph kernel by kernel, without compiling."""
     return fx.Interpreter(module).boxed_run, [None] * _num_results(module)
 
 
 @dataclass(frozen=True)
 class PricedSection:
-    """A section that is not run: what its kernels would do."""
+    """A section that cannot run: the work its kernels would do."""
 
     works: tuple[KernelWork, ...]
 
@@ -479,6 +477,6 @@ class PricedSection:
 def price_section(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
-    """No code, but what Inductor's kernels would do (``costs.fusion``): for the seconds and the memory of a compiled
+    """Return the work of Inductor's kernels (``costs.fusion``) without compiling: for the time and memory of a compiled
     step on a machine without the device."""
     return PricedSection(fused_works(module)), [None] * _num_results(module)

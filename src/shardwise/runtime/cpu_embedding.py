@@ -1,7 +1,7 @@
-"""Tables on the host: parameters that stay in the memory of the CPU while the rest of the program runs on a device.
+"""Keep embedding tables in CPU memory while the rest of the program runs on a device.
 
-Such a parameter, its gradient and its optimizer states are CPU tensors, and so are its conversions (over gloo). Indices
-go to the host, the rows that were looked up come back to the device: so only lookups may read it.
+Such a parameter, its gradient and its optimizer states are CPU tensors, and its conversions run over gloo. Indices are
+copied to the CPU and the looked-up rows back to the device, so only lookups may read the parameter.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ HOST = torch.device("cpu")
 
 
 def matching_parameters(module: torch.nn.Module, patterns: Iterable[str]) -> frozenset[str]:
-    """The names of the parameters that match any of the patterns (``*`` matches anything), all names of tied ones
-    included. Raises ShardwiseError for a pattern that matches none."""
+    """Return the names of the parameters that match any of the patterns (``*`` matches anything), including all names
+    of tied ones. Raises ShardwiseError for a pattern that matches none."""
     if isinstance(patterns, str):
         fix = f"host=({patterns!r},)"
         raise ShardwiseError(problem(f"host is a sequence of parameter names or patterns, not {patterns!r}", fix=fix))
@@ -59,15 +59,15 @@ def matching_parameters(module: torch.nn.Module, patterns: Iterable[str]) -> fro
 
 @dataclass(frozen=True)
 class CpuPlacement:
-    """A rank's local program, and those of its values that are on the host."""
+    """A rank's local program, and the names of its values on the host."""
 
     program: LocalProgram
     values: frozenset[str]
 
 
 def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
-    """The program with some parameters on the host: what travels with conversions of the others in one message is
-    converted apart. Raises ShardwiseError naming the operator that reads one and looks nothing up."""
+    """Place some parameters on the host, and split their conversions from shared buckets. Raises ShardwiseError if an
+    operator that is no lookup reads one, or the module returns one."""
     spmd = program.spmd
     values = {source.value for source in spmd.graph.sources if names.intersection(source.names)}
     name_of = {value: spmd.graph.source_of[value].names[0] for value in values}
@@ -95,9 +95,8 @@ def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
 
 
 def with_copies(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProgram, frozenset[str]]:
-    """A step with the copies between device and host: operators that read a table work on the host, forward and
-    backward; their results go to the device where something there needs them. And the names of all that is on the
-    host."""
+    """Insert copies between device and host: operators that read a table run on the host, forward and backward, and
+    their results are copied to the device where needed. Return the program and the names of all values on the host."""
     if not on_host:
         return program, on_host
     lookups = {
@@ -113,8 +112,8 @@ def with_copies(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProg
 
 @dataclass
 class _CpuAssignment:
-    """``on_host``: the names of what is there; ``values``: those of the Spmd program; ``forms``: of all names, to which
-    those of copies are added."""
+    """Assigns instructions to host or device. ``on_host``: names of values on the host; ``values``: names of the SPMD
+    program; ``forms``: of all names, extended by those of copies."""
 
     values: Collection[str]
     lookups: set[str]
@@ -124,7 +123,7 @@ class _CpuAssignment:
     def through(
         self, instructions: Sequence[Instruction], delivered: Sequence[str], mark: str = ""
     ) -> tuple[Instruction, ...]:
-        """``mark``: ends the names of copies, which no other list has."""
+        """Return a list of instructions with copies. ``mark``: suffix of this list's copies."""
         self.mark = mark
         self.copies: dict[str, str] = {}  # name -> that of its copy on the other side
         self.placed: list[Instruction] = []
@@ -161,7 +160,7 @@ class _CpuAssignment:
             self.on_host.update(instruction.results)
             self.placed.append(instruction)
             return
-        back = [name for name in instruction.results if name in self.values]  # what the device may want
+        back = [name for name in instruction.results if name in self.values]  # values that the device may read
         names = {name: f"{name}@host" if name in back else name for name in instruction.results}
         self.forms.update({names[name]: forms[name] for name in back})
         self.on_host.update(names.values())
@@ -170,7 +169,7 @@ class _CpuAssignment:
         self.placed += [Copy(names[name], name, "device", forms[name], instruction.origin) for name in back]
 
     def _there(self, name: str, instruction: Compute) -> str:
-        """The name of a value's copy on the other side, made if it is not there yet."""
+        """Return the name of a value's copy on the other side, adding the copy if needed."""
         if name not in self.copies:
             to_host = name not in self.on_host
             side: Literal["host", "device"] = "host" if to_host else "device"
@@ -205,6 +204,6 @@ def _check(local: LocalOp, name_of: dict[str, str]) -> None:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where the ranks exchange a number about these tensors: on their device, though some are on the host."""
+    """Return the device for exchanging a number about these tensors: a non-CPU one if any tensor is on one."""
     devices = {tensor.device for tensor in tensors}
     return next((device for device in devices if device != HOST), HOST)

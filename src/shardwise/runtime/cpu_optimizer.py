@@ -1,12 +1,12 @@
-"""Optimizer states that wait in the memory of the host from step to step, under plans that say so.
+"""Offload optimizer states to host memory between steps, under plans that ask for it.
 
-Torch calls hooks ahead of and behind every optimizer's step. Ahead of it the whole update is done, group by group
-(``programs.state_groups``): the states of a group come to the device, the optimizer steps on these parameters alone,
-and the states leave again, while those of the next group come. The step itself then finds no parameters. Optimizers are
-torch's own element-wise ones: what each keeps is by parameter, so that updates one after another are one update.
+Hooks run before and after every optimizer step. The one before does the whole update, group by group
+(``programs.state_groups``): it copies a group's states to the device, steps these parameters alone, and copies the
+states back while the next group's arrive. The step itself then finds no parameters. This needs torch's own element-wise
+optimizers, whose states are per parameter, so that updating groups one after another equals one update.
 
-Between steps ``optimizer.state`` holds tensors of the host (pinned, beside a GPU). Where the device is the host, a copy
-is made all the same: the same steps, without the gain.
+Between steps ``optimizer.state`` holds host tensors (pinned for a GPU). Where the device is the CPU the copies are
+still made: the same steps, without the gain.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from shardwise.runtime.host_copies import CopyInFlight, host_memory, start_copy
 
 _ON_DEVICE = "plan with the optimizer's name without ' on host'"
 
-# Modules whose plan keeps states on the host, with the parameters that are not on the device themselves.
+# Modules whose plan keeps states on the host -> names of their parameters that are on the host themselves.
 _modules: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
 _hidden: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()  # parameters of groups, during a step
 
 
 def keep_states_on_host(module: torch.nn.Module, on_host: frozenset[str] = frozenset()) -> None:
-    """From now on, the states of optimizers of this module's parameters wait on the host. ``on_host``: the names of
-    parameters that are there themselves."""
+    """Keep optimizer states of this module's parameters on the host from now on. ``on_host``: names of parameters that
+    are on the host themselves."""
     _modules[module] = on_host
     _install()
 
 
 def place_states(module: torch.nn.Module, optimizer: str, on_host: frozenset[str] = frozenset()) -> None:
-    """The same, if the optimizer that a plan describes keeps its states there."""
+    """Keep the states on the host if the optimizer described by a plan does."""
     if is_on_host(optimizer):
         keep_states_on_host(module, on_host)
 
 
 def with_states_on_host() -> frozenset[int]:
-    """The identities of the parameters whose states wait on the host."""
+    """Return the ids of the parameters whose states are kept on the host."""
     return frozenset(
         id(parameter)
         for module, on_host in list(_modules.items())
@@ -67,9 +67,9 @@ def _install() -> None:
 def _update(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Ahead of a step: all of the update. Raises ShardwiseError for optimizers of which nobody knows that they may
-    update parameters one after another."""
-    _show(optimizer, args, kwargs)  # its last step may have ended in an error behind this hook
+    """Do the whole update before a step. Raises ShardwiseError for optimizers not known to allow updating parameters
+    one after another."""
+    _show(optimizer, args, kwargs)  # the last step may have failed after this hook
     lists = [group["params"] for group in optimizer.param_groups]
     wanted = with_states_on_host()
     if wanted.isdisjoint(id(parameter) for parameters in lists for parameter in parameters):
@@ -102,7 +102,7 @@ def _update(
 
 
 def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Behind a step: the optimizer has its parameters again."""
+    """Give the optimizer its parameters back after a step."""
     lists = _hidden.pop(optimizer, None)
     if lists is not None:
         _restore(optimizer, lists)
@@ -114,7 +114,7 @@ def _restore(optimizer: Optimizer, lists: Iterable[list[Tensor]]) -> None:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Raises ShardwiseError where an update cannot be done group by group."""
+    """Raise ShardwiseError where an update cannot be done group by group."""
     kind, what = type(optimizer), ""
     if torch.compiler.is_compiling():
         what = "torch.compile is around a step whose states come from the host and go there"
@@ -137,7 +137,7 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step whose closure, if it has one, ran ahead of the update."""
+    """Run the closure of a step, if any, before the update, and return the arguments with its loss."""
     closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs
@@ -147,16 +147,16 @@ def _evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 
 
 class _CpuStates:
-    """The states of one optimizer's update. ``wanted``: identities of the parameters whose states wait."""
+    """The states of one optimizer during an update. ``wanted``: ids of the parameters whose states are on the host."""
 
     def __init__(self, optimizer: Optimizer, wanted: frozenset[int]) -> None:
         self.optimizer, self.wanted = optimizer, wanted
-        self.home: dict[tuple[int, str], Tensor] = {}  # where a state that came waits again
+        self.home: dict[tuple[int, str], Tensor] = {}  # the host tensor of each state on the device
         self.coming: list[CopyInFlight] = []
         self.going: list[CopyInFlight] = []
 
     def bring(self, parameters: Iterable[Tensor]) -> None:
-        """Start the copies to the device. (What torch's ``load_state_dict`` has put there is there.)"""
+        """Start the copies to the device. States already there (after torch's ``load_state_dict``) are skipped."""
         for parameter in parameters:
             for key, state in self._states(parameter):
                 if state.device == HOST:
@@ -176,19 +176,19 @@ class _CpuStates:
                 self.optimizer.state[parameter][key] = home
 
     def land(self, started: list[CopyInFlight]) -> None:
-        """What follows on the device waits for copies; what they were made of may go."""
+        """Make later device work wait for the copies, and drop their sources."""
         for copy in started:
             copy.wait()
         started.clear()
 
     def end(self) -> None:
-        """Wait until all states are on the host: whoever reads them there does not ask the device."""
+        """Wait until all states are on the host, since reading them there does not synchronize with the device."""
         for copy in self.going:
             copy.finish()
         self.going.clear()
 
     def _states(self, parameter: Tensor) -> list[tuple[str, Tensor]]:
-        """Those of the parameter's shape that wait on the host; numbers, such as a count of steps, stay."""
+        """Return the offloaded states of the parameter's shape; numbers, such as a step count, stay."""
         if id(parameter) not in self.wanted:
             return []
         states: Mapping[str, Any] = self.optimizer.state.get(parameter, {})

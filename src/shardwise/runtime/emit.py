@@ -1,5 +1,5 @@
-"""A rank's program as two ``torch.fx.GraphModule``s, forward and backward: ordinary kernels on local tensors and,
-between them, the exchanges of ``runtime.transit``. Autograd records nothing inside."""
+"""Emit a rank's program as two ``torch.fx.GraphModule``s, forward and backward: kernels on local tensors and the
+exchanges of ``runtime.transit`` between them. Autograd records nothing inside."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from shardwise.runtime.transit import Arriving, Converting, Departing
 
 @dataclass(frozen=True)
 class Emitted:
-    """``forward``: the local tensors of the sources, in order, and of what else is given -> (delivered, mutations,
-    saved), tuples all;
-    ``backward``: (saved, as a list that it empties; cotangents in the order of those there are) -> gradients, in the
-    order of ``program.gradients``; ``device``, ``on_host``, ``host_ranks``: as they were emitted with."""
+    """An emitted program. ``forward``: local source tensors in order, then given values -> tuples (delivered,
+    mutations, saved); ``backward``: (saved, a list that it empties; the cotangents present, in order) -> gradients in
+    the order of ``program.gradients``; ``device``, ``on_host``, ``host_ranks``: the arguments of ``emit``."""
 
     program: RankProgram
     forward: fx.GraphModule
@@ -44,10 +43,10 @@ def emit(
     on_host: frozenset[str] = frozenset(),
     host_ranks: Communicator | None = None,
 ) -> Emitted:
-    """The program, checked. ``on_host``: the values that are on the host (``runtime.cpu_embedding``), whose conversions
-    ``host_ranks`` makes; the others are on ``device``.
+    """Check and emit a program. ``on_host``: the values on the host (``runtime.cpu_embedding``), whose conversions
+    ``host_ranks`` performs; the others are on ``device``.
 
-    The node of a value of the program has its name as ``meta["value"]``.
+    The node of a program value has the value's name as ``meta["value"]``.
     """
     check_program(program)
     host_ranks = host_ranks or ranks
@@ -56,13 +55,13 @@ def emit(
 
 
 def emit_backward(program: RankProgram, ranks: Communicator, whole: Emitted) -> fx.GraphModule:
-    """A part of the backward of a program that was emitted (``whole``), by itself."""
+    """Emit a part of the backward of an emitted program (``whole``) by itself."""
     return _ModuleWriter(program, ranks, whole.host_ranks, whole.device, whole.on_host).backward()
 
 
 class Boxed:
-    """A target of an instruction that is called with its operands in a list, which it empties: whoever called holds
-    nothing any more while it runs."""
+    """An instruction target that takes its operands in a list and empties it, so that the caller keeps no reference
+    while it runs."""
 
 
 def kernels_graph(
@@ -74,18 +73,18 @@ def kernels_graph(
     *,
     device: torch.device,
 ) -> fx.GraphModule:
-    """Some instructions of a program by themselves: operands -> results. ``parts``: (a mark, instructions); the nodes
-    of these have the mark as ``meta["custom"]["section"]``."""
+    """Emit some instructions of a program by themselves: operands -> results. ``parts``: (mark, instructions); their
+    nodes have the mark as ``meta["custom"]["section"]``."""
     return _ModuleWriter(program, ranks, ranks, device, frozenset()).kernels(parts, operands, results)
 
 
 def box_operands(*operands: Any) -> list[Any]:
-    """The operands in a list."""
+    """Return the operands in a list."""
     return list(operands)
 
 
 def take_all(values: list[Any]) -> tuple[Any, ...]:
-    """The content of a list, which is empty afterwards: whoever called holds nothing any more."""
+    """Empty a list and return its items, so that the caller keeps no reference to them."""
     taken = tuple(values)
     values.clear()
     return taken
@@ -202,7 +201,7 @@ class _ModuleWriter:
             self.root.add_module(f"opaque_{index}", _Opaque(target))
             call = self.graph.call_module(f"opaque_{index}", tuple(args))
         else:
-            if not operands:  # a graph names no device: what it makes from nothing is made where it runs
+            if not operands:  # graphs name no device: factory calls run on the program's
                 names = [argument.name for argument in target._schema.arguments]
                 if "device" in names[: len(args)]:
                     args[names.index("device")] = device
@@ -222,13 +221,13 @@ class _ModuleWriter:
     def _fill(self, arg: Any, device: torch.device | None) -> Any:
         if isinstance(arg, tuple):
             return [self._fill(item, device) for item in arg]
-        if isinstance(arg, torch.device):  # of the tensors that were traced
+        if isinstance(arg, torch.device):  # of the traced tensors
             return device
         return map_refs(arg, lambda name: self.nodes[name]) if isinstance(arg, Ref) else arg
 
 
 class _Opaque(torch.nn.Module):
-    """A target that is not one of PyTorch's operators."""
+    """A module that calls a target that is not a PyTorch operator."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()

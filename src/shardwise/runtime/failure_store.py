@@ -1,8 +1,8 @@
-"""A rank that does not come along says so in the ranks' store, and ranks that wait look there.
+"""Propagate failures through the TCPStore: a failing rank publishes its error, and blocked ranks poll for it.
 
-A rank *raises its hand* when it leaves a call with an error, and when it asks the others to agree on a call that they
-may not be making (``runtime.signatures``). Where nothing goes wrong nothing is written or read: only who has waited for
-a second looks, once a second. Without this a rank that fails by itself is known when collectives time out.
+A rank publishes a status when it leaves a call with an error, and when it asks the others to agree on a call that they
+may not be making (``runtime.signatures``). Without failures nothing is written or read: only a rank that has waited for
+a second polls, once a second. Without this store a rank's failure is known only when collectives time out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _RAISED = "shardwise/hands-raised"
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """``call``: of all calls of parallel modules that the rank has made, the number; ``text``: the error with which it
-    ``left``, or what it ``asks`` to agree on."""
+    """The published status of a rank. ``call``: the number of its call, among all calls of parallel modules; ``text``:
+    the error with which it ``left``, or what it ``asks`` to agree on."""
 
     call: int
     kind: Literal["left", "asks"]
@@ -32,28 +32,28 @@ class RankStatus:
 
 
 class FailureStore:
-    """Of this rank. ``call``: the number of the call that it makes; ranks count alike, since they call alike."""
+    """The failure store of this rank. ``call``: the number of its current call, the same on all ranks."""
 
     def __init__(self) -> None:
         self.call = 0
-        self._asked = 0  # the call that the others were asked to agree on last
-        self._known = 0  # of all hands raised, when this rank read them
-        self._hands: list[tuple[int, RankStatus]] = []  # rank, the latest: of a call, maybe, that this rank makes later
+        self._asked = 0  # the latest call that this rank asked the others to agree on
+        self._known = 0  # number of published statuses at the last read
+        self._hands: list[tuple[int, RankStatus]] = []  # (rank, its latest status), possibly of a later call
 
     def begin(self) -> None:
-        """A call begins."""
+        """Count a new call."""
         self.call += 1
 
     def ask(self, text: str) -> None:
-        """This rank asks all to agree on the call, and waits for them."""
+        """Ask all ranks to agree on the current call; the caller then waits for them."""
         self._asked = self.call
         self._raise(RankStatus(self.call, "asks", text))
 
     def leave(self, error: BaseException) -> None:
-        """This rank leaves the call with an error that others may not have. One of a collective they have as well, and
-        see for themselves who did not arrive."""
+        """Publish that this rank leaves the call with an error. A CollectiveError is not published: other ranks get it
+        too and find the missing ranks themselves."""
         if isinstance(error, Exception) and not isinstance(error, CollectiveError):
-            notes = getattr(error, "__notes__", [])  # of where in a schedule, whose own errors only wrap another
+            notes = getattr(error, "__notes__", [])  # where in a schedule, whose errors only wrap others
             while not isinstance(error, ShardwiseError) and isinstance(error.__cause__, Exception):
                 error = error.__cause__
             first = str(error).strip().partition("\n")[0]
@@ -61,14 +61,14 @@ class FailureStore:
             self._raise(RankStatus(self.call, "left", ", ".join([text, *notes])))
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective of gloo's. Raises its error; CollectiveError where a rank has left this call, and
-        ShardwiseError where one asks about another."""
+        """Wait for a gloo collective. Raises its error, CollectiveError if a rank has left this call, and
+        ShardwiseError if one asks about another call."""
         while True:
             try:
                 work.wait(_PATIENCE)
                 return
             except RuntimeError:
-                if work.is_completed():  # the error is its own, or it has just come
+                if work.is_completed():  # it failed, or has just finished
                     work.wait()
                     return
             if (error := self.explained()) is not None:
@@ -77,13 +77,13 @@ class FailureStore:
     def _raise(self, hand: RankStatus) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        with suppress(RuntimeError):  # torch's DistError: the store is gone, and with it a rank, which is named then
+        with suppress(RuntimeError):  # torch's DistError: the store's rank is gone, and will be named
             store = dist.distributed_c10d._get_default_store()
             store.set(_key(dist.get_rank()), json.dumps(asdict(hand)))
             store.add(_RAISED, 1)
 
     def explained(self) -> ShardwiseError | None:
-        """Why others do not come, if they said so: a rank has left this call, or asks about another."""
+        """Return the error that explains why others do not arrive: a rank has left this call, or asks about another."""
         with suppress(RuntimeError):  # as above
             store = dist.distributed_c10d._get_default_store()
             raised = store.add(_RAISED, 0)

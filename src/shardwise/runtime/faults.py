@@ -1,9 +1,8 @@
-"""Why a conversion of a program failed, in words a person can act on.
+"""Explain why a conversion of a program failed.
 
-Nothing here runs, and no text is made, until a collective or an allocation has failed. Then the rank whose collective
-failed writes down in the ranks' key-value store where it waits, and reads where the others do: those of its group that
-are nowhere, or elsewhere, are the ones that did not arrive. Ranks that wait for each other in a row are followed to
-the end of the row.
+Nothing here runs until a collective or an allocation has failed. The rank whose collective failed then writes to the
+key-value store where it waits, and reads where the others wait. Members of its group that wait nowhere, or elsewhere,
+did not arrive. Chains of ranks that wait for each other are followed to the end.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from shardwise.runtime.recorded import last_message
 if TYPE_CHECKING:
     from shardwise.runtime.communicator import CollectiveMessage, Communicator
 
-_OTHERS_SECONDS = 2.0  # how long a failing rank waits for the others to say where they are
+_OTHERS_SECONDS = 2.0  # how long a failing rank waits for the positions of others
 _POLL_SECONDS = 0.05
 _NUM_NAMED = 8  # ranks or tensors that a message lists
 
@@ -42,7 +41,7 @@ _MEMORY_ERROR_TEXTS = ("can't allocate memory", "not enough memory", "out of mem
 
 @dataclass(frozen=True, eq=False)
 class Purpose:
-    """What a message or a local step is for: one direction of one or more conversions of a program."""
+    """The purpose of a message or local step: one direction of one or more conversions of a program."""
 
     conversions: tuple[Conversion, ...]
     graph: Graph
@@ -51,31 +50,31 @@ class Purpose:
 
     @property
     def largest(self) -> Conversion:
-        """The conversion of the largest tensor."""
+        """Return the conversion of the largest tensor."""
         return max(self.conversions, key=lambda conversion: prod(conversion.target.shape) * conversion.itemsize)
 
     def operator(self, conversion: Conversion) -> tuple[str, str]:
-        """(name, source line) of the operator that needs the converted value."""
+        """Return (name, source line) of the operator that needs the converted value."""
         op = self.graph.op_by_name.get(conversion.op)
         if op is None:
-            op = self.graph.producer.get(conversion.origin)  # an output of the model: what computed it
+            op = self.graph.producer.get(conversion.origin)  # an output of the model: the operator that computed it
         return (op.name, op.source) if op else (conversion.op, "")
 
     def layouts(self, conversion: Conversion) -> tuple[Layout, Layout]:
-        """The layouts before and after."""
+        """Return the layouts before and after."""
         if self.backward:
             return conversion.target.dual, conversion.source.dual
         return conversion.source, conversion.target
 
     def named(self, conversion: Conversion) -> str:
-        """The converted value: ``blocks.0.mlp.up.weight``, or ``layer_norm (of norm/layer_norm, gpt.py:85)``."""
+        """Name the converted value: ``blocks.0.mlp.up.weight``, or ``layer_norm (of norm/layer_norm, gpt.py:85)``."""
         source = self.graph.source_of.get(conversion.origin)
         producer = self.graph.producer.get(conversion.origin)
         maker = f" (of {producer.name}, {producer.source})" if producer else ""
         return "gradient of " * self.backward + (source.names[0] if source else conversion.origin) + maker
 
     def describe(self, conversion: Conversion) -> str:
-        """The value with its layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more tensors``."""
+        """Describe value and layouts: ``norm.weight: f32[24] -> f32[24] replicated(dp) and 3 more tensors``."""
         value = self.graph.by_name[conversion.origin]
         dtype = (value.reduced if self.backward else None) or value.dtype
         before, after = (format_layout(layout, dtype) for layout in self.layouts(conversion))
@@ -84,15 +83,15 @@ class Purpose:
         return f"{self.named(conversion)}: {before} -> {after}{together}"
 
     def num_bytes(self, kind: str, axes: tuple[str, ...]) -> int:
-        """Bytes of the whole message of a collective."""
+        """Return the bytes of the whole message of a collective."""
         collectives = (c for conversion in self.conversions for c in conversion.collectives(backward=self.backward))
         return sum(c.num_bytes for c in collectives if (c.kind, c.axes) == (kind, axes))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedRank:
-    """Where a rank's program stopped. ``collective``: its number, counted from the start of the program; ``members``:
-    the ranks that take part in it."""
+    """The position at which a rank's program stopped. ``collective``: its number since the start of the program;
+    ``members``: the ranks that take part in it."""
 
     program: str
     collective: int
@@ -107,8 +106,7 @@ class BlockedRank:
 
 
 def collective_failed(error: Exception, message: CollectiveMessage) -> CollectiveError | None:
-    """What to raise instead of ``error``, by which the collective of ``message`` ended; None if it is not one of the
-    network's."""
+    """Explain ``error``, which ended the collective of ``message``; None if it is not a network error."""
     purpose = message.purpose
     first = purpose.conversions[0]
     name, line = purpose.operator(first)
@@ -122,7 +120,7 @@ def collective_failed(error: Exception, message: CollectiveMessage) -> Collectiv
 
 
 def collective_of(message: CollectiveMessage) -> str:
-    """Which collective it is: ``all_reduce over tp for /add (gpt.py:82), forward``."""
+    """Describe a collective: ``all_reduce over tp for /add (gpt.py:82), forward``."""
     what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
     if not message.purpose.conversions:
         return what
@@ -134,7 +132,7 @@ def collective_of(message: CollectiveMessage) -> str:
 def exchange_failed(
     error: Exception, rank: int, waiting: BlockedRank, what: str, op: str, source: str, facts: list[tuple[str, str]]
 ) -> CollectiveError | None:
-    """The same for any exchange between ranks: ``what`` failed, in which ``rank`` waits as ``waiting`` says."""
+    """Explain ``error``, which ended an exchange ``what`` for which ``rank`` waited; None if it is no network error."""
     text = str(error)
     is_network = isinstance(error, dist.DistError) or any(part in text.lower() for part in _NETWORK_ERROR_TEXTS)
     if isinstance(error, ShardwiseError) or is_out_of_memory(error) or not is_network:
@@ -159,11 +157,11 @@ def exchange_failed(
 
 
 def _who_is_missing(here_waits: BlockedRank, rank: int) -> tuple[list[int], list[str]]:
-    """The ranks that are in no collective though others wait for them, and what is known of the others in words."""
+    """Return the ranks that wait in no collective though others wait for them, and facts about the others as text."""
     others = [member for member in here_waits.members if member != rank]
     try:
         known = _ask(here_waits, rank)
-    except Exception as error:  # the store is served by a rank, which may be the one that is gone
+    except Exception as error:  # the store's own rank may be gone
         return [], [
             f"rank {rank} waits here for {_name(others)}; the store cannot be asked ({error})".split("\n", 1)[0]
         ]
@@ -190,9 +188,9 @@ def _who_is_missing(here_waits: BlockedRank, rank: int) -> tuple[list[int], list
 
 
 def _ask(waiting: BlockedRank, rank: int) -> dict[int, BlockedRank]:
-    """Say where this rank waits, and hear it from the others: those of the group, and those for which they wait.
+    """Publish where this rank waits, and read where its group's members, and the ranks they wait for, do.
 
-    Ends when all of them have said so, or after a while.
+    Ends when all have answered, or after ``_OTHERS_SECONDS`` without an answer.
     """
     store = dist.distributed_c10d._get_default_store()
     before: timedelta = getattr(store, "timeout")  # noqa: B009 - torch's types do not list it
@@ -226,7 +224,7 @@ def _key(rank: int) -> str:
 
 
 def _name(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1, 4``; of many only the first."""
+    """Format ranks: ``rank 3`` or ``ranks 0, 1, 4``; long lists are cut."""
     listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
     return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
@@ -235,7 +233,7 @@ def _name(ranks: Sequence[int]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the device or on the host.
+    """Return whether an allocation failed, on the device or on the host.
 
     >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"))
     True
@@ -246,7 +244,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryError | None:
-    """What to raise instead of ``error``, by which a conversion ended; None if it is not one of memory."""
+    """Explain ``error``, which ended a conversion; None if it is not an out-of-memory error."""
     if isinstance(error, ShardwiseError) or not is_out_of_memory(error):
         return None
     largest = purpose.largest
@@ -276,8 +274,8 @@ def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryEr
 
 
 def refuse_create_graph() -> None:
-    """Called in the backward of everything that communicates: raise ShardwiseError where autograd records it, since a
-    collective on its way back has no gradient of its own, and second derivatives would lack what it carries."""
+    """Raise ShardwiseError if autograd records the backward; called in the backward of every communicating node.
+    Collectives in backward have no gradients, so second derivatives would be incomplete."""
     if torch.is_grad_enabled():
         raise ShardwiseError(
             problem(

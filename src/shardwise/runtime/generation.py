@@ -1,6 +1,6 @@
-"""Under ``shardwise run --elastic`` a job is a row of *generations*: when a rank is lost, all ranks begin anew.
+"""Describe the generations of an elastic job (``shardwise run --elastic``): all ranks restart when one is lost.
 
-What a generation needs of the earlier ones is in a folder in memory, which outlives the processes.
+Data that a generation needs from earlier ones is in an in-memory folder that outlives the processes.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-GENERATION = "SHARDWISE_GENERATION"  # the environment variable in which the launcher tells it
+GENERATION = "SHARDWISE_GENERATION"  # environment variable set by the launcher
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """``number``: from 0; ``memory``: the folder; ``suspect``: the last one ended because copies differed, so that what
-    no check has passed is not to be trusted; ``rehearses``: the process is no rank, but makes the plan for so many
-    ranks, as a later generation may have, and ends; ``num_machines``: of the job at its start, each of which has a
-    folder of its own."""
+    """One generation of a job. ``number``: from 0; ``memory``: the folder; ``suspect``: the last one ended because
+    copies differed, so unchecked data is not trusted; ``rehearses``: if not 0, the process only plans for this number
+    of ranks and exits; ``num_machines``: of the job at its start, each with its own folder."""
 
     number: int
     memory: str
@@ -30,14 +29,14 @@ class Generation:
 
 
 def read_generation(environment: Mapping[str, str]) -> Generation | None:
-    """This process's generation; None where the job has no others."""
+    """Return this process's generation; None if the job is not elastic."""
     text = environment.get(GENERATION)
     return None if text is None else Generation(**json.loads(text))
 
 
 @dataclass(slots=True)
 class Current:
-    """``generation``: this process's, once it has joined the other ranks (``init_ranks``)."""
+    """Holder of this process's ``generation``, set once it has joined the other ranks (``init_ranks``)."""
 
     generation: Generation | None = None
 
@@ -47,7 +46,7 @@ current = Current()
 
 
 def plan_file(num_ranks: int, turn: int) -> str:
-    """The name of a plan in the folder: the script's ``turn``-th, for so many ranks."""
+    """Return the file name of the script's ``turn``-th plan for a number of ranks."""
     return f"plan-{turn}-of-{num_ranks}-ranks.json"
 
 

@@ -1,6 +1,5 @@
-"""Passes of one size on this rank: what a step does once (``programs.grad_accum_program``) runs around them, and the
-gradients of passes add up on this rank alone. Passes follow each other, or are under way together, as those of a
-pipeline."""
+"""Run gradient accumulation over micro-batches on this rank. Once-per-step work (``programs.grad_accum_program``) runs
+around them, and gradients are summed locally. Micro-batches run one after another, or overlap in a pipeline."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ def _add(source: str, total: Tensor, gradient: Tensor) -> None:
 
 @dataclass
 class GradAccumStep:
-    """The programs of a pass and of what is done once (``programs.grad_accum_program.GradAccumProgram``), emitted.
-    ``program``: a pass that does all of it by itself, not emitted; ``emitted``: a pass as it is written; ``constants``:
-    what passes are given besides what is made ahead of them; ``compiling``: the pass that runs instead, always or while
-    it is faster; ``add``: adds the gradient of a source to the sum of earlier passes."""
+    """The emitted programs of a micro-batch and of once-per-step work (``grad_accum_program.GradAccumProgram``).
+    ``program``: a self-contained micro-batch, not emitted; ``emitted``: the eager micro-batch; ``constants``: its
+    hoisted constants; ``compiling``: runs instead, always or while faster; ``add``: adds a source's gradient to its
+    sum."""
 
     program: RankProgram
     ahead: Emitted
@@ -40,8 +39,8 @@ class GradAccumStep:
     add: Callable[[str, Tensor, Tensor], None] = _add
 
     def begin(self, tensors: Sequence[Tensor], *, observed: bool = False) -> GradAccumState:
-        """Cast and gather what all passes take. ``tensors``: of all sources; inputs are not read; ``observed``: the
-        passes are, operator by operator, and run as they are written."""
+        """Cast and gather the values that all micro-batches use. ``tensors``: of all sources, inputs are not read;
+        ``observed``: micro-batches are observed per operator, so they run eager."""
         compiled, turn = None, TimedStep(compiled=False)
         if self.compiling is not None and not observed:
             compiled, turn = self.compiling.begin()
@@ -53,7 +52,7 @@ class GradAccumStep:
 
 @dataclass
 class GradAccumState:
-    """Passes under way. ``emitted``: what runs them; ``sums``: source -> its gradient so far, as a pass makes it."""
+    """Micro-batches under way. ``emitted``: the program that runs them; ``sums``: source -> its gradient so far."""
 
     step: GradAccumStep
     emitted: Emitted
@@ -64,8 +63,8 @@ class GradAccumState:
     def run(
         self, tensors: Sequence[Tensor], scale: Tensor | None = None, observed: Forward | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Forward and backward of a pass: (delivered, mutations). ``scale``: the cotangent of the loss (1);
-        ``observed``: runs forward instead of the program's own."""
+        """Run forward and backward of a micro-batch: return (delivered, mutations). ``scale``: the cotangent of the
+        loss (1); ``observed``: runs forward instead of the program's own."""
         program = self.emitted.program
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.no_grad():
@@ -82,19 +81,19 @@ class GradAccumState:
         return delivered, written
 
     def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
-        """Forward of a pass: (delivered, mutations, saved)."""
+        """Run forward of a micro-batch: return (delivered, mutations, saved)."""
         with self.turn.timed():
             results: tuple[Any, Any, Any] = (observed or self.emitted.forward.forward)(*tensors, *self.prepared)
         return results
 
     def backward(self, saved: list[Any], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Backward of a pass: source -> gradient. ``saved`` is emptied."""
+        """Run backward of a micro-batch: return source -> gradient. Empties ``saved``."""
         with self.turn.timed():
             gradients = self.emitted.backward.forward(saved, *cotangents)
         return dict(zip(self.emitted.program.gradients, gradients, strict=True))
 
     def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
-        """Add the gradients that a pass has found. ``read``: what is read later; its memory is not added to."""
+        """Add the gradients of a micro-batch. ``read``: tensors read later, whose memory must not be written."""
         in_use: list[_Extent] = []
         if not gradients.keys() <= self.sums.keys():
             in_use = [_extent(tensor) for tensor in (*read, *self.prepared)]
@@ -102,15 +101,15 @@ class GradAccumState:
             if source in self.sums:
                 self.step.add(source, self.sums[source], gradient)
                 continue
-            # A compiler may return one tensor for two gradients: what is added to is nobody else's. Gradients that came
-            # in one message lie beside each other.
+            # A compiler may return one tensor for two gradients, so a sum needs memory of its own. Gradients of one
+            # message are adjacent in one storage.
             memory, first, last = _extent(gradient)
             is_shared = any(other == memory and first < end and start < last for other, start, end in in_use)
             self.sums[source] = gradient.clone() if is_shared else gradient
             in_use.append((memory, first, last))
 
     def end(self) -> dict[str, Tensor]:
-        """Source -> the gradient of what is stored, of all passes together."""
+        """Finish the step: return source -> the gradient of the stored parameter, over all micro-batches."""
         self.turn.is_complete = True
         behind = self.step.behind
         self.prepared = ()
@@ -123,12 +122,12 @@ class GradAccumState:
 
 
 def cotangent_of(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """The cotangent of a loss that is multiplied by ``scale`` (None: 1) for backward."""
+    """Return the cotangent of a loss that is multiplied by ``scale`` (None: 1) for backward."""
     return torch.ones_like(loss) if scale is None else scale.to(loss.dtype).expand_as(loss).clone()
 
 
 def scale_of(scaler: GradScaler | None, device: torch.device) -> Tensor | None:
-    """By what a scaler multiplies losses now; None: by nothing."""
+    """Return the current loss scale of a scaler; None if it does not scale."""
     if scaler is None or not scaler.is_enabled():
         return None
     scale: Tensor = scaler.scale(torch.ones((), device=device))
@@ -139,14 +138,14 @@ _Extent = tuple[int, int, int]
 
 
 def _extent(tensor: Tensor) -> _Extent:
-    """A tensor's memory, and between which bytes of it the elements lie."""
+    """Return a tensor's storage address and the byte range of its elements within it."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * tensor.itemsize
     return tensor.untyped_storage().data_ptr(), first, first + (reach + 1) * tensor.itemsize * bool(tensor.numel())
 
 
 def _through(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], value: Any) -> Any:
-    """A value as hooks for saved tensors (saving on the CPU, quantising) give it back: backward follows at once."""
+    """Pack and unpack a value with saved-tensor hooks (CPU offload, quantization); backward follows at once."""
     pack, unpack = hooks
     return unpack(pack(value)) if isinstance(value, Tensor) else value
 

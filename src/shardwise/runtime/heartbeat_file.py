@@ -1,18 +1,18 @@
-"""A rank's page: a small mapped file where it writes what it is doing, and from which the launcher reads.
+"""Heartbeat file: a small memory-mapped file in which a rank writes what it is doing, for the launcher to read.
 
-A rank that hangs cannot be asked, and one that was killed leaves nothing; what stands on the page stays. Writing costs
-about a microsecond, so every collective is written down. Standard library only: the launcher does not load torch.
+It is readable even when the rank hangs or was killed. A write costs about a microsecond, so every collective is
+recorded. Standard library only: the launcher does not load torch.
 
 =======  =============================================================================
 bytes    content
 =======  =============================================================================
-0-7      when the rank last gave a sign of life (``time.monotonic``, of the machine)
-8-15     optimizer steps that are done, -1 before the first is
+0-7      time of the rank's last beat (``time.monotonic``, per machine)
+8-15     optimizer steps done, -1 before the first
 16-23    collectives entered so far
-24-31    when it entered or left the latest one
-32-35    whether it is in it
-36-39    length of what the latest one is, in words
-64-...   what the latest one is, in words
+24-31    time at which it entered or left the latest one
+32-35    1 while it is in it, else 0
+36-39    length of the description of the latest one
+64-...   description of the latest one
 =======  =============================================================================
 """
 
@@ -23,7 +23,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = "SHARDWISE_PAGE"  # the environment variable in which the launcher says where a rank's page is
+PAGE = "SHARDWISE_PAGE"  # environment variable: the path of a rank's heartbeat file
 
 _BYTES, _TEXT = 2048, 64
 _ALL = struct.Struct("=dqqdiI")
@@ -33,7 +33,7 @@ _IN_COLLECTIVE = struct.Struct("=di")
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What stands on a page. ``beat``, ``since``: monotonic seconds, 0 where it was never written."""
+    """The content of a heartbeat file. ``beat``, ``since``: monotonic seconds, 0 if never written."""
 
     beat: float
     step: int
@@ -44,7 +44,7 @@ class Heartbeat:
 
 
 class HeartbeatFile:
-    """A page that is mapped, by the rank that writes it or by the launcher."""
+    """A memory-mapped heartbeat file, opened by the rank that writes it or by the launcher."""
 
     def __init__(self, path: str | Path) -> None:
         with open(path, "r+b") as file:
@@ -52,7 +52,7 @@ class HeartbeatFile:
 
     @staticmethod
     def create(path: str | Path) -> HeartbeatFile:
-        """A new page, empty. Raises OSError."""
+        """Create an empty file. Raises OSError."""
         Path(path).write_bytes(_ALL.pack(0.0, -1, 0, 0.0, 0, 0).ljust(_BYTES, b"\0"))
         return HeartbeatFile(path)
 
@@ -63,7 +63,7 @@ class HeartbeatFile:
         _STEP.pack_into(self._memory, 8, step)
 
     def enter(self, number: int, now: float, what: bytes) -> None:
-        """The rank enters its ``number``-th collective."""
+        """Record that the rank enters its ``number``-th collective."""
         what = what[: _BYTES - _TEXT]
         self._memory[_TEXT : _TEXT + len(what)] = what
         _COLLECTIVE.pack_into(self._memory, 16, number, now, 1, len(what))

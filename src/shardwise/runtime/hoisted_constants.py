@@ -1,8 +1,8 @@
-"""What a program keeps from step to step (``programs.hoist_constants``), on this rank.
+"""Cache a program's hoisted constants (``programs.hoist_constants``) between steps, on this rank.
 
-It is made at the first call, and anew where a buffer that it is made from is another tensor, has other memory, or was
-written: PyTorch counts writes to a tensor, also those to its views. What it does not count is not seen: writes to a
-buffer through ``.data``, NumPy or a pointer. Write ``buffer.copy_(...)`` under ``torch.no_grad()`` instead.
+They are computed at the first call, and again when a buffer they depend on is another tensor, has other memory, or was
+written: PyTorch counts writes to a tensor and its views. Uncounted writes go unnoticed: those through ``.data``, NumPy
+or a pointer. Use ``buffer.copy_(...)`` under ``torch.no_grad()`` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.runtime.emit import Emitted
 
 @dataclass(frozen=True, slots=True)
 class _SourceVersion:
-    """A source as it was read. The tensor and its memory are held: others cannot come to be at their places."""
+    """A source as it was read. Holds the tensor and its memory, so that no other can get the same id or address."""
 
     tensor: Tensor
     version: int
@@ -37,7 +37,7 @@ class _SourceVersion:
 
 @dataclass
 class Constants:
-    """``program``: what makes the values, which ``emit`` emits when they are first asked for. ``tensors``: by
+    """The constants of a program. ``program``: computes them, emitted by ``emit`` on first use. ``tensors``: by
     name."""
 
     program: RankProgram
@@ -53,24 +53,24 @@ class Constants:
         self.positions = [i for i, source in enumerate(self.program.spmd.graph.sources) if source.value in read]
 
     def of(self, program: RankProgram, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What a variant of the program is given. ``tensors``: of all sources."""
+        """Return the constants that a variant of the program takes. ``tensors``: of all sources."""
         if not self.program.delivered:
             return ()
         read = [tensors[i] for i in self.positions]
-        if any(tensor.is_inference() for tensor in read):  # nobody counts writes to these
+        if any(tensor.is_inference() for tensor in read):  # PyTorch counts no writes to these
             self.forget()
             tensors_of = self._make(tensors)
         else:
             same = len(self._seen) == len(read) and all(map(_SourceVersion.is_still, self._seen, read))
             if not self.tensors or not same:
-                self.forget()  # before the new ones take memory
+                self.forget()  # free them before the new ones are allocated
                 self.tensors = self._make(tensors)
                 self._seen = tuple(map(_SourceVersion.of, read))
             tensors_of = self.tensors
         return tuple(tensors_of[name] for name in program.given if name in tensors_of)
 
     def forget(self) -> None:
-        """The next call makes them anew."""
+        """Drop the constants; the next call computes them again."""
         self.tensors, self._seen = {}, ()
 
     def _make(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The shards that a rank holds of a module, under their original names."""
+"""Install a rank's shards of a module under their original names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def install_shards(
         what = f"the module has {listed(taken)} among its own parameters and buffers, names that parallel modules have"
         raise PlanError(problem(f"{what} themselves", fix="give them other names"))
     stand_ins = _stand_ins(root, module)
-    shards: dict[int, torch.Tensor] = {}  # by the identity of the original: tied tensors stay tied
+    shards: dict[int, torch.Tensor] = {}  # by the id of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in shards and name in parts:
             local = torch.nn.Parameter(parts[name], requires_grad=parameter.requires_grad)
@@ -75,7 +75,7 @@ def install_shards(
 
 
 def _announce_plain(module: torch.nn.Module) -> None:
-    """Warns of what parameters are beside their numbers that shards are not."""
+    """Warn about parameter subclasses and tensor attributes of parameters, which shards do not keep."""
     named = dict(module.named_parameters())
     classes = [f"{name} ({type(p).__name__})" for name, p in named.items() if type(p) is not torch.nn.Parameter]
     if classes:
@@ -87,8 +87,8 @@ def _announce_plain(module: torch.nn.Module) -> None:
 
 
 def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]]) -> None:
-    """Warns of a frozen parameter that is split otherwise than a trained one of the same name in another part (of a
-    teacher and its student): who computes one from the other has other elements, or other shapes."""
+    """Warn about a frozen parameter whose layout differs from a trained one of the same name in another part (teacher
+    and student). Computing one from the other would mix different elements or shapes."""
     trained: dict[tuple[object, ...], list[str]] = {}
     for name, (parameter, _) in parameters.items():
         if parameter.requires_grad:
@@ -109,13 +109,13 @@ def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]])
 
 
 def _without_each_part(name: str) -> list[tuple[int, tuple[str, ...]]]:
-    """(which part of a dotted name is left out, the others), for every part that is a word."""
+    """Return (index of a dropped part of a dotted name, the other parts) for every non-numeric part."""
     parts = name.split(".")
     return [(i, (*parts[:i], *parts[i + 1 :])) for i, part in enumerate(parts[:-1]) if not part.isdigit()]
 
 
 def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Shards, torch.nn.Module]]:
-    """An empty submodule for each of the module's; what has several names there has them here."""
+    """Create an empty submodule for each of the module's, shared ones once under all their names."""
     stand_ins: list[tuple[Shards, torch.nn.Module]] = []
     of: dict[int, torch.nn.Module] = {id(module): root}
     for path, original in module.named_modules(remove_duplicate=False):
@@ -127,7 +127,7 @@ def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Sha
             if any(True for _ in (*original.parameters(), *original.buffers())):
                 what = f"the module has a submodule {name}, a name that parallel modules have themselves"
                 raise PlanError(problem(what, fix="give it another name"))
-            continue  # nothing of it is held
+            continue  # it has no tensors
         if id(original) not in of:
             of[id(original)] = stand_in = Shards()
             stand_ins.append((stand_in, original))
@@ -136,7 +136,7 @@ def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Sha
 
 
 def _check_module(module: torch.nn.Module, plan: Plan) -> None:
-    """Raise PlanError listing the parameters that are not those of the plan."""
+    """Raise PlanError listing the parameters that differ from the plan's."""
     have = dict(module.named_parameters())
     want = {entry.name: entry for entry in plan.parameters}
     faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]

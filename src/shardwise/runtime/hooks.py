@@ -1,7 +1,7 @@
-"""Hooks of the original module: those of parameters are carried over to shards, those of modules are announced.
+"""Carry hooks of the original module's parameters over to shards, and warn about hooks of modules.
 
-A hook of a parameter sees what it would see on one device: the whole gradient (or parameter), gathered where it is
-split, and its result is split again. Every rank runs it.
+A parameter's hook sees the same as on one device: the whole gradient (or parameter), gathered if it is sharded. Its
+result is sharded again. Every rank runs it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.local_shards import shard
 
-MARKS = "marks_values"  # of a hook that does no more than to say how values lie
+MARKS = "marks_values"  # marks hooks that only annotate layouts
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def foreign_wrapper_error(wrapper: str) -> ShardwiseError:
-    """The error for another tool's parallelism around a module that has its own."""
+    """Return the error for another tool's parallel wrapper around a parallel module."""
     return ShardwiseError(
         problem(
             f"{wrapper} around a parallel module would send and add up shards as if they were whole tensors",
@@ -35,8 +35,8 @@ def foreign_wrapper_error(wrapper: str) -> ShardwiseError:
 
 
 class ShardedModule(nn.Module):
-    """What stands for a module on ranks, and holds shards under its names: what else the module has is in programs that
-    were captured, and can not be changed here."""
+    """A module that stands for an original one on ranks and holds shards under its names. Its other attributes are
+    captured in programs and cannot be changed here."""
 
     _attributes: frozenset[str] = frozenset()  # the names that the module has
 
@@ -52,12 +52,12 @@ class ShardedModule(nn.Module):
                     "copy_); change the model itself before sw.plan and sw.parallelize",
                 )
             )
-        if isinstance(value, nn.Module):  # torch asks register_parameter for parameters, and nobody for modules
+        if isinstance(value, nn.Module):  # torch calls register_parameter for parameters, but no hook for modules
             self._announce_new(name)
         super().__setattr__(name, value)
 
     def stand_for(self, module: nn.Module) -> None:
-        """Take the module's mode, and refuse from now on what it has and ranks do not see."""
+        """Take the module's mode, and from now on refuse changes of its attributes that ranks would not see."""
         self.training, self._kind = module.training, type(module).__name__
         self._attributes = (frozenset(dir(module)) - _OF_MODULES) | {"forward"}
         self._class, train = type(module), getattr(module.train, "__func__", None)
@@ -76,7 +76,7 @@ class ShardedModule(nn.Module):
         super().register_buffer(name, tensor, persistent)
 
     def _announce_new(self, name: str) -> None:
-        """Warn of what nobody's program knows, once the module is complete."""
+        """Warn about a tensor or module added after construction, which no program uses."""
         if vars(self).get("_kind") and not self._holds(name):
             warnings.warn(
                 f"{name} was added to what stands for a {self._kind}: no program has it, so that it is never called "
@@ -95,7 +95,7 @@ _OF_MODULES = frozenset(dir(nn.Module()))
 
 
 class _ClassProxy:
-    """What ``isinstance`` takes for another class beside its own."""
+    """A mixin whose instances also pass ``isinstance`` checks for another class."""
 
     @property
     def __class__(self) -> type[Any]:
@@ -108,14 +108,14 @@ class _ClassProxy:
 
 
 class Shards(_ClassProxy, ShardedModule):
-    """A submodule of a parallel module: it holds shards under their names, and is never called. For ``isinstance`` it
-    is of the class of the model's submodule."""
+    """A submodule of a parallel module: it holds shards under their names and is never called. For ``isinstance`` it
+    has the class of the model's submodule."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty_shards, (), vars(self)
 
     def train(self, mode: bool = True) -> Self:
-        """As of every module. Raises ShardwiseError where a ``train`` of the model's own decides what follows."""
+        """Set the mode. Raises ShardwiseError if a submodule of the model overrides ``train``."""
         for part in self.modules():
             if isinstance(part, ShardedModule) and part._trains_itself:
                 what = f"{part._kind} has a train() of its own, which what stands for it does not run"
@@ -143,7 +143,7 @@ def _empty_shards() -> Shards:
 
 
 def announce_hooks(module: nn.Module) -> None:
-    """Warns of hooks of modules, which are not what they are on one device. Those with ``MARKS`` are for capture."""
+    """Warn about module hooks, which act differently than on one device. Those with ``MARKS`` are for capture."""
     for kinds, what in (
         (
             _FORWARD,
@@ -162,14 +162,14 @@ def announce_hooks(module: nn.Module) -> None:
 
 
 def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks: Communicator) -> None:
-    """Registers the hooks of a parameter on this rank's shard of it."""
+    """Register the hooks of a parameter on this rank's shard of it."""
     if not part.requires_grad:
         return
     on_gradient: Any = original._backward_hooks or {}
     on_accumulated: Any = getattr(original, "_post_accumulate_grad_hooks", None) or {}
     whole = not layout.positions
-    # A step is one node of autograd, which has None for a parameter that the differentiated outputs do not depend on.
-    # On one device no hook is called then.
+    # A step is one autograd node, with None as gradient of a parameter that the outputs do not depend on. On one device
+    # no hook is called then.
     reached = [False]
 
     def note(gradient: Tensor | None) -> None:
@@ -186,7 +186,7 @@ def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks
 
 
 def gather_whole(local: Tensor, layout: Layout, what: str, ranks: Communicator) -> Tensor:
-    """The whole tensor of which every rank holds its shard in ``layout``; all ranks call this."""
+    """Gather the whole tensor from its shards in ``layout``; all ranks call this."""
     coordinates = [ranks.mesh.coordinates(rank) for rank in range(ranks.mesh.num_devices)]
     index = torch.arange(torch.Size(layout.shape).numel(), device=local.device).reshape(layout.shape)
     places = [shard(index, layout, at).reshape(-1) for at in coordinates]

@@ -1,7 +1,7 @@
-"""Copies between a device and its host that run beside the kernels, on a stream for each direction.
+"""Copy between a device and its host beside the kernels, on one stream per direction.
 
-On the host they are in pinned memory, which torch keeps for the next step. Where the device is the host (CPU ranks) a
-copy is made on the spot: the same program, without the gain.
+Host copies are in pinned memory, which torch caches for the next step. Where the device is the CPU, copies are made at
+once: the same program, without the gain.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardwise.runtime.cpu_embedding import HOST
 
 
 class StartCopy(torch.nn.Module):
-    """Starts a copy. ``device``: where the program runs (None: where its tensors are); what is copied must stay until
-    ``WaitForCopy`` has waited."""
+    """Starts a copy. ``device``: the program's (None: its tensors'). The source must stay until ``WaitForCopy`` has
+    waited."""
 
     def __init__(self, to: Literal["host", "device"], device: torch.device | None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class StartCopy(torch.nn.Module):
 
 
 class WaitForCopy(torch.nn.Module):
-    """The kernels that follow wait for a copy."""
+    """Makes the following kernels wait for a copy."""
 
     def __init__(self, copying: StartCopy) -> None:
         super().__init__()
@@ -53,25 +53,25 @@ def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
 
 @dataclass(frozen=True, slots=True)
 class CopyInFlight:
-    """A copy under way. ``source`` stays until it has landed; ``landed``: None where it was made on the spot."""
+    """A copy under way. ``source`` is held until it has finished; ``landed``: None if it was made at once."""
 
     source: Tensor
     landed: torch.cuda.Event | None = None
     device: torch.device = HOST
 
     def wait(self) -> None:
-        """The kernels that follow wait for it."""
+        """Make the following kernels wait for it."""
         if self.landed is not None:
             torch.cuda.current_stream(self.device).wait_event(self.landed)
 
     def finish(self) -> None:
-        """Wait for it here."""
+        """Block until it has finished."""
         if self.landed is not None:
             self.landed.synchronize()
 
 
 def start_copy(source: Tensor, target: Tensor) -> CopyInFlight:
-    """Copy to the host or from there, beside the kernels, on the stream for this direction."""
+    """Start a copy to or from the host, beside the kernels, on the stream for its direction."""
     device = target.device if source.device == HOST else source.device
     if device.type != "cuda":
         target.copy_(source)
@@ -84,7 +84,7 @@ def start_copy(source: Tensor, target: Tensor) -> CopyInFlight:
 
 
 def host_memory(tensor: Tensor) -> Tensor:
-    """Memory of the host for a tensor, pinned beside a GPU. Raises ShardwiseError where there is none to pin."""
+    """Allocate host memory for a tensor, pinned for a GPU tensor. Raises ShardwiseError if pinning fails."""
     if tensor.device.type != "cuda":
         return torch.empty_like(tensor, device=HOST)
     try:

@@ -1,9 +1,9 @@
-"""Outputs that stay split until somebody reads them.
+"""Keep outputs sharded until their first use.
 
-A program delivers such an output as this rank's part, and the user gets a tensor without memory (``LazyTensor``) of the
-whole shape. The first operator that reads its values makes the conversion that brings the whole together, and so do
-``numpy()``, ``tolist()``, pickling and copying: every rank must do it. To autograd it is an ordinary tensor, whose
-cotangent takes the other column of the conversion's cell; whether and when it was read does not matter there.
+A program delivers such an output as this rank's part. The user gets a ``LazyTensor``: a tensor of the whole shape
+without memory. The first operator that reads its values gathers it, and so do ``numpy()``, ``tolist()``, pickling and
+copying: every rank must do it. For autograd it is an ordinary tensor. Its cotangent takes the backward column of the
+conversion's cell, whether or not the output was read.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardwise.runtime.faults import Purpose
 from shardwise.runtime.transit import Direction, stages
 
 aten = torch.ops.aten
-# Where nobody says when: outputs with fewer bytes come at once, since a message later costs more than theirs, and one
-# rank may read them alone.
+# By default, smaller outputs are gathered at once: a separate message later costs more, and a single rank may read
+# them.
 LEAST_BYTES = 2**20
-# What takes a tensor's memory (or its text) without an operator.
+# Methods that access a tensor's memory without an operator.
 _MEMORY = frozenset(
     getattr(Tensor, name)
     for name in (
@@ -47,9 +47,9 @@ _MEMORY = frozenset(
 def with_outputs_split(
     spmd: SpmdProgram, memories: Sequence[OutputMemory | None], least_bytes: int
 ) -> tuple[SpmdProgram, dict[str, Conversion]]:
-    """The program without the conversions that only bring outputs beside the loss together, and these: by the values
-    that it delivers instead. Outputs that are a parameter or a buffer on one device are as of now, and stay; so do
-    those of no dims, those that cost no message, and those with fewer bytes."""
+    """Remove the conversions that only gather outputs other than the loss; return the program and these conversions, by
+    the values it delivers instead. Kept are those of outputs that are parameters or buffers, are 0-dim, need no
+    message, or have fewer than ``least_bytes``."""
     fixed = {spmd.loss, *(value for _, value in spmd.mutations)}
     for step in spmd.steps:
         fixed.update(step.operands if isinstance(step, OpStep) else ())
@@ -85,8 +85,8 @@ def with_outputs_split(
 def deliver_outputs(
     outputs: Sequence[Any], names: Sequence[Any], split: Mapping[str, Conversion], graph: Graph, ranks: Communicator
 ) -> list[Any]:
-    """Flattened outputs of a call, those that are split as tensors that are read later. ``names``: per output that of
-    the program; ``split``: the conversions by those that are."""
+    """Return the flattened outputs of a call, sharded ones as ``LazyTensor``. ``names``: the program's value of each
+    output; ``split``: the conversions of the sharded ones."""
     outputs_read: list[Any] = []
     unread_of: dict[tuple[int, str], Tensor] = {}
     for output, name in zip(outputs, names, strict=True):
@@ -101,12 +101,12 @@ def deliver_outputs(
 
 
 def _read_all(tree: Any) -> Any:
-    """A tree with its ``LazyTensor`` as plain tensors."""
+    """Replace every ``LazyTensor`` in a tree by a plain tensor."""
     return pytree.tree_map_only(LazyTensor, plain_tensor, tree)
 
 
 class UngatheredOutput:
-    """An output's part on this rank, until it is brought together. ``number``: which of its call's outputs."""
+    """This rank's part of an output until it is gathered. ``number``: its index among its call's outputs."""
 
     def __init__(self, part: Tensor, conversion: Conversion, graph: Graph, ranks: Communicator, number: int) -> None:
         self.part: Tensor | None = part
@@ -116,9 +116,9 @@ class UngatheredOutput:
         self._whole: Tensor | None = None
 
     def whole(self) -> Tensor:
-        """All of it; once, the ranks communicate. Raises ShardwiseError where they read different outputs, and
-        CollectiveError where one does not."""
-        if torch.compiler.is_compiling():  # a torch.compile around what reads: messages are not for Dynamo
+        """Return the whole output, gathered on the first call. Raises ShardwiseError if ranks read different outputs,
+        and CollectiveError if one does not read."""
+        if torch.compiler.is_compiling():  # Dynamo must not trace the messages of a read
             read: Tensor = torch.compiler.disable(self.whole)()
             return read
         if self._whole is None:
@@ -130,7 +130,7 @@ class UngatheredOutput:
         return self._whole
 
     def cotangent_of_part(self, cotangent: Tensor) -> Tensor:
-        """This rank's part of a cotangent of the whole."""
+        """Return this rank's part of a cotangent of the whole."""
         if torch.compiler.is_compiling():
             part: Tensor = torch.compiler.disable(self.cotangent_of_part)(cotangent)
             return part
@@ -143,7 +143,7 @@ class UngatheredOutput:
 
     @property
     def described(self) -> str:
-        """``f32[8, 128, 32000] of /lm_head/linear (125.0 MiB)``."""
+        """Describe the output: ``f32[8, 128, 32000] of /lm_head/linear (125.0 MiB)``."""
         producer = self.graph.producer.get(self.conversion.origin)
         of = f" of {producer.name}" if producer is not None else ""
         size = format_bytes(prod(self.shape) * self.dtype.itemsize)
@@ -151,9 +151,8 @@ class UngatheredOutput:
 
 
 class LazyTensor(Tensor):
-    """An output of a call of a parallel module, split over the ranks until its values are asked for: then every rank
-    must ask. Shape, dtype, device and ``detach()`` do not ask; nor does ``repr``, which shows the values once they are
-    here."""
+    """An output of a parallel module that stays sharded until its values are read, which every rank must do. Shape,
+    dtype, device and ``detach()`` do not read; nor does ``repr``, which shows the values once they are gathered."""
 
     unread: UngatheredOutput
 
@@ -202,12 +201,12 @@ class LazyTensor(Tensor):
         result = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda tensor: wrapper_of.get(id(tensor), tensor), result)
 
-    __torch_dispatch__: Any = _dispatched  # torch declares these two as something else
+    __torch_dispatch__: Any = _dispatched  # torch declares these two with other types
     __repr__: Any = _text
 
 
 def plain_tensor(tensor: LazyTensor) -> Tensor:
-    """The values in a tensor of its own kind, a view that autograd knows."""
+    """Return the values as a plain tensor, a view that autograd records."""
     with torch.set_grad_enabled(tensor.requires_grad):
         return tensor.view_as(tensor)
 

@@ -1,4 +1,4 @@
-"""Cutting the global tensor into a rank's shard, and shards into the blocks that stages send each other."""
+"""Cut a global tensor into a rank's shard, and shards into the blocks that pipeline stages exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.layouts.transfer import TransferBlock
 
 
 def shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """What the rank at ``coordinates`` holds of a global tensor in a layout without partial states: a view where
+    """Return the shard of a global tensor at ``coordinates``, in a layout without partial states: a view where
     possible."""
     assert not layout.partial_axes, f"a partial value has no shards: {layout}"
     part = full.reshape(tuple(atom.size for dim in layout.dims for atom in dim))
@@ -23,7 +23,7 @@ def shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) ->
 
 
 def cut_block(local: torch.Tensor, block: TransferBlock) -> torch.Tensor:
-    """What the sender of a block sends of the tensor that it holds, contiguous."""
+    """Return a block's elements from the sender's tensor, contiguous."""
     for dim, ranges in enumerate(block.taken):
         local = torch.cat([local.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     return local.contiguous()
@@ -32,7 +32,7 @@ def cut_block(local: torch.Tensor, block: TransferBlock) -> torch.Tensor:
 def join_blocks(
     shape: tuple[int, ...], messages: Iterable[tuple[TransferBlock, torch.Tensor]], like: torch.Tensor
 ) -> torch.Tensor:
-    """The tensor that a receiver holds: its blocks and what was sent of them. ``like``: has its dtype and device."""
+    """Assemble a receiver's tensor from its blocks and their messages. ``like``: gives dtype and device."""
     joined = like.new_empty(shape)
     num_filled = 0
     for block, message in messages:
@@ -48,6 +48,6 @@ def join_blocks(
 
 
 def _with_offsets(ranges: Ranges) -> list[tuple[int, int, int]]:
-    """Ranges of rows, each with its place where they lie one behind the other."""
+    """Return the ranges, each with its offset in their concatenation."""
     offsets = accumulate((stop - start for start, stop in ranges), initial=0)
     return [(start, stop, offset) for (start, stop), offset in zip(ranges, offsets, strict=False)]

@@ -1,18 +1,17 @@
-"""Torch's distributed checkpoints, told about shards.
+"""Make torch's distributed checkpoints handle shards correctly.
 
-``torch.distributed.checkpoint`` takes a plain tensor for the whole of it: it stores it once, from one of the ranks,
-and gives it to all ranks when it loads. A shard is a plain tensor. It is known by its memory, as an entry of
-``par.state_dict()`` or of an optimizer's has the memory of what it stands for. Where torch is handed one, it gets in
-its place a tensor in the same memory that speaks torch's protocol of chunks (the three methods that ``DTensor`` has):
-which boxes of the global tensor it holds. Whatever writes or reads chunks is right then, for any layout, and under
-another plan.
+``torch.distributed.checkpoint`` takes a plain tensor for a whole one: it stores it once, from one rank, and loads it on
+all ranks. A shard is a plain tensor too. It is recognized by its memory, which an entry of ``par.state_dict()`` or of
+an optimizer's state shares with the shard. Torch then gets a tensor in the same memory that implements torch's chunk
+protocol (the three methods that ``DTensor`` has). It reports which boxes of the global tensor the shard holds. Writing
+and reading chunks is then correct for any layout, and under another plan.
 
-``get_model_state_dict`` and its like return this rank's shards, as they do for other sharded modules, and whole tensors
-where these are asked for (``full_state_dict``); the functions that set states cut whole tensors.
+``get_model_state_dict`` and its relatives return this rank's shards, as for other sharded modules, or whole tensors
+with ``full_state_dict``. The functions that set states cut whole tensors.
 
-Refused is what would still go wrong: a view of a shard; writers that keep one chunk of a name per rank, for tensors of
-which a rank holds several; stages of ``async_save`` that copy tensors without what they say of themselves. What cannot
-be noticed is a copy: ``{name: t.clone() for name, t in par.state_dict().items()}``.
+Cases that would still go wrong are refused: views of a shard; writers that keep one chunk of a name per rank when a
+rank holds several; and staging of ``async_save`` that copies tensors without their chunk methods. A copy cannot be
+noticed: ``{name: t.clone() for name, t in par.state_dict().items()}``.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.initial.replay import leaves
 from shardwise.runtime.local_shards import shard
 
-# Through these all of torch's functions go: save, async_save and save_state_dict; load and load_state_dict; and the six
-# that get and set the states of modules and optimizers.
+# All of torch's functions use these: save, async_save and save_state_dict; load and load_state_dict; and the six that
+# get and set the states of modules and optimizers.
 _PLACES = (
     (saver, "_stateful_to_state_dict"),
     (saver, "_save_state_dict"),
@@ -65,13 +64,13 @@ Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
 
 
 def missing() -> list[str]:
-    """What this version of torch does not have."""
+    """Return the names that this version of torch lacks."""
     needed = (*_PLACES, (saver, "async_save"), (saver, "AsyncCheckpointerType"))
     return [f"{place.__name__}.{name}" for place, name in needed if not hasattr(place, name)]
 
 
 def install() -> None:
-    """Changes torch's functions, once per process."""
+    """Patch torch's functions, once per process."""
     wrappers = (
         _telling_stages, _telling_writers, _telling_readers, _gathering, _cutting, _cutting, _of_module, _of_module,
         _from_rank_0,
@@ -81,13 +80,13 @@ def install() -> None:
         setattr(place, name, functools.wraps(function)(wrapper(function)))
 
 
-# --------------------------------------------------------------------------------------------------- what torch is told
+# ------------------------------------------------------------------------------------------------------ chunk protocol
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Torch's protocol of chunks, of a tensor that is a part of a global one. Copies of the tensor take it along.
-    ``several``: whether some rank holds several boxes."""
+    """Torch's chunk protocol for a part of a global tensor. Copies of the tensor keep it. ``several``: whether some
+    rank holds several boxes."""
 
     tensor: Tensor
     name: str
@@ -96,7 +95,7 @@ class Chunks:
     several: bool
 
     def attach(self) -> Tensor:
-        """The tensor speaks the protocol from now on."""
+        """Attach the chunk protocol to the tensor."""
         told: Any = self.tensor
         told.__create_write_items__ = self.write_items
         told.__create_chunk_list__ = self.chunk_list
@@ -105,7 +104,7 @@ class Chunks:
 
     @staticmethod
     def of(tensor: Any) -> Chunks | None:
-        """Those of a tensor that was told."""
+        """Return the chunks attached to a tensor, if any."""
         chunks = getattr(getattr(tensor, "__create_chunk_list__", None), "__self__", None)
         return chunks if isinstance(chunks, Chunks) else None
 
@@ -132,7 +131,7 @@ class Chunks:
 
 
 def _telling(tensor: Tensor, held: ShardRecord) -> Tensor:
-    """A tensor in the same memory that says which chunks it holds."""
+    """Return a tensor in the same memory with the chunk protocol attached."""
     boxes_here = boxes(held.layout, held.ranks.coordinates)
     return Chunks(tensor.detach(), held.name, held.layout.shape, boxes_here, _has_several(held)).attach()
 
@@ -149,7 +148,7 @@ def _telling_stages(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_stage(known: ShardIndex) -> None:
-    """Raise ShardwiseError in an ``async_save`` whose copies would not say what they are."""
+    """Raise ShardwiseError in an ``async_save`` whose copies would lose the chunk protocol."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _body(saver.async_save):
         frame = frame.f_back
@@ -186,18 +185,18 @@ def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_several(held: ShardRecord) -> bool:
-    """Whether some rank holds several boxes of it: the same answer on all ranks."""
+    """Return whether some rank holds several boxes; the answer is the same on all ranks."""
     mesh = held.layout.mesh
     return any(len(boxes(held.layout, mesh.coordinates(device))) > 1 for device in range(mesh.num_devices))
 
 
 def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """The caller's dicts get what is no tensor, and keep their own tensors, which are filled."""
+        """Load into the caller's dicts: their tensors are filled in place, other values are replaced."""
 
         def told(tensor: Tensor, held: ShardRecord, place: tuple[Any, Any]) -> Tensor:
             alias: Any = _telling(tensor, held)
-            alias.size = lambda: torch.Size(held.layout.shape)  # what torch compares with the file
+            alias.size = lambda: torch.Size(held.layout.shape)  # torch compares this with the file
             before.append((*place, tensor))
             place[0][place[1]] = alias
             return tensor
@@ -213,10 +212,10 @@ def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
-# ------------------------------------------------------------------------------------------------- whole tensors, asked
+# ------------------------------------------------------------------------------------------------------- whole tensors
 
 
-_module: ContextVar[torch.nn.Module | None] = ContextVar("module", default=None)  # whose state is asked for
+_module: ContextVar[torch.nn.Module | None] = ContextVar("module", default=None)  # the module whose state is requested
 
 
 def _of_module(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,7 +237,7 @@ def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
                 return state_dict
             copies = function(state_dict, info)
             return _retold(copies, told)
-        target = 0 if info.cpu_offload else None  # torch's: on the host rank 0 alone has it
+        target = 0 if info.cpu_offload else None  # as in torch: with cpu_offload only rank 0 gets it
         everyone, known = ranks_of_stages(_module.get()), ShardIndex()
         if everyone is not None:
             whole = Gathering(known.of, everyone, target).of_all_stages(state_dict)
@@ -250,7 +249,7 @@ def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole(tensor: Tensor, held: ShardRecord, target: int | None) -> Tensor:
-    """Gather the whole of a shard; on other ranks than the ``target`` it is dropped at once."""
+    """Gather the whole of a shard; on ranks other than ``target`` it is dropped at once."""
     tensor = gather_whole(tensor, held.layout, f"the whole of {held.name}", held.ranks)
     if target is None:
         return tensor
@@ -258,8 +257,8 @@ def _whole(tensor: Tensor, held: ShardRecord, target: int | None) -> Tensor:
 
 
 def _from_rank_0(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``_load_optim_state_dict``. Torch drops what is not rank 0's before it broadcasts: under stages, all of the
-    others."""
+    """Wrap ``_load_optim_state_dict``. Torch drops entries that rank 0 lacks before it broadcasts: under stages, all
+    entries of the other stages."""
 
     def load_optim_state_dict(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> Any:
         everyone = ranks_of_stages(model)
@@ -282,7 +281,7 @@ def _from_rank_0(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _retold(copies: Any, told: Any) -> Any:
-    """Copies of tensors say what those said that they were made of."""
+    """Attach the chunks of the original tensors to their copies."""
     if isinstance(copies, dict):
         return {key: _retold(copy, told[key]) for key, copy in copies.items()}
     if isinstance(copies, (list, tuple)):
@@ -305,11 +304,11 @@ def _cutting(function: Callable[..., Any]) -> Callable[..., Any]:
     return distribute_state_dict
 
 
-# ------------------------------------------------------------------------------------------------- how shards are known
+# --------------------------------------------------------------------------------------------------- shard recognition
 
 
 class ShardIndex:
-    """The shards of this process at one moment: parameters, buffers, gradients, and optimizers' states of them."""
+    """The shards of this process at one moment: parameters, buffers, gradients and optimizer states."""
 
     def __init__(self) -> None:
         shards = list(held_shards())
@@ -318,7 +317,7 @@ class ShardIndex:
         self._odd = {_place(state): held for state, held, is_part in states if not is_part and held.layout.positions}
         self._owners = Owners(every)
         self._exact = {_place(tensor): held for tensor, held in every if tensor.numel()}
-        # A rank that holds nothing of a tensor knows it by its shape and its name.
+        # An empty shard is recognized by shape and name.
         self._empty: dict[torch.Size, list[ShardRecord]] = defaultdict(list)
         for tensor, held in every:
             if not tensor.numel():
@@ -330,7 +329,7 @@ class ShardIndex:
         return len(self.seen)
 
     def shards_in(self, value: Any) -> Iterator[ShardRecord]:
-        """Yield what of a value (containers, modules, optimizers) lies in the memory of shards."""
+        """Yield the shards whose memory a value (containers, modules, optimizers) uses."""
         if isinstance(value, Tensor):
             held = self._owners.of(value) if type(value) in (Tensor, torch.nn.Parameter) else None
             if held is not None:
@@ -347,7 +346,7 @@ class ShardIndex:
     def replaced(
         self, tree: Any, replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any], path: Path = ()
     ) -> Any:
-        """The tree with ``replace(tensor, what it is, (container, key))`` in place of every shard. Raises
+        """Return the tree with every shard replaced by ``replace(tensor, record, (container, key))``. Raises
         ShardwiseError for a view of one."""
         if not self._exact and not self._empty:
             return tree
@@ -376,7 +375,7 @@ class ShardIndex:
         return replace(leaf, held, place)
 
     def of(self, tensor: Tensor, path: Path) -> ShardRecord | None:
-        """Return what a tensor at a path of a state is, None for no shard. Raises ShardwiseError for a view of one."""
+        """Return the record of a tensor at a path of a state, or None. Raises ShardwiseError for a view of a shard."""
         if not tensor.numel():
             candidates = self._empty.get(tensor.shape, [])
             named = [held for held in candidates if any(f".{held.name}." in f".{key}." for key in path)]
@@ -412,8 +411,8 @@ def _gradients(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[T
 
 
 def _optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[Tensor, ShardRecord, bool]]:
-    """What optimizers keep of shards, and whether it has the shard's shape. No list of optimizers is kept anywhere: a
-    new one has states as soon as it loads them, before its first step."""
+    """Yield optimizer states of shards, and whether each has the shard's shape. Optimizers are found through ``gc``,
+    because a new one has states as soon as it loads them, before its first step."""
     held_by_id = {id(tensor): held for tensor, held in shards}
     for optimizer in gc.get_objects():
         if not issubclass(type(optimizer), torch.optim.Optimizer):

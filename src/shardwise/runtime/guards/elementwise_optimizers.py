@@ -1,8 +1,8 @@
-"""Which optimizers may update shards: those that update every element by itself.
+"""Decide which optimizers may update shards: those that update every element by itself.
 
-An optimizer that sees a shard as if it were the whole parameter is right exactly if the new value of an element depends
-on the history of that element alone. Of torch's own, these are the ones in ``ELEMENTWISE``; LBFGS (inner products),
-Adafactor (row and column means) and Muon (singular values) are not. Others are asked for: ``elementwise_optimizer``.
+An optimizer that treats a shard as the whole parameter is correct exactly if an element's new value depends on that
+element's history alone. Torch's own such optimizers are in ``ELEMENTWISE``; LBFGS (inner products), Adafactor (row and
+column means) and Muon (singular values) are not. Others must be declared with ``elementwise_optimizer``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )  # fmt: skip
 
 _declared: WeakSet[type[Optimizer]] = WeakSet()
-_trusted: WeakSet[type[Optimizer]] = WeakSet()  # classes found element-wise; asked at every step
-_passed: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()  # untrusted, seen without shards
+_trusted: WeakSet[type[Optimizer]] = WeakSet()  # classes found element-wise; looked up at every step
+_passed: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()  # others without shards: parameters
 _HOOKED = Optimizer.profile_hook_step(lambda: None).__code__  # the wrapper that torch puts around every step
 
 
 def elementwise_optimizer(kind: OptimizerType) -> OptimizerType:
-    """Declare that an optimizer class updates every element by itself, so that it may update shards; returns the class.
+    """Declare that an optimizer class updates every element by itself, so that it may update shards.
 
-    Usable as a decorator or as a call: ``sw.elementwise_optimizer(Lion)``. It is not so if the class takes a norm, mean
-    or inner product of a parameter, gradient or state, as LARS, LAMB, Adafactor, Muon and Shampoo do.
+    Use it as a decorator or as a call: ``sw.elementwise_optimizer(Lion)``. Do not declare a class that takes a norm,
+    mean or inner product of a parameter, gradient or state, as LARS, LAMB, Adafactor, Muon and Shampoo do.
+
+    Args:
+        kind: The optimizer class, a subclass of ``torch.optim.Optimizer``.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ShardwiseError: If ``kind`` is not such a class.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ShardwiseError(
@@ -50,8 +59,8 @@ def elementwise_optimizer(kind: OptimizerType) -> OptimizerType:
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
-    """Whether a class is known or declared to be element-wise, or is derived from such a class without replacing any of
-    its methods (the constructor excepted)."""
+    """Return whether a class is known or declared to be element-wise, or derives from such a class without overriding
+    any of its methods (except the constructor)."""
     for position, base in enumerate(kind.__mro__):
         if base in ELEMENTWISE or base in _declared:
             return not any(_replaces(derived, base) for derived in kind.__mro__[:position])
@@ -59,7 +68,7 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
 
 
 def _replaces(derived: type, base: type) -> bool:
-    """Whether a class brings a method of its own where ``base`` has one."""
+    """Return whether a class overrides a method of ``base``."""
     for name, attribute in vars(derived).items():
         if not (name.startswith("__") and name.endswith("__")):
             inherited = inspect.getattr_static(base, name, None)
@@ -69,25 +78,25 @@ def _replaces(derived: type, base: type) -> bool:
 
 
 def known_elementwise(kind: type[Optimizer]) -> bool:
-    """Whether a class is one of torch's own element-wise ones, or derived from one without replacing its methods."""
+    """Return whether a class is one of torch's element-wise ones, or derives from one without overriding methods."""
     return is_elementwise(kind) and not any(base in _declared for base in kind.__mro__)
 
 
 def bare_step(kind: type[Optimizer]) -> Any:
-    """The step of a class as it was written, which calls no hooks."""
+    """Return the original step of a class, which calls no hooks."""
     return _bare(kind.step)
 
 
 def _bare(method: Any) -> Any:
-    """A step without the wrappers that torch puts on it when the first optimizer of a class is made."""
+    """Remove the wrappers that torch puts on a step when the first optimizer of a class is created."""
     while getattr(method, "__code__", None) is _HOOKED:
         method = method.__wrapped__
     return method
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Torch calls this before every step of every optimizer. Raises ShardwiseError where it would update shards as if
-    they were whole parameters."""
+    """Check an optimizer; torch calls this before every step. Raises ShardwiseError if it would treat shards as whole
+    parameters."""
     kind = type(optimizer)
     if kind in _trusted:
         return
@@ -108,7 +117,7 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _check_sparse(optimizer: Optimizer) -> None:
-    """Raise ShardwiseError for gradients that SparseAdam would refuse without a way out."""
+    """Raise ShardwiseError for dense gradients, which SparseAdam refuses without naming a fix."""
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     dense = next((list(p.shape) for p in parameters if not p.grad.is_sparse), None)
     if dense:

@@ -1,7 +1,7 @@
-"""Files that others write of shards: refused, where a file would have one rank's part under the names of the whole.
+"""Refuse files that would store one rank's part under the names of the whole.
 
-``if rank == 0: torch.save(par.state_dict(), "model.pt")``, and what frameworks do in its place, would lose what other
-ranks hold without a word. Which files are meant for one rank is said by their path: it has ``rank`` and its number.
+``if rank == 0: torch.save(par.state_dict(), "model.pt")``, and what frameworks do instead, would silently lose the
+other ranks' parts. A file is taken as meant for one rank if its path contains ``rank`` and the rank's number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.runtime.guards.dcp import ShardIndex
 
-_OF_SAFETENSORS = ("_flatten_as_ptr", "_flatten")  # through which save, save_file and save_model go; the older second
-_PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they say where in the whole a part lies
+_OF_SAFETENSORS = ("_flatten_as_ptr", "_flatten")  # used by save, save_file and save_model; the second in old versions
+_PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they store where in the whole a part lies
 
 
 def missing() -> list[str]:
-    """What this version of torch does not have."""
+    """Return the names that this version of torch lacks."""
     is_first = "_check_save_filelike" in torch.save.__code__.co_names and hasattr(
         torch.serialization, "_check_save_filelike"
     )
@@ -34,12 +34,12 @@ def missing() -> list[str]:
 
 
 def install() -> None:
-    """Change functions of torch and safetensors, once per process."""
+    """Patch functions of torch and safetensors, once per process."""
     check_file: Any = torch.serialization._check_save_filelike
 
     @functools.wraps(check_file)
     def check(f: Any) -> None:
-        """Comes ahead of opening the file: an older one of that name stays."""
+        """Check before the file is opened, so that an existing file of that name is kept."""
         frame = sys._getframe(1)
         _check(frame.f_locals["obj"], f, frame)
         check_file(f)
@@ -64,7 +64,7 @@ def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(value: Any, file: Any, saves: FrameType) -> None:
-    """Raise ShardwiseError where a file would have a part only. ``saves``: the function that the user has called."""
+    """Raise ShardwiseError if a file would store only a part. ``saves``: the frame of the function the user called."""
     caller = saves.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
         return

@@ -1,4 +1,4 @@
-"""``torch.nn.init`` on shards: what is drawn or computed from a tensor's shape would be that of the shard's."""
+"""Guard ``torch.nn.init`` against shards, whose shape would give other values than the whole tensor's."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.runtime.guards.registry import held_shards
 from shardwise.runtime.guards.tensor_owners import Owners
 
-# What is inside of the functions that draw, and those that look at positions; constants are the same for all parts.
+# Functions that draw (their inner helpers), and those that depend on positions. Constants are the same in all parts.
 _DRAWING = ("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out")
 _PLACING = ("dirac_", "eye_", "orthogonal_", "sparse_")
 
 
 def missing() -> list[str]:
-    """What this version of torch does not have."""
+    """Return the names that this version of torch lacks."""
     return [f"torch.nn.init.{name}" for name in (*_DRAWING, *_PLACING) if not hasattr(torch.nn.init, name)]
 
 
 def install() -> None:
-    """Let them refuse shards."""
+    """Make them refuse shards."""
     for name in (*_DRAWING, *_PLACING):
         setattr(torch.nn.init, name, _refusing(getattr(torch.nn.init, name)))
 

@@ -1,8 +1,8 @@
-"""The norm of gradients that are spread over ranks.
+"""Compute the norm of gradients that are sharded over ranks.
 
-Each rank takes the norm of the shards that it counts (``registry.Held.counts``), so that every element of the model is
-in exactly one of these norms; one all-reduce shows every rank all of them, and every rank combines them in the same
-order. Gradients that are whole on every rank are added once, behind them.
+Each rank takes the norm of the shards that it counts (``registry.ShardRecord.counts``), so every element of the model
+is in exactly one of these norms. One all-reduce gives every rank all of them, and every rank combines them in the same
+order. Gradients that are whole on every rank are added once, at the end.
 """
 
 from __future__ import annotations
@@ -28,13 +28,23 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm, as one device would compute it, is at most ``max_norm``.
 
-    ``parameters``: the module that ``sw.parallelize`` returned, or some parameters; every rank passes the same ones.
-    ``norm_type``: any p > 0, or ``inf``. Returns the norm before clipping (0-dim, at least float32, the same bits on
-    every rank). One all-reduce of two numbers per rank where the plan splits any of the parameters, otherwise none.
+    Every rank calls this. It needs one all-reduce of two numbers per rank if the plan shards any of the parameters,
+    otherwise none. Parameters that do not come from ``parallelize`` may be included if all ranks hold the same
+    gradients of them.
 
-    Parameters that do not come from ``parallelize`` may be among them if all ranks hold the same gradients of them.
-    Raises ShardwiseError where these differ, and RuntimeError, as torch does, for a norm that is infinite or nan if
-    ``error_if_nonfinite``.
+    Args:
+        parameters: The module that ``sw.parallelize`` returned, or some parameters; the same ones on every rank.
+        max_norm: The largest norm allowed.
+        norm_type: The order of the norm: any p > 0, or ``inf``.
+        error_if_nonfinite: Whether to raise RuntimeError for a norm that is infinite or nan, as torch does.
+
+    Returns:
+        The norm before clipping: 0-dim, at least float32, the same bits on every rank.
+
+    Raises:
+        ShardwiseError: If ranks have different gradients of parameters that do not come from ``parallelize``, or for an
+            order that is not positive.
+        RuntimeError: If ``error_if_nonfinite`` and the norm is infinite or nan.
     """
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
@@ -63,8 +73,8 @@ def total_norm(
     across_ranks: bool,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """The norm of tensors of which the held ones are placed as their layouts say, and the others (None) are whole and
-    equal on every rank; the latter is checked. ``across_ranks``: the same on every rank, true if any is a shard."""
+    """Return the norm of tensors. Those with a record lie as its layout says; the others (None) must be whole and equal
+    on every rank, which is checked. ``across_ranks``: the same on every rank, true if any is a shard."""
     order = float(norm_type)
     if not order > 0:
         raise ShardwiseError(
@@ -77,7 +87,7 @@ def total_norm(
     whole = [tensor for tensor, held in tensors if held is None or not held.is_shard]
     of_shards, rest = _local_norm(counted, order, device), _local_norm(whole, order, device)
     if across_ranks:
-        # Rows of the other ranks are zero: the sum is an all-gather that every backend has, and keeps every bit.
+        # Each rank fills its own row: the sum is an exact all-gather that every backend supports.
         rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
         rows[dist.get_rank(), 0], rows[dist.get_rank(), 1] = of_shards, rest
         dist.all_reduce(rows)
@@ -96,12 +106,12 @@ def total_norm(
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The real dtype in which a norm is computed: float32 for anything narrower."""
+    """Return the real dtype in which a norm is computed: float32 for anything narrower."""
     return torch.promote_types(dtype.to_real() if dtype.is_complex else dtype, torch.float32)
 
 
 def _local_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """The norm of some tensors on this rank, as a float64 scalar on ``device``; 0 for none."""
+    """Return the norm of some tensors on this rank, as a float64 scalar on ``device``; 0 for none."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():  # an empty shard (uneven sizes) has no norm of order inf
@@ -114,7 +124,7 @@ def _local_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.dev
 
 
 def _combine(norms: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm of the concatenation of tensors with these norms. They are divided by the largest first: the powers of
+    """Combine norms into the norm of the concatenated tensors. They are divided by the largest first: the powers of
     high orders would overflow."""
     largest = norms.max()
     unit = torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))

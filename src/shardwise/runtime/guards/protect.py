@@ -1,21 +1,20 @@
-"""Torch's own functions, made right for shards: gradient norms, loss scaling, optimizer steps, checkpoints.
+"""Patch torch's functions to handle shards: gradient norms, loss scaling, optimizer steps, checkpoints.
 
-Each of them is handed tensors that are shards and, left alone, would quietly compute something else than on one device.
-When the first module that holds shards is made, these places of torch are changed, once per process (the hook with the
-first parallel module of any kind):
+Given shards, each of them would silently compute something else than on one device. They are patched once per process,
+when the first module with shards is created (the optimizer hook with the first parallel module of any kind):
 
-* the body of ``torch.nn.utils.get_total_norm``, through which ``clip_grad_norm_`` goes as well: ``norms.total_norm``
-  where any of the given tensors is a shard. The function objects stay the same: early imports are covered.
+* the body of ``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` also uses: it calls ``norms.total_norm`` if
+  any given tensor is a shard. The function objects stay the same, so early imports are covered.
 * two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
-* a hook that sees every optimizer before its step (``elementwise.before_step``);
-* ``state_dict`` of optimizers, which says whose shards the states are of, and ``load_state_dict``, which asks;
+* a hook that checks every optimizer before its step (``elementwise_optimizers.before_step``);
+* ``state_dict`` of optimizers, which records whose shards the states belong to, and ``load_state_dict``, which checks;
 * ``DistributedDataParallel``, which refuses a module with shards in it;
-* the functions of ``torch.nn.init`` that draw or look at positions, which refuse shards (``initial_values``);
-* the functions of ``torch.distributed.checkpoint``, which are told what part of the whole a shard is (``dcp``);
+* the functions of ``torch.nn.init`` that draw or depend on positions, which refuse shards (``initial_values``);
+* the functions of ``torch.distributed.checkpoint``, which learn what part of the whole a shard is (``dcp``);
 * ``torch.save`` and safetensors, which refuse files of one rank's part under the names of the whole (``files``).
 
-For tensors that are not shards nothing changes. What cannot be seen from here is arithmetic of the user's own on
-gradients: ``p.grad.norm()`` is this rank's part.
+Nothing changes for tensors that are not shards. The user's own arithmetic on gradients is not covered:
+``p.grad.norm()`` is the norm of this rank's part.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ Norm = Callable[..., torch.Tensor]
 
 
 def protect(parallel: torch.nn.Module, held: Mapping[str, ShardRecord], everyone: Communicator | None = None) -> None:
-    """From now on, torch's functions know the parameters of this module. ``held``: what it holds, by name;
-    ``everyone``: all ranks, where each holds some stages. Raises ShardwiseError if this version of torch does not have
-    what they are told through."""
+    """Make torch's functions handle the parameters of this module from now on. ``held``: its shards, by name;
+    ``everyone``: all ranks, if each holds some stages. Raises ShardwiseError if this version of torch lacks a function
+    to patch."""
     _watch_optimizers()
     if register_module(parallel, held, everyone):
         _install()
@@ -57,13 +56,13 @@ def protect(parallel: torch.nn.Module, held: Mapping[str, ShardRecord], everyone
 
 @cache
 def _watch_optimizers() -> None:
-    """See every optimizer before its step; once."""
+    """Hook every optimizer before its step, once."""
     register_optimizer_step_pre_hook(before_step)
 
 
 @cache
 def _install() -> None:
-    """Change torch, all places or none; once."""
+    """Patch torch, all places or none, once."""
     body = _norm_body()
     methods = ("unscale_", "_check_inf_per_device")
     missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
@@ -92,7 +91,7 @@ def _install() -> None:
 
 
 def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
-    """``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
+    """Wrap ``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
 
     @functools.wraps(init)
     def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +107,7 @@ def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
-    """``Optimizer.state_dict``, which says whose shards the states belong to."""
+    """Wrap ``Optimizer.state_dict`` to record whose shards the states belong to."""
 
     @functools.wraps(state_dict)
     def told_state(self: Optimizer) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callab
 
 
 def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None]:
-    """``Optimizer.load_state_dict``, which refuses the states of another rank's shards."""
+    """Wrap ``Optimizer.load_state_dict`` to refuse the states of another rank's shards."""
 
     @functools.wraps(load_state_dict)
     def checked(self: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -138,7 +137,7 @@ def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None
 
 
 def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:
-    """Of an optimizer's parameters, by the numbers that its state has them under, those that are shards."""
+    """Return the optimizer's parameters that are shards, by their index in its state."""
     held = {id(parameter): held for parameter, held in held_parameters() if held.layout.positions}
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {index: held[id(parameter)] for index, parameter in enumerate(every) if id(parameter) in held}
@@ -148,8 +147,8 @@ def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:
 
 
 def _norm_body() -> CellType | None:
-    """The cell in which torch keeps the body of ``get_total_norm``: the public function is a closure that calls it
-    without gradients."""
+    """Return the cell that holds the body of ``get_total_norm``: the public function is a closure that calls it without
+    gradients."""
     function = getattr(torch.nn.utils, "get_total_norm", None)
     clips_by_it = getattr(torch.nn.utils.clip_grad, "_get_total_norm", None) is function
     inner = getattr(torch.nn.utils.clip_grad_norm_, "__wrapped__", torch.nn.utils.clip_grad_norm_)
@@ -161,7 +160,7 @@ def _norm_body() -> CellType | None:
 
 
 def _norm_knowing_shards(local: Norm) -> Norm:
-    """Torch's ``get_total_norm``, exact where shards are among the tensors."""
+    """Wrap torch's ``get_total_norm`` to be exact for shards."""
 
     @functools.wraps(local)
     def get_total_norm(
@@ -182,9 +181,9 @@ def _norm_knowing_shards(local: Norm) -> Norm:
 
 
 def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, ShardRecord | None]]:
-    """Every tensor with what it is: a held parameter, the gradient of one, or (None) something else.
+    """Pair every tensor with its record: of a held parameter or its gradient; None for anything else.
 
-    Raises ShardwiseError for other tensors in the memory of shards, and for tensors of another kind beside shards.
+    Raises ShardwiseError for other tensors in the memory of shards, and for tensor subclasses beside shards.
     """
     held_by_id: dict[int, ShardRecord] = {}
     shards: list[tuple[torch.Tensor, ShardRecord]] = []
@@ -205,7 +204,7 @@ def _check_strangers(
     strangers: list[torch.Tensor], shards: list[tuple[torch.Tensor, ShardRecord]], *, beside: bool
 ) -> None:
     """Raise ShardwiseError for a ``detach()``, ``.data`` or view of a shard, which this rank would take for a whole
-    tensor, and for tensor subclasses, which bring a norm of their own, ``beside`` tensors of ours."""
+    tensor. Also raise it for tensor subclasses with their own norm ``beside`` tensors of ours."""
     owners = Owners(shards)
     for tensor in strangers:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -227,7 +226,7 @@ def _check_strangers(
 
 
 def _agreeing_on_infinities(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of GradScaler that looks for infinities in an optimizer's gradients, finding what any rank finds."""
+    """Wrap a GradScaler method so that an infinity found by one rank is found by all."""
 
     @functools.wraps(method)
     def look(self: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
@@ -241,8 +240,8 @@ def _agreeing_on_infinities(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.no_grad()
 def _agree(optimizer: torch.optim.Optimizer, flags: list[torch.Tensor]) -> None:
-    """Make the flags (one per device of this rank) those of all ranks, if the optimizer updates shards. What counts is
-    what it is given, not what has a gradient: every rank takes part."""
+    """All-reduce the flags (one per device of this rank) if the optimizer updates shards. This depends on its
+    parameters, not on which have gradients, so that every rank takes part."""
     parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not any(held.is_shard and id(p) in parameters for p, held in held_parameters()):
         return

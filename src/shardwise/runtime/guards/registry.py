@@ -1,8 +1,8 @@
-"""Which tensors of this process are shards: asked by everything that looks at whole parameters or gradients.
+"""Register the tensors of this process that are shards, for all code that expects whole parameters or gradients.
 
-Optimizers and torch's own functions are handed bare parameters and gradients, without the module that they belong to.
-The modules made by ``parallelize`` are therefore remembered here, weakly, and asked for their parameters anew each
-time: a module that was converted (``par.to(...)``) may hold other Parameter objects than before.
+Optimizers and torch's functions get bare parameters and gradients, without their module. Modules made by
+``parallelize`` are therefore registered here, weakly. Their parameters are read again each time, because a converted
+module (``par.to(...)``) may hold new Parameter objects.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shardwise.runtime.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """What this rank holds of a parameter or buffer. Of the ranks that hold the same elements, one (at coordinate 0 on
-    every axis that does not shard it) ``counts`` them. ``ranks``: those that hold parts of it; ``in_stage``: ranks of
-    other stages do not hold it."""
+    """The part of a parameter or buffer that this rank holds. Among the ranks with the same elements, one (at
+    coordinate 0 on every axis that does not shard it) ``counts`` them. ``ranks``: those that hold parts of it;
+    ``in_stage``: whether ranks of other stages do not hold it."""
 
     name: str
     layout: Layout
@@ -32,13 +32,13 @@ class ShardRecord:
 
     @property
     def is_shard(self) -> bool:
-        """Other ranks hold other elements; otherwise all ranks hold the whole, and the same gradient."""
+        """Return whether other ranks hold other elements; otherwise all hold the whole, and the same gradient."""
         return self.in_stage or bool(self.layout.positions)
 
 
-# Not a cache: torch's functions are global, so what they are told must be. Only modules that hold shards are in it.
+# Not a cache: torch's functions are global, so this registry must be too. It has only modules that hold shards.
 _holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, ShardRecord]] = WeakKeyDictionary()
-# Modules of which this rank holds some stages -> all ranks that hold one.
+# Modules of which this rank holds some stages -> all ranks that hold a stage.
 _everyone: WeakKeyDictionary[torch.nn.Module, Communicator] = WeakKeyDictionary()
 
 
@@ -48,12 +48,12 @@ def shard_records(
     ranks: Communicator,
     counted_elsewhere: frozenset[str] | None = None,
 ) -> dict[str, ShardRecord]:
-    """What a rank holds of a module, by name. ``ranks``: those on the mesh of the layouts; ``counted_elsewhere``: where
-    ranks of other stages hold other parameters, those of this rank that they hold as well, and count."""
+    """Return the records of a module's tensors, by name. ``ranks``: those on the layouts' mesh; ``counted_elsewhere``:
+    None without stages; else the names that other stages' ranks hold too, and count."""
     held: dict[str, ShardRecord] = {}
     for name, _ in _named_tensors(module):
         layout = layouts.get(name)
-        if layout is None:  # another name of a tied parameter: the plan knows it by the first
+        if layout is None:  # another name of a tied parameter: the plan has the first
             continue
         assert not layout.states, f"what is stored is sharded or invariant, and {name} is {layout}"
         counts = not any(ranks.coordinates[axis] for axis in layout.mesh.sub_axes if axis not in layout.positions)
@@ -65,7 +65,7 @@ def shard_records(
 def register_module(
     module: torch.nn.Module, held: Mapping[str, ShardRecord], everyone: Communicator | None = None
 ) -> bool:
-    """Remember a module if it holds shards; whether it does. ``everyone``: all ranks, where each holds some stages."""
+    """Register a module if it holds shards; return whether it does. ``everyone``: all ranks, if split into stages."""
     if everyone is not None:
         _everyone[module] = everyone
     elif not any(held_tensor.is_shard for held_tensor in held.values()):
@@ -75,13 +75,13 @@ def register_module(
 
 
 def ranks_of_stages(module: torch.nn.Module | None) -> Communicator | None:
-    """Return all ranks of the job where a module is, or contains, one whose stages are on several of them."""
+    """Return all ranks of the job if a module is, or contains, one with stages on several ranks."""
     modules = () if module is None else module.modules()
     return next((_everyone[part] for part in modules if part in _everyone), None)
 
 
 def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
-    """The parameters of all living modules that hold shards, once each."""
+    """Yield the parameters of all living modules that hold shards, once each, with their records."""
     for module, held in list(_holders.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name in held:
@@ -89,7 +89,7 @@ def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
 
 
 def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
-    """The parameters and buffers of all living modules that are shards."""
+    """Yield the parameters and buffers of all living modules that are shards."""
     for module, held in list(_holders.items()):
         for name, tensor in _named_tensors(module):
             if name in held and held[name].is_shard:
@@ -97,5 +97,5 @@ def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
 
 
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, tied ones under each of their names."""
+    """Yield parameters and buffers, tied ones under each of their names."""
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Whole states of a module whose stages are on several ranks: every rank has the entries of its stages."""
+"""Gather whole states of a module whose stages are on several ranks, each with its own stages' entries."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HeldOf = Callable[[Tensor, Path], ShardRecord | None]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a state, as ranks describe it to each other. ``parts``: the ranks that have to gather it; ``source``:
-    the first that has it; ``tied``: where the same memory is in the state, ahead of it."""
+    """A tensor of a state, as ranks describe it to each other. ``parts``: the ranks that must gather it; ``source``:
+    the first that has it; ``tied``: the path of an earlier entry in the same memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -33,8 +33,7 @@ class Entry:
 
 
 class Gathering:
-    """A state dict of which every rank has the entries of its stages, brought to rank ``target``, or to all (None), one
-    tensor at a time."""
+    """Brings a state dict that is spread over stages to rank ``target``, or to all (None), one tensor at a time."""
 
     def __init__(self, held_of: HeldOf, everyone: Communicator, target: int | None) -> None:
         self._held_of, self._everyone, self._target = held_of, everyone, target
@@ -45,13 +44,13 @@ class Gathering:
         self._wire = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
     def of_all_stages(self, state: Any) -> Any:
-        """Raises ShardwiseError where ranks differ in what they all have."""
+        """Return the state of all stages. Raises ShardwiseError if ranks differ in common entries."""
         described = self._described(state, ())
         every = gather_objects(described, self._everyone, self._wire, "the names of a whole state")
         return self._brought(_merged(list(enumerate(every)), ()), (), lambda _: True)
 
     def of_rank_0(self, state: Any, keeps: Callable[[Path], bool]) -> Any:
-        """What rank 0 has, on all ranks; None for tensors that this one does not keep."""
+        """Return rank 0's state on all ranks, with None for tensors that this rank does not keep."""
         described = self._described(state if dist.get_rank() == 0 else None, ())
         every = gather_objects(described, self._everyone, self._wire, "the names of a whole state")
         return self._brought(every[0], (), keeps)
@@ -102,7 +101,7 @@ class Gathering:
 
 
 def _merged(nodes: Sequence[tuple[int, Any]], path: Path) -> Any:
-    """Merge what ranks describe of a state. ``nodes``: of those that have it. Raises ShardwiseError for differences."""
+    """Merge the ranks' descriptions of a state: (rank, node) pairs. Raises ShardwiseError for differences."""
     (rank, first), *others = nodes
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for _, node in nodes for key in node)

@@ -1,5 +1,4 @@
-"""Whose memory a tensor lies in: how a ``detach()``, a view or an entry of a ``state_dict()`` is known for what it
-is."""
+"""Find whose memory a tensor lies in, to recognize a ``detach()``, a view or an entry of a ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from shardwise.runtime.guards.registry import ShardRecord
 
 
 class Owners:
-    """The memory of given tensors."""
+    """An index of the memory of given tensors."""
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, ShardRecord]]) -> None:
         places = [(*_extent(tensor), held) for tensor, held in tensors if tensor.numel()]
@@ -20,7 +19,7 @@ class Owners:
         self._starts = [start for start, _, _ in self._places]
 
     def of(self, tensor: torch.Tensor) -> ShardRecord | None:
-        """Which of the given tensors a tensor shares memory with, if any."""
+        """Return the record of the given tensor that shares memory with a tensor, if any."""
         if not tensor.numel():
             return None
         start, end = _extent(tensor)
@@ -31,6 +30,6 @@ class Owners:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends, in bytes. Gradients that travelled in one bucket lie in one storage."""
+    """Return the addresses at which a tensor starts and ends. Gradients of one bucket share one storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
