@@ -27,9 +27,8 @@ Parts = Callable[[Executable, int | None, int], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class MicroBatchedStep:
-    """The programs of a step and the order of their micro-batches. ``programs``: by micro-batch size in samples;
-    ``prelude``: a program that runs first, over the whole batch. Micro-batches of one size are consecutive and share
-    the work that is done once."""
+    """The programs of a step and their order. ``programs``: by micro-batch size in samples; ``prelude``: runs first,
+    over the whole batch. Micro-batches of one size are consecutive and share the work that is done once."""
 
     passes: Passes
     programs: Mapping[int, Executable]
@@ -116,8 +115,7 @@ def _filled(compiled: Executable, inputs: Sequence[Tensor], values: Mapping[str,
 
 
 def _add_up(compiled: Executable, sums: dict[str, Tensor], gradients: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients of some micro-batches to ``gradients``, keyed by the identity of the parameter. Empties
-    ``sums``."""
+    """Add the gradients of some micro-batches to ``gradients`` (by identity of the parameter). Empties ``sums``."""
     for name, parameter in zip(compiled.names, compiled.tensors, strict=True):
         gradient = sums.pop(name, None)
         if gradient is None or parameter is None or not parameter.requires_grad:

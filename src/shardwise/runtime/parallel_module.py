@@ -45,8 +45,7 @@ class ParallelModule(ShardedModule):
             super().__setattr__(name, value)
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
-        """Apply ``fn`` as ``nn.Module.apply`` does, with a warning: ``fn`` is called on stand-ins of the model's
-        submodules."""
+        """Apply ``fn`` as ``nn.Module.apply`` does, with a warning: it sees stand-ins of the model's submodules."""
         warnings.warn(
             "apply meets stand-ins of the model's submodules, which hold this rank's shards: change the model before "
             "sw.parallelize",
@@ -114,8 +113,7 @@ class ParallelModule(ShardedModule):
         return self._failed or (key, torch.is_grad_enabled()) != self._last_kind
 
     def _is_changed(self) -> bool:
-        """Return whether ranks that hold the same tensors must compare them: some were frozen or replaced since the
-        last call."""
+        """Return whether ranks that hold the same tensors must compare: some were frozen or replaced since."""
         return self._circumstances != self._last_circumstances
 
     def _compared(self, key: object) -> None:

@@ -406,7 +406,7 @@ class Pipeline(ParallelModule):
         return StageCall(captured, passes, bounds, workers, scheduled)
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
-        """Return the plan's schedule, or its substitute for any number of micro-batches if it does not support so few."""
+        """Return the plan's schedule, or its substitute if it does not support so few micro-batches."""
         fault = self.schedule.fault(len(self._places), num_micro_batches)
         if not fault:
             return self.schedule

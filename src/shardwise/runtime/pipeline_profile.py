@@ -2,8 +2,7 @@
 
 Two things are measured. First, unmodified steps, action by action: the time of each stage per micro-batch, and how long
 its pipeline rank waits for others. Second, each stage's program alone, operator by operator (``runtime.step_profile``),
-on the inputs of its first micro-batch. The ranks of the stage exchange messages in it, without waiting for other
-stages.
+on the inputs of its first micro-batch. Its ranks exchange messages, without waiting for other stages.
 """
 
 from __future__ import annotations
@@ -100,9 +99,7 @@ def profile_pipeline(
     """Profile a pipeline step; every rank calls it. ``step``: runs forward and backward of a batch; ``taken``: returns
     what it ran on this rank; ``ranks``: communicators of this rank's stages, by number."""
     step()
-    for _ in range(
-        MOST_STEPS
-    ):  # until no stage is still choosing between eager and compiled; some have cached their choice
+    for _ in range(MOST_STEPS):  # until all stages have chosen eager or compiled; some choices are cached
         on_trial: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(on_trial, _is_on_trial(taken().workers))
         if not any(on_trial):
@@ -183,7 +180,7 @@ def _event(timed: TimedAction, start: float) -> Event:
 
 
 def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: torch.device, steps: int) -> StepProfile:
-    """Profile a stage alone on its largest micro-batch, operator by operator. The ranks of the stage call it together."""
+    """Profile a stage alone on its largest micro-batch, operator by operator. All ranks of the stage call it."""
     in_passes = worker.programs[max(worker.sizes)].compiled.in_passes
     tensors, worker.remembered, worker.remembers = worker.remembered, [], False
     state = [tensor for tensor in worker.programs[max(worker.sizes)].compiled.tensors if tensor is not None]

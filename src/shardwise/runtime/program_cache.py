@@ -314,8 +314,7 @@ class ProgramCache:
         *,
         repeats: bool = False,
     ) -> Executable:
-        """Return this rank's program of a graph whose process groups exist. ``repeats``: it is one of several
-        micro-batches."""
+        """Return this rank's program of a graph whose process groups exist. ``repeats``: for many micro-batches."""
         captured = replace(captured, graph=graph)
         split: Mapping[str, Conversion] = {}
         if not call.loss_only and spmd.loss is not None and self.settings.outputs != "whole":
@@ -413,8 +412,7 @@ class ProgramCache:
         )
 
     def _announce_kept(self, program: LocalProgram) -> None:
-        """Warn once, on rank 0, about operators that draw from a generator and are kept though the plan recomputes
-        them."""
+        """Warn once, on rank 0, about operators that draw numbers and are kept though the plan recomputes them."""
         again = program.spmd.lifetimes.operators
         drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in again]
         kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
@@ -480,8 +478,7 @@ def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instea
 
 
 def check_frozen(compiled: Executable) -> None:
-    """Raise ShardwiseError for parameters that were unfrozen after the module was parallelized, since no collective
-    reduces their gradients."""
+    """Raise ShardwiseError for parameters unfrozen after ``sw.parallelize``: no collective reduces their gradients."""
     thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
     if thawed:
         raise ShardwiseError(

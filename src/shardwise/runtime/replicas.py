@@ -314,7 +314,7 @@ def _has_copies(layout: Layout) -> bool:
 
 
 def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
-    """Return, per rank and layout, the lowest rank that holds the same part of a tensor; rank 0 if there is no layout."""
+    """Return, per rank and layout, the lowest rank that holds the same part of a tensor; rank 0 without a layout."""
     known: dict[tuple[str, ...], list[int]] = {}
     columns: list[list[int]] = []
     for layout in layouts:

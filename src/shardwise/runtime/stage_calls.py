@@ -17,7 +17,7 @@ from shardwise.runtime.torch_schedules import Scheduled
 
 @dataclass(frozen=True)
 class StageCall:
-    """One kind of call: the captured call, its micro-batches, their cuts by size, and this rank's stages on a schedule."""
+    """One kind of call: the captured call, its micro-batches, their cuts by size, and this rank's scheduled stages."""
 
     captured: Capture
     passes: Passes

@@ -164,8 +164,7 @@ def profile_step(
 def steps_of(
     emitted_step: CallableStep | GradAccumStep, tensors: Sequence[torch.Tensor], passes: int
 ) -> Callable[[], None]:
-    """Return a function that runs forward and backward of a whole batch, or of ``passes`` micro-batches, all over the
-    same tensors."""
+    """Return a function that runs forward and backward of a batch, or of ``passes`` micro-batches, on ``tensors``."""
 
     def run() -> None:
         for tensor in tensors:

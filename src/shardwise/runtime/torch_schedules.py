@@ -53,8 +53,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """A measured action of this pipeline rank. ``start``: seconds on the clock of ``time.perf_counter``; ``seconds``:
-    its duration."""
+    """A measured action of this pipeline rank. ``start``: in seconds of ``time.perf_counter``."""
 
     action: Action
     start: float
@@ -62,8 +61,7 @@ class TimedAction:
 
 
 class _Progress:
-    """Progress of this pipeline rank in an ``order`` of actions. ``record``: set to a list to measure them, on
-    ``device``."""
+    """Progress of this pipeline rank in an ``order``. ``record``: set to a list to measure actions, on ``device``."""
 
     def __init__(self, order: Sequence[Action], device: torch.device) -> None:
         self.record: list[TimedAction] | None = None
@@ -252,7 +250,7 @@ class Scheduled:
             self._schedule = get_schedule_class(schedule.base)(stages_or_one, num_micro_batches, **settings)
 
     def step(self) -> list[Tensor]:
-        """Run forward and backward of all micro-batches and return their losses, in order, on ranks of the last stage."""
+        """Run forward and backward of all micro-batches and return their losses, in order, where the last stage is."""
         losses: list[Tensor] = []
         numbers = (self._numbers,) if self._has_first else ()
         target = self._numbers if self._has_last else None

@@ -321,7 +321,7 @@ class TapeRecorder(DispatchMode):
         )
 
     def _draw(self, kwargs: Mapping[str, Any]) -> Draw:
-        """Return the point from which the draw about to be recorded continues, and mark the generator with this draw."""
+        """Return the point from which the draw about to be recorded continues, and mark the generator with the draw."""
         given_generator = kwargs.get("generator")
         index = given_generator.index if isinstance(given_generator, GeneratorRef) else DEFAULT_GENERATOR
         generator, here = self._generators[index], len(self.tape.entries)

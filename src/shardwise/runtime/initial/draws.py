@@ -5,9 +5,8 @@ generator, seeded from the draw's key and the tile's number. To get a box of the
 that the box touches, and gets the same numbers as every other rank. The key identifies the draw: the seed of its
 generator, and the count of draws since. It depends neither on ranks nor on plans.
 
-torch's CPU generator takes 32-bit seeds. Tiles of one draw have different seeds. Two tiles of different draws have the
-same seed with a probability of 1 in 4 thousand million (in a model of 70 G parameters about one tile in four thousand
-has a twin).
+torch's CPU generator takes 32-bit seeds. Tiles of one draw have different seeds; two tiles of different draws share a
+seed with odds of 1 in 4 thousand million (in a model of 70 G parameters about one tile in four thousand has a twin).
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _tile_of(shape: Sequence[int]) -> tuple[int, ...]:
 def _tiles(
     shape: Sequence[int], tile: Sequence[int], start: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (number, offsets, sizes) of the tiles that a box touches. Numbers count row by row over the whole tensor."""
+    """Yield (number, offsets, sizes) of the tiles that a box touches. Numbers count row by row over the tensor."""
     grid = [-(-size // step) for size, step in zip(shape, tile, strict=True)]
     touched = [
         range(begin // step, (begin + count - 1) // step + 1)

@@ -74,8 +74,7 @@ def full_tensors(
 def initial_values(
     module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor | PartialTensor]]:
-    """Yield ``(name, whole tensor or PartialTensor)`` for every parameter and buffer whose values are not ``known``
-    elsewhere.
+    """Yield ``(name, whole tensor or PartialTensor)`` for every parameter and buffer that is not ``known`` elsewhere.
 
     Tied tensors appear once, under their first name; the order is unspecified. Tensors computed here are on the CPU and
     in the module's current dtype; existing ones are detached, not copied. ``seed``: by default a recorded model's own,

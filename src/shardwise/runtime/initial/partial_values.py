@@ -83,7 +83,7 @@ class Regions:
                 self._writers.setdefault(storage, []).append(index)
 
     def box(self, ref: StorageRef, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return rows ``[offset, offset + size)`` of every dim of a tensor at the end of the tape. Raises NotByParts."""
+        """Return rows ``[offset, offset + size)`` of each dim of a tensor at the end of the tape. Raises NotByParts."""
         self._depth = self._num_reads = 0
         self._kept.clear()
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -259,8 +259,7 @@ class Regions:
         sizes: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return the elements of an operand that correspond to a box of the result. ``dtype``: of an operand that is a
-        number."""
+        """Return the elements of an operand that correspond to a box of the result. ``dtype``: of a number."""
         if not isinstance(arg, (StorageRef, TapeConstant)):
             return torch.tensor(arg, dtype=dtype)
         shape = tuple(arg.shape) if isinstance(arg, StorageRef) else tuple(arg.tensor.shape)

@@ -128,7 +128,7 @@ class TapeEntry:
 
 
 class Draws(Protocol):
-    """Random numbers that depend on a draw's position on the tape, not on earlier draws (``initial.partial_values``)."""
+    """Random numbers that depend on a draw's place on the tape, not on earlier draws (``initial.partial_values``)."""
 
     def draw(self, index: int, entry: TapeEntry) -> torch.Tensor | None:
         """Return the result of a draw; None if the operator has to run."""
@@ -229,8 +229,7 @@ class _ReplayStep:
 
 @dataclass(frozen=True, slots=True)
 class _ReplaySchedule:
-    """``saved``: draws after which the generator's state must be kept, since a draw other than the next continues
-    there."""
+    """``saved``: draws whose generator state must be kept, since a draw other than the next continues there."""
 
     steps: tuple[_ReplayStep, ...]
     saved: frozenset[int]
@@ -369,7 +368,7 @@ class _TapeRun:
 
 @contextmanager
 def _alone(run: _TapeRun) -> Iterator[None]:
-    """Give the run the global generator, default dtype and grad mode within the context, and restore them afterwards."""
+    """Give the run the global generator, default dtype and grad mode within the context; restore them afterwards."""
     state, dtype = torch.default_generator.get_state(), torch.get_default_dtype()
     if run.default_state is not None:
         torch.default_generator.set_state(run.default_state)
@@ -383,8 +382,7 @@ def _alone(run: _TapeRun) -> Iterator[None]:
 
 
 def _fitted(tensor: torch.Tensor, ref: StorageRef, inputs: set[int], cleared: bool) -> torch.UntypedStorage:
-    """Return the storage of a new tensor, laid out as recorded and shared with no input. ``cleared``: fill it with
-    zeros."""
+    """Return the storage of a new tensor, laid out as recorded, shared with no input. ``cleared``: zero it."""
     as_recorded = (tensor.shape, tensor.dtype) == (ref.shape, ref.dtype)
     assert as_recorded, f"recorded {ref}, replayed {tensor.shape} {tensor.dtype}"
     storage: Any = tensor.untyped_storage()

@@ -50,8 +50,8 @@ class ShardMaterializer:
 
 class InitialShards:
     """``parts``: this rank's parts by canonical names. ``prints``: numbers that must be equal on all ranks:
-    fingerprints of the whole initial values (of the first elements, if a rank computes only its part), or sizes of the
-    weight files' tensors."""
+    fingerprints of initial values (of the first elements, if a rank computes only its part), or sizes of the weight
+    files' tensors."""
 
     def __init__(self, holder: ShardMaterializer, precision: Precision, device: torch.device) -> None:
         self.parts: dict[str, torch.Tensor] = {}
