@@ -112,7 +112,7 @@ class Parallel(ParallelModule):
             "_in_passes": {},
             "_signatures": {},
             "_latest": None,
-        }  # a copy makes its own programs
+        }  # a copy builds its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -136,8 +136,8 @@ class Parallel(ParallelModule):
     def step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of the whole batch, add to ``.grad`` and return the detached loss.
 
-        Under a plan of several micro-batches it takes the batch of the optimizer step, with any number of samples, and
-        runs it in micro-batches of the planned size (the last may be smaller). The result is that of one pass over the
+        Under a plan of several micro-batches it takes the batch of the optimizer step, with any number of samples. It
+        runs in micro-batches of the planned size (the last may be smaller). The result is that of one pass over the
         whole batch. With ``inputs="local"`` every micro-batch takes its share of every rank's part.
 
         Args:
@@ -266,7 +266,7 @@ class Parallel(ParallelModule):
             outputs = deliver_outputs(outputs, names, compiled.split, graph, self._ranks) if compiled.split else outputs
         return compiled, loss, tuple(outputs)
 
-    # -- a step in passes ----------------------------------------------------------------------------------------------
+    # -- a step over micro-batches -------------------------------------------------------------------------------------
 
     def _is_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a batch has more samples than a micro-batch of the plan."""

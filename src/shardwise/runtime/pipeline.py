@@ -172,7 +172,7 @@ class Pipeline(ParallelModule):
         place_states(self, self.plan.optimizer, self._calls.settings.host)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy makes its own programs
+        return {**self.__dict__, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy builds its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -62,7 +62,7 @@ _R = TypeVar("_R")
 
 def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a method of a parallel module to run without ambient autocast: the plan's is part of the program. Raises
-    ShardwiseError under an autocast other than the plan's."""
+    CaptureError under an autocast other than the plan's."""
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -2,12 +2,12 @@
 
 Where a layout is invariant or replicated on a mesh axis, the ranks along that axis hold bit-identical copies: results
 of one collective, or of the same arithmetic on copies. Nothing enforces that. Copies drift apart if ranks pass
-different batches, if a parameter is changed on one rank, or if a kernel sums in a different order each time. The
-trained model is then no longer the intended one.
+different batches, if one rank changes a parameter, or if a kernel sums in another order each time. The trained model is
+then no longer the intended one.
 
 A checked call runs a variant of the program: the same operators and conversions on the same tensors, and after each a
-64-bit fingerprint of its result. Two all-gathers of fingerprints, one after the forward pass and one of the gradients
-after the backward pass, tell every rank the first value in program order whose copies differ. Values are compared along
+64-bit fingerprint of its result. Fingerprints are all-gathered after the forward pass, and those of the gradients after
+the backward pass. They tell every rank the first value in program order whose copies differ. Values are compared along
 invariant and replicated axes only: shards and partial sums differ.
 """
 
@@ -129,8 +129,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Instrumented:
-    """A program that also returns fingerprints, their subjects, and per rank and fingerprint the first rank that must
-    have the same one (``leaders``, of shape [ranks, fingerprints])."""
+    """A program that also returns fingerprints of ``subjects``. ``leaders``, of shape [ranks, fingerprints]: per rank
+    and fingerprint the first rank that must have the same one."""
 
     program: fx.GraphModule
     subjects: tuple[Subject, ...]

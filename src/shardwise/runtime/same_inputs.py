@@ -1,10 +1,10 @@
 """Check in every training call that ranks which each pass the whole batch pass the same one.
 
-A program takes its part of the inputs from its own rank, so ranks with different batches train on a mixture of them
+A program takes its part of the inputs from its own rank. Ranks with different batches would train on a mixture of them
 without any collective differing. Every rank therefore sends the others a digest of all elements of its inputs. The
 message overlaps with the call and is read at the start of the next one. For inputs on a GPU the digest is computed and
-copied to the host behind the kernels of the call, and sent at the start of the next one. A difference is then found one
-call later, and the host never waits for the kernels of the current call.
+copied to the host behind the kernels of the call. It is sent at the start of the next call. A difference is then found
+one call later, and the host never waits for the kernels of the current call.
 """
 
 from __future__ import annotations

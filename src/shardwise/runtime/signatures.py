@@ -133,7 +133,7 @@ def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: S
 
 
 def takes_gradient(tensor: torch.Tensor) -> bool:
-    """Return whether a call made now computes a gradient for an input."""
+    """Return whether a call now computes a gradient for an input."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

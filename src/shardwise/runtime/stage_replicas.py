@@ -2,8 +2,8 @@
 
 The ranks of a stage compare their copies (``runtime.replicas``), micro-batch by micro-batch. All ranks compare the
 batch and the parameters that several stages share. A stage keeps a difference to itself until the schedule has run,
-since the other stages wait for its messages. Then all ranks exchange the differences and raise the same error, before
-any gradient is added.
+since other stages wait for its messages. Then all ranks exchange differences and raise the same error, before adding a
+gradient.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from shardwise.runtime.hoisted_constants import Constants
 Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
 # Flags of the delivered values that get a cotangent -> the program whose backward takes these.
 EmitFor = Callable[[tuple[bool, ...]], Emitted]
-_PLAIN = TimedStep(compiled=False)  # a step that takes part in no trial
+_PLAIN = TimedStep(compiled=False)  # a step outside any trial
 
 
 @dataclass

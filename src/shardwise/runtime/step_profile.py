@@ -113,7 +113,7 @@ def profile_step(
     rank; ``state``: parameters and buffers of this rank; ``alone``: this rank, if there are no others; ``gather``:
     gathers a value from every rank of the plan, if these are not all ranks of the job."""
     gather = gather or (_from_all if alone is None else _from_one)
-    step()  # compiles, and takes memory for the first time
+    step()  # compiles and allocates memory
     for _ in range(MOST_STEPS):  # until eager or compiled is chosen
         if (compiling := taken().compiling) is not None and compiling.is_on_trial:
             step()

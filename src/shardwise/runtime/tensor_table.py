@@ -143,7 +143,7 @@ def check_initial_values(
     ranks: Communicator,
     device: torch.device,
 ) -> None:
-    """Raise ShardwiseError on all ranks if one has a ``fault`` (the others name it), and LaunchError if the whole
+    """Raise ShardwiseError on all ranks if one has a ``fault`` (the others name it). Raise LaunchError if the whole
     initial values (name -> fingerprint) or the seed differ between ranks."""
     said = None if fault is None else str(fault).split("\n", 1)[0]
     everywhere = gather_objects((dict(prints), said, seed), ranks, device, "the comparison of initial values")

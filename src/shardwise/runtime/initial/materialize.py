@@ -296,7 +296,7 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
 
 
 def stable_seed(seed: int, *path: str) -> int:
-    """A generator seed for one place in a model: the same in every process and version of Python.
+    """Return a generator seed for one path in a model, the same in every process and version of Python.
 
     >>> stable_seed(0, "layers.0")
     3267655600012413936

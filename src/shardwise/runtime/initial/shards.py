@@ -49,9 +49,8 @@ class ShardMaterializer:
 
 
 class InitialShards:
-    """``parts``: this rank's parts by canonical names. ``prints``: numbers that must be equal on all ranks:
-    fingerprints of initial values (of the first elements, if a rank computes only its part), or sizes of the weight
-    files' tensors."""
+    """The initial ``parts`` of this rank, by canonical names. ``prints``: numbers that must be equal on all ranks:
+    fingerprints of values (of the first elements, if ranks compute only their parts) or sizes of the files' tensors."""
 
     def __init__(self, holder: ShardMaterializer, precision: Precision, device: torch.device) -> None:
         self.parts: dict[str, torch.Tensor] = {}
