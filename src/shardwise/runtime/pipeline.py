@@ -1,6 +1,6 @@
 """The module that a rank trains under a plan of stages: its stages' shards, and their programs on a torch schedule.
 
-All ranks make the same calls with the same batch. A rank works on the stages of its pipeline rank. Gradients of
+All ranks make the same calls with the whole batch. A rank works on the stages of its pipeline rank. Gradients of
 parameters that several stages share are summed at the end of a step, so all copies get the same update.
 """
 

@@ -44,7 +44,7 @@ class ShardMaterializer:
         return self.only is None or name in self.only
 
     def layout(self, name: str, tensor: torch.Tensor) -> Layout:
-        """Return the layout of a parameter or buffer; replicated if the plan does not name it."""
+        """Return the layout of a parameter or buffer; whole if the plan does not name it."""
         return self.layouts.get(name) or Layout.whole(self.ranks.mesh, tuple(tensor.shape))
 
 
