@@ -1,4 +1,4 @@
-"""Whether a rank's program has room on its GPU, before anything is put there."""
+"""Check whether each rank's GPU has room for its program before anything is placed on it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardwise.costs.units import format_quantity
 from shardwise.errors import OutOfDeviceMemoryError, problem
 from shardwise.plans.plan import Plan
 
-# By which part a predicted peak may be too high (the page on clusters): a plan is refused for what is surely too much.
+# Relative error by which a predicted peak may be too high (see the page on clusters); refuse only beyond it.
 _TOO_HIGH = 0.05
 
 
 def require_memory(plan: Plan, device: torch.device) -> None:
-    """Raises OutOfDeviceMemoryError, on every rank, where a rank's GPU has less memory left than a step of the plan was
-    predicted to take. Every rank calls it. Plans that nobody priced are not judged."""
+    """Raise OutOfDeviceMemoryError on every rank if any rank's GPU has less free memory than the predicted peak of a
+    step. Every rank calls it. Plans without a prediction are not checked."""
     if device.type != "cuda" or plan.predicted is None:
         return
     rooms: list[Any] = [None] * dist.get_world_size()
@@ -28,13 +28,13 @@ def require_memory(plan: Plan, device: torch.device) -> None:
 
 
 def memory_on(device: torch.device) -> tuple[int, int]:
-    """Bytes of a GPU: that this process can get, and all."""
+    """Return (bytes this process can allocate, total bytes) of a GPU."""
     return probe.room(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def check_memory(plan: Plan, rooms: Mapping[int, tuple[int, int]]) -> None:
-    """Raises OutOfDeviceMemoryError where one of some ranks has less room than a step of the plan was predicted to
-    take."""
+    """Raise OutOfDeviceMemoryError if one of the given ranks has less room than the predicted peak of a step. ``rooms``
+    maps a rank to (free bytes, total bytes)."""
     if plan.predicted is None:
         return
     needed = plan.predicted.memory_bytes / (1 + _TOO_HIGH)

@@ -1,8 +1,8 @@
-"""Memory of what a step returns and writes: separate where it is on one device, shared where it can be.
+"""Memory sharing between what a step returns and the buffers it writes, as on one device.
 
-A graph has values, no memory: a copy is the value that it copies, and a program hands out the tensor that has the
-value. ``capture`` notes which outputs share memory on one device, and here those that do not are taken apart. An output
-that is a buffer, or a view of one, is that of this rank where it holds the whole buffer.
+A graph has values but no memory: a copy is the same value as its source, and a program returns whichever tensor holds
+the value. ``capture`` notes which outputs share memory on one device; outputs that do not are separated here. An output
+that is a buffer, or a view of one, aliases this rank's buffer if the rank holds the whole buffer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardwise.programs.spmd import SpmdProgram
 def separate_memory(
     outputs: Sequence[Any], memories: Sequence[OutputMemory | None], sources: Mapping[str, Tensor]
 ) -> list[Any]:
-    """The outputs, copied where they share memory with another output or with a source and do not on one device.
+    """Return the outputs, cloning those that share memory with another output or a source but would not on one device.
 
-    ``memories``: per output; ``sources``: value -> the tensor that this rank holds.
+    ``memories``: one entry per output; ``sources``: value -> the tensor that this rank holds.
     """
     owner = {_storage(tensor): name for name, tensor in sources.items() if tensor.numel()}
     apart = []
@@ -40,8 +40,8 @@ def separate_memory(
 
 
 def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Give buffers their new values, in place. A value that is a buffer (two are exchanged) is read before it is
-    written over."""
+    """Write new values into buffers in place. A value that is itself a buffer (a swap of two) is cloned before it is
+    overwritten."""
     if not buffers:
         return
     memories = {_storage(buffer) for buffer in buffers}
@@ -54,8 +54,8 @@ def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def alias_buffers(
     outputs: Sequence[Any], memories: Sequence[OutputMemory | None], whole: Mapping[str, Tensor]
 ) -> list[Any]:
-    """The outputs, those that are views of a buffer taken from it. ``whole``: value -> the buffers that this rank holds
-    whole, after the step has written them."""
+    """Return the outputs, replacing views of a buffer by views of this rank's buffer. ``whole``: value -> the buffers
+    that this rank holds whole, after the step has written them."""
     results = []
     for output, memory in zip(outputs, memories, strict=True):
         buffer = None if memory is None else whole.get(memory.name)
@@ -68,13 +68,13 @@ def alias_buffers(
 
 
 def whole_buffers(spmd: SpmdProgram) -> tuple[str, ...]:
-    """The values of the buffers that every rank holds whole."""
+    """Return the value names of the buffers that every rank holds whole."""
     buffers = [source.value for source in spmd.graph.sources if source.kind == "buffer"]
     return tuple(name for name in buffers if not spmd.layouts[name].positions)
 
 
 def announce_copies(spmd: SpmdProgram, memories: Iterable[OutputMemory | None]) -> None:
-    """Warns of outputs that are views of a buffer on one device and copies on ranks, where the step writes to it."""
+    """Warn about outputs that alias a written buffer on one device but are copies on ranks."""
     shared = {memory.name for memory in memories if memory is not None}
     written = shared.intersection(name for name, _ in spmd.mutations) - set(whole_buffers(spmd))
     if written:

@@ -1,7 +1,7 @@
-"""A step over a batch as passes over its micro-batches, on this rank.
+"""A step over a batch as a sequence of micro-batches on this rank.
 
-Gradients of the passes add up apart and reach the parameters together at the end, so that hooks of parameters see what
-they see after one pass over the whole batch, once.
+Gradients of the micro-batches are accumulated separately and reach the parameters together at the end. Hooks of
+parameters therefore run once and see the same gradient as after one pass over the whole batch.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ Parts = Callable[[Executable, int | None, int], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class MicroBatchedStep:
-    """The programs of a step, and how they run. ``programs``: by the samples of a pass; ``prelude``: what runs ahead of
-    them, over the whole batch. Passes of one size follow each other, and share what is done once."""
+    """The programs of a step and their order. ``programs``: by micro-batch size in samples; ``prelude``: runs first,
+    over the whole batch. Micro-batches of one size are consecutive and share the work that is done once."""
 
     passes: Passes
     programs: Mapping[int, Executable]
     prelude: Executable | None
 
     def with_state(self, state: Mapping[str, Tensor]) -> MicroBatchedStep:
-        """The same programs with the parameters and buffers of ``state``, by name."""
+        """Return the same programs with the parameters and buffers of ``state``, by name."""
         programs = {size: compiled.with_state(state) for size, compiled in self.programs.items()}
         return MicroBatchedStep(self.passes, programs, None if self.prelude is None else self.prelude.with_state(state))
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are drawn."""
+        """Return whether any program draws random numbers."""
         programs = (*self.programs.values(), *(() if self.prelude is None else (self.prelude,)))
         return any(compiled.seed is not None for compiled in programs)
 
     def run(
         self, parts: Parts, seed: Tensor, device: torch.device, check: ReplicaCheck | None, scale: Tensor | None
     ) -> Tensor:
-        """Forward and backward of all passes: adds to ``.grad`` and returns the loss of the whole batch. ``check``:
-        compares what the ranks compute; ``scale``: by what the loss is multiplied for backward."""
+        """Run forward and backward of all micro-batches, add to ``.grad`` and return the loss of the whole batch.
+        ``check``: compares what the ranks compute; ``scale``: factor on the loss for backward."""
         if not torch.is_grad_enabled():
             what = "par.step computes gradients, and they are disabled here"
             raise ShardwiseError(problem(what, fix="call par.step outside torch.no_grad() and torch.inference_mode()"))
@@ -80,7 +80,7 @@ class MicroBatchedStep:
         return total
 
     def _whole(self, parts: Parts, seed: Tensor) -> dict[str, Tensor]:
-        """The values that depend on the inputs of all passes."""
+        """Return the values that depend on the inputs of all micro-batches."""
         if self.prelude is None:
             return {}
         with torch.no_grad():
@@ -93,8 +93,8 @@ class MicroBatchedStep:
     def _write(
         self, compiled: Executable, tensors: Sequence[Tensor], written: Sequence[Tensor], *, is_last: bool
     ) -> None:
-        """Write what a pass makes of buffers: running statistics after every pass, all others, which are the same for
-        all passes, after the last one."""
+        """Write a micro-batch's new buffer values. Running statistics are written after every micro-batch; all others
+        are the same for all micro-batches and are written after the last one."""
         sources = compiled.captured.graph.sources
         for position, value in zip(compiled.written, written, strict=True):
             if is_last or sources[position].names[0] in self.passes.statistics:
@@ -102,7 +102,7 @@ class MicroBatchedStep:
 
 
 def _filled(compiled: Executable, inputs: Sequence[Tensor], values: Mapping[str, Tensor], seed: Tensor) -> list[Tensor]:
-    """The tensors of all sources of a program."""
+    """Return the tensors of all sources of a program."""
     rest = iter(inputs)
     tensors: list[Tensor] = []
     for position, (name, tensor) in enumerate(zip(compiled.names, compiled.tensors, strict=True)):
@@ -115,7 +115,7 @@ def _filled(compiled: Executable, inputs: Sequence[Tensor], values: Mapping[str,
 
 
 def _add_up(compiled: Executable, sums: dict[str, Tensor], gradients: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Add what some passes found to the gradients, by the identity of the parameter. ``sums`` is emptied."""
+    """Add the gradients of some micro-batches to ``gradients`` (by identity of the parameter). Empties ``sums``."""
     for name, parameter in zip(compiled.names, compiled.tensors, strict=True):
         gradient = sums.pop(name, None)
         if gradient is None or parameter is None or not parameter.requires_grad:
@@ -126,8 +126,8 @@ def _add_up(compiled: Executable, sums: dict[str, Tensor], gradients: dict[int, 
 
 
 def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:
-    """The samples of a whole batch: every input that has samples in the plan has as many rows. ``rows``: shapes of the
-    inputs, whole. Raises ShardwiseError where they disagree."""
+    """Return the number of samples in a whole batch. ``rows``: full shapes of the inputs. Raises ShardwiseError if
+    inputs that have samples in the plan disagree on their number of rows."""
     counts = {name: rows[name][0] for name in with_samples_in(plan) if name in rows}
     if len(set(counts.values())) != 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "there is none"
@@ -141,12 +141,12 @@ def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def with_samples_in(plan: Plan) -> frozenset[str]:
-    """The names of the inputs that have samples."""
+    """Return the names of the inputs whose first dim is the samples of a micro-batch."""
     return frozenset(entry.name for entry in plan.inputs if entry.shape and entry.shape[0] == plan.micro_batch)
 
 
 def rows_of_pass(tensor: Tensor, start: int, size: int, batch: int) -> Tensor:
-    """What a pass takes of an input, whole or a rank's part of it: the share of its rows that the samples are."""
+    """Return the rows of an input (whole, or a rank's part of it) that belong to samples ``[start, start + size)``."""
     first, last = (tensor.shape[0] * number // batch for number in (start, start + size))
     return tensor.narrow(0, first, last - first)
 

@@ -1,8 +1,8 @@
-"""The module that was split, as its owner still has it: ranks hold copies of what it was.
+"""Monitor of the original module, which the user still holds after ``sw.parallelize``; ranks hold copies of it.
 
-What is done to it afterwards reaches no rank: values that are loaded into it, attributes and modes that change, an
-optimizer that was made of its parameters. The last is refused when it steps. The others are announced: the module is
-looked at in the calls 1, 2, 4, 8 and so on, which costs nothing in the long run.
+Later changes to it reach no rank: loaded values, changed attributes and modes, an optimizer over its parameters.
+Stepping such an optimizer raises an error. The other changes cause a warning: the module is inspected in calls 1, 2, 4,
+8 and so on, which costs nothing in the long run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
 from shardwise.graph.trees import constant_key, is_constant
 
-_split = WeakTensorKeyDictionary()  # parameters of modules that were split -> their names
-_trained = WeakTensorKeyDictionary()  # parameters that an optimizer has updated by themselves
-_passed: WeakSet[Optimizer] = WeakSet()  # those that have updated something
+_split = WeakTensorKeyDictionary()  # parameters of original modules -> their names
+_trained = WeakTensorKeyDictionary()  # those that an optimizer has updated in the original module
+_passed: WeakSet[Optimizer] = WeakSet()  # optimizers that have updated something
 
 
 class OriginalModuleMonitor:
-    """A module that was split, weakly; ``parallel``: the parallel module."""
+    """A weak reference to the original module and a snapshot of its state; ``parallel``: the parallel module."""
 
     def __init__(self, module: nn.Module, parallel: nn.Module) -> None:
         self._module, self._own = ref(module), ref(parallel)
@@ -38,11 +38,11 @@ class OriginalModuleMonitor:
         _watch_optimizers()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no owner's module."""
+        """Return an empty state: a copy monitors no original module."""
         return {"_module": _nothing, "_own": _nothing, "_values": {}, "_places": {}, "_calls": 0, "_next": 0}
 
     def look(self) -> None:
-        """In some of the calls: warn, once, of what was done to the module."""
+        """Warn once, in calls 1, 2, 4, 8, ..., about changes to the original module."""
         self._calls += 1
         if self._calls != self._next:
             return
@@ -60,7 +60,7 @@ class OriginalModuleMonitor:
             )
 
     def _changed(self, module: nn.Module, parallel: nn.Module) -> list[str]:
-        """What is another, in words. One that is trained itself, beside the parallel module, changes its values."""
+        """Describe what changed. Values of a module that is itself trained, next to the parallel one, do not count."""
         modes = {f"{path}.training": part.training for path, part in parallel.named_modules()}
         frozen = {f"{name}.requires_grad": p.requires_grad for name, p in parallel.named_parameters()}
         followed = {key.removeprefix("."): value for key, value in (modes | frozen).items()}
@@ -86,7 +86,7 @@ def _nothing() -> None:
 
 
 def _values(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of every parameter with data its identity and how often it was written to."""
+    """Return the identity and version counter of every parameter with data."""
     return {
         name: (id(parameter), parameter._version)
         for name, parameter in module.named_parameters()
@@ -95,7 +95,7 @@ def _values(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(place, value) of the constants that modules have as attributes, and of what is frozen."""
+    """Yield (path, value) of constant module attributes and of the ``requires_grad`` flags of parameters."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if is_constant(value):
@@ -106,13 +106,13 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _watch_optimizers() -> None:
-    """From now on optimizers of parameters that were split are noticed; once."""
+    """Register, once, the hook that detects optimizers over parameters of original modules."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ShardwiseError where an optimizer has nothing to do, since its parameters are those of a module that was
-    split: gradients are on the shards."""
+    """Raise ShardwiseError if an optimizer has no gradients because its parameters belong to an original module: the
+    gradients are on the shards."""
     if optimizer in _passed:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""The module that a rank trains: its shards under the original parameter names, and the program of its plan."""
+"""The module that a rank trains under a plan without stages: its shards and the program of its plan."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ CallResult = tuple[Executable, torch.Tensor | None, Sequence[Any]]  # program, l
 
 
 class Parallel(ParallelModule):
-    """This rank's shards of a module. ``named_parameters()`` gives them under the original names, so any element-wise
-    ``torch.optim`` optimizer updates them as one device would."""
+    """This rank's shards of a module. ``named_parameters()`` yields them under the original names, so any element-wise
+    ``torch.optim`` optimizer updates them as it would on one device."""
 
     def __init__(
         self,
@@ -112,11 +112,11 @@ class Parallel(ParallelModule):
             "_in_passes": {},
             "_signatures": {},
             "_latest": None,
-        }  # a copy makes its own programs
+        }  # a copy builds its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._protect()  # a deep copy holds shards, too
+        self._protect()  # a deep copy also holds shards
 
     def _protect(self) -> None:
         protect(self, shard_records(self, self.plan.layouts, self._ranks))
@@ -124,9 +124,9 @@ class Parallel(ParallelModule):
 
     @in_plan_precision
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, every tensor whole on every rank; differentiable. Where it has a loss, other tensors are
-        brought together when they are read (``parallelize(outputs=)``). It is one pass over the whole batch, whatever
-        the plan's micro-batch."""
+        """Run the module on the whole batch in one pass, whatever the plan's micro-batch; differentiable. Every output
+        tensor is whole on every rank. If the module has a loss, other outputs are gathered when they are read (see
+        ``parallelize(outputs=)``)."""
         if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
             self._say_whole()
         compiled, _, outputs = self._call(args, kwargs, loss_only=False)
@@ -134,13 +134,21 @@ class Parallel(ParallelModule):
 
     @in_plan_precision
     def step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of the whole batch: adds to ``.grad`` and returns the loss (detached). ``scaler``: what
-        is differentiated is the loss as it scales it (what is returned is not scaled); its ``step`` and ``update``
-        remain the caller's.
+        """Run forward and backward of the whole batch, add to ``.grad`` and return the detached loss.
 
-        Under a plan of several micro-batches it takes the batch of the optimizer step, of any number of samples, in
-        passes over as many as a micro-batch has (the last may have fewer); what comes out is that of one pass over the
-        whole. With ``inputs="local"`` every pass takes its share of every rank's part."""
+        Under a plan of several micro-batches it takes the batch of the optimizer step, with any number of samples. It
+        runs in micro-batches of the planned size (the last may be smaller). The result is that of one pass over the
+        whole batch. With ``inputs="local"`` every micro-batch takes its share of every rank's part.
+
+        Args:
+            args: Positional inputs of the module.
+            scaler: Gradient scaler whose scaled loss is differentiated. The returned loss is not scaled; the caller
+                still calls ``scaler.step`` and ``scaler.update``.
+            kwargs: Keyword inputs of the module.
+
+        Returns:
+            The detached loss of the whole batch, a scalar.
+        """
         if self._is_in_passes(args, kwargs):
             return self._step_in_passes(args, kwargs, scale_of(scaler, self.device))
         loss = self._loss(args, kwargs)
@@ -149,8 +157,8 @@ class Parallel(ParallelModule):
 
     @in_plan_precision
     def loss_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss alone, for a backward of your own: other outputs of the module are not brought together. Like a
-        call it is one pass over the whole batch, whatever the plan's micro-batch."""
+        """Return the loss alone, for a backward by the caller; other outputs are not gathered. Like a call it is one
+        pass over the whole batch, whatever the plan's micro-batch."""
         if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
             self._say_whole()
         return self._loss(args, kwargs)
@@ -168,15 +176,25 @@ class Parallel(ParallelModule):
 
     @in_plan_precision
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
-        Every tensor is whole on every rank; differentiable."""
+        """Return the module's own output, without the loss function given to ``parallelize``: pass no targets. Every
+        tensor is whole on every rank; differentiable."""
         compiled, _, outputs = self._call(args, kwargs, loss_only=False, predicts=self._settings.loss is not None)
         return unflatten(outputs, compiled.captured.out_spec)
 
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> StepProfile:
-        """A training step on this batch, measured and laid over the prediction, operator by operator and message by
-        message; ``print`` shows the largest disagreements first. Called on every rank; ``steps``: how many are
-        measured, twice. Gradients, buffers and random numbers are afterwards as before; optimizers are not asked."""
+        """Measure a training step on this batch and compare it with the prediction, per operator and per message.
+
+        Every rank calls it; ``print`` shows the largest disagreements first. Gradients, buffers and random state are
+        restored afterwards; optimizers are not run.
+
+        Args:
+            args: Positional inputs of the module.
+            steps: Number of measured steps, at least 1; they are measured twice (as a whole and node by node).
+            kwargs: Keyword inputs of the module.
+
+        Raises:
+            ShardwiseError: If ``steps`` is less than 1.
+        """
         if steps < 1:
             raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
 
@@ -188,7 +206,7 @@ class Parallel(ParallelModule):
             assert self._latest is not None, "a step has run"
             return self._latest.runs
 
-        replicas, self._replicas = self._replicas, None  # a checked step is another one
+        replicas, self._replicas = self._replicas, None  # a checked step runs another program
         state = [*self.parameters(), *self.buffers()]
         try:
             with self._unchanged():
@@ -199,7 +217,7 @@ class Parallel(ParallelModule):
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
     ) -> CallResult:
-        """(program, loss, flattened outputs) for one batch."""
+        """Return (program, loss, flattened outputs) for one batch."""
         if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
             called: CallResult = torch.compiler.disable(self._call)(
                 args, kwargs, loss_only=loss_only, predicts=predicts
@@ -220,11 +238,11 @@ class Parallel(ParallelModule):
             self._latest = compiled
             inputs = iter(inputs_here)
             tensors = [next(inputs) if t is None else t for t in compiled.tensors]
-            if seed is None:  # else the call began anew
+            if seed is None:  # otherwise the call was restarted
                 seed = self._seed_of_call(draws=compiled.seed is not None)
             if compiled.seed is not None:
                 tensors[compiled.seed] = seed
-            if check is not None or self._host_ranks is not self._ranks:  # others than self._ranks send messages
+            if check is not None or self._host_ranks is not self._ranks:  # other communicators send messages too
                 self._ranks.make_sure()
             if check is None:
                 delivered, written = compiled.step(tensors)
@@ -249,19 +267,19 @@ class Parallel(ParallelModule):
             outputs = deliver_outputs(outputs, names, compiled.split, graph, self._ranks) if compiled.split else outputs
         return compiled, loss, tuple(outputs)
 
-    # -- a step in passes ----------------------------------------------------------------------------------------------
+    # -- a step over micro-batches -------------------------------------------------------------------------------------
 
     def _is_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a batch has more samples than a micro-batch of the plan."""
+        """Return whether a batch has more samples than a micro-batch of the plan."""
         if self.plan.micro_batches == 1 or self.plan.micro_batch is None:
             return False
-        if self._parts is not None:  # a rank's part of them says little
+        if self._parts is not None:  # a rank's part does not tell the batch size
             return True
         count = num_samples((args, kwargs))
         return count is not None and count > self.plan.micro_batch
 
     def _say_whole(self) -> None:
-        """Once: a call for the user's own backward is one pass."""
+        """Warn once that a call for the user's own backward is one pass over all samples."""
         if not self._has_said_whole and self._ranks.rank == 0:
             warnings.warn(
                 f"the plan is for passes over {self.plan.micro_batch} samples, which par.step makes; this call, for a "
@@ -274,7 +292,7 @@ class Parallel(ParallelModule):
     def _step_in_passes(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: torch.Tensor | None
     ) -> torch.Tensor:
-        """Forward and backward of a whole batch, micro-batch by micro-batch."""
+        """Run forward and backward of a whole batch, one micro-batch at a time."""
         if torch.compiler.is_compiling():
             loss: torch.Tensor = torch.compiler.disable(self._step_in_passes)(args, kwargs, scale)
             return loss
@@ -335,13 +353,13 @@ class Parallel(ParallelModule):
 
     @staticmethod
     def _wanted(step: MicroBatchedStep, batch: Batch) -> list[Wanted]:
-        """What the programs of a step take of its inputs."""
+        """Return the layouts and sample ranges in which the programs of a step take its inputs."""
         spans = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
         spans += [] if step.prelude is None else [(step.prelude, 0, sum(step.passes.sizes))]
         return [(dict(zip(batch.shapes, program.inputs, strict=False)), start, stop) for program, start, stop in spans]
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        """The leaves of a call and their tree, when a call begins."""
+        """Begin a call and return its leaves and their tree."""
         self._ranks.calls += 1
         self._calls.check_surroundings()
         self._template.look()
@@ -356,8 +374,8 @@ class Parallel(ParallelModule):
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Executable, list[torch.Tensor]]:
-        """The program of a call in a mode (training, the loss only, without the loss function), and this rank's part of
-        its inputs."""
+        """Return the program of a call in a mode (training, the loss only, without the loss function) and this rank's
+        part of its inputs."""
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         shapes: Sequence[tuple[int, ...]] = [x.shape for x in tensors]
         own_key = key = call_key(flat, spec, mode, shapes)
@@ -367,7 +385,7 @@ class Parallel(ParallelModule):
             shapes = tuple(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
         compiled = self._compiled.get(key)
-        # Ranks may be known to make this kind of call, and one of them not to make it now.
+        # A program for this kind of call may exist while one rank makes another call now.
         if batch is None and (compiled is None or self._is_new(key) or self._is_changed()):
             check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
         self._compared(key)
@@ -379,7 +397,7 @@ class Parallel(ParallelModule):
             self._compiled[key] = compiled
         if torch.is_grad_enabled():
             check_frozen(compiled)
-        if batch is None:  # of a batch on the host only this rank's part comes to the device
+        if batch is None:  # copy only this rank's part of a host batch to the device
             with_layouts = zip(tensors, compiled.inputs, strict=False)
             return compiled, [self._own_part(x, layout).to(self.device) for x, layout in with_layouts]
         with_layouts = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
@@ -388,7 +406,7 @@ class Parallel(ParallelModule):
         return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
 
     def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """This rank's part of a whole input."""
+        """Return this rank's part of a whole input."""
         if not layout.positions:
             return tensor
         part: torch.Tensor = _Part.apply(tensor, layout, self._ranks)  # type: ignore[no-untyped-call]
@@ -396,7 +414,7 @@ class Parallel(ParallelModule):
 
     @property
     def coordinates(self) -> Mapping[str, int]:
-        """Where this rank is on the mesh."""
+        """Return this rank's coordinate on each mesh axis."""
         return self._ranks.coordinates
 
     @property
@@ -405,33 +423,33 @@ class Parallel(ParallelModule):
 
     @property
     def compiled(self) -> tuple[Executable, ...]:
-        """What was compiled so far, one for each signature of inputs, oldest first."""
+        """Return the programs compiled so far, one per input signature, oldest first."""
         in_passes = (compiled for step in self._in_passes.values() for compiled in step.programs.values())
         return (*self._compiled.values(), *in_passes)
 
     @property
     def latest(self) -> Executable:
-        """What the last call ran. Raises ShardwiseError before the first one."""
+        """Return the program of the last call. Raises ShardwiseError before the first call."""
         if self._latest is None:
             raise ShardwiseError("no program yet: it is made for the first inputs")
         return self._latest
 
     def output_layout(self, index: int) -> Layout:
-        """The layout that the ``index``-th tensor of the last call's output had before it was gathered."""
+        """Return the layout that the ``index``-th tensor of the last call's output had before it was gathered."""
         spmd = self.latest.spmd
         name = [output.name for output in spmd.outputs if isinstance(output, Ref)][index]
         before = {conversion.result: conversion.source for conversion in spmd.conversions}
         return before.get(name) or spmd.layouts[name]
 
     def program(self) -> torch.fx.GraphModule:
-        """The program compiled last, for reading."""
+        """Return the FX graph module compiled last, for reading. Raises ShardwiseError before the first call."""
         if not self.compiled:
             raise ShardwiseError("no program yet: it is made for the first inputs")
         return self.compiled[-1].program
 
 
 class _Part(torch.autograd.Function):
-    """This rank's part of a whole input; the gradients of the ranks' parts are gathered in backward."""
+    """Slices this rank's part out of a whole input; backward gathers the gradients of all parts."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, layout: Layout, ranks: Communicator) -> torch.Tensor:

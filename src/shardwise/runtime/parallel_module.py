@@ -1,5 +1,5 @@
-"""What every module that is split over ranks has: a plan, a part of the tensors, and random numbers from one seed for
-all ranks, another one for every call in training."""
+"""Base of the modules that are sharded over ranks: a plan, this rank's shards, and random numbers from one seed for all
+ranks that advances with every training call."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SET_BY_CALLS = frozenset(
 
 
 class ParallelModule(ShardedModule):
-    """A module that holds this rank's parts of another one's tensors, under their names. The seed is in its state once
-    its programs have drawn."""
+    """A module that holds this rank's parts of another module's tensors, under the same names. Its state contains the
+    seed once its programs have drawn random numbers."""
 
     plan: Plan
     inputs: Inputs
@@ -39,13 +39,13 @@ class ParallelModule(ShardedModule):
     _state: TensorTable
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SET_BY_CALLS:  # torch asks of every value whether it is a parameter or a module
+        if name in _SET_BY_CALLS:  # skip torch's checks for parameters and modules
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
-        """As of every module; ``fn`` meets what stands for the model's submodules, and is told so."""
+        """Apply ``fn`` as ``nn.Module.apply`` does, with a warning: it sees stand-ins of the model's submodules."""
         warnings.warn(
             "apply meets stand-ins of the model's submodules, which hold this rank's shards: change the model before "
             "sw.parallelize",
@@ -55,7 +55,7 @@ class ParallelModule(ShardedModule):
         return super().apply(fn)
 
     def train(self, mode: bool = True) -> Self:
-        """As of the model, whose own ``train`` says which of its parts follow, and are frozen."""
+        """Set the training mode by the model's own ``train``, which decides which parts follow and which are frozen."""
         twin = self.original
         for path, part in self._state.modules.items():
             twin.get_submodule(path).training = part.training
@@ -72,52 +72,52 @@ class ParallelModule(ShardedModule):
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Parameter, buffer or input -> its layout on the mesh of ``coordinates``."""
+        """Map each parameter, buffer or input to its layout on the mesh of ``coordinates``."""
         return self.plan.layouts
 
     @property
     def coordinates(self) -> Mapping[str, int]:
-        """Where this rank is on the mesh."""
+        """Return this rank's coordinate on each mesh axis."""
         raise NotImplementedError
 
     @property
     def device_number(self) -> int:
-        """The number of this rank's device, on the mesh of every stage that it works on."""
+        """Return the number of this rank's device, the same on the mesh of every stage that it works on."""
         raise NotImplementedError
 
     @property
     def original(self) -> torch.nn.Module:
-        """The module that was split, on meta."""
+        """Return the original module, on meta."""
         return self._calls.model
 
     def stand_for(self, module: torch.nn.Module) -> None:
-        """As stand-ins do; what is done to the module afterwards is noticed."""
+        """Become the sharded form of ``module`` and monitor later changes to it."""
         super().stand_for(module)
         self._template = OriginalModuleMonitor(module, self)
 
     def _start_from(self, seed: int | None, device: torch.device) -> None:
-        """Begin. Calls count on from here: jobs with neighbouring seeds must not draw the same numbers one call
-        later."""
+        """Set the initial state. Hash the seed, since later calls count up from it: jobs with neighbouring seeds must
+        not draw the same numbers one call later."""
         self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=device))
-        self._failed = False  # whether the last call did, here: other ranks may be in the middle of it
+        self._failed = False  # whether the last call failed on this rank: other ranks may still be in it
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._signatures: dict[Any, Signature] = {}
         self._last_kind: tuple[object, ...] | None = None
         self._circumstances: ParamFlags = ()  # of this call
         self._last_circumstances: ParamFlags = ()
-        self._seeds: dict[int, torch.Tensor] = {}  # of the last calls, by the number that tells a recomputation
+        self._seeds: dict[int, torch.Tensor] = {}  # of recent calls, by the number that identifies a recomputation
 
     def _is_new(self, key: object) -> bool:
-        """Whether all ranks must compare what they call, though they have programs for it: the last call failed here,
-        or was of another kind than this."""
+        """Return whether all ranks must compare their calls although a program exists: the last call failed on this
+        rank or was of another kind."""
         return self._failed or (key, torch.is_grad_enabled()) != self._last_kind
 
     def _is_changed(self) -> bool:
-        """Whether those that hold the same tensors must: some were frozen or replaced since the last call."""
+        """Return whether ranks that hold the same tensors must compare: some were frozen or replaced since."""
         return self._circumstances != self._last_circumstances
 
     def _compared(self, key: object) -> None:
-        """The ranks have compared what they call, where they had to."""
+        """Record that the ranks have compared their calls where they had to."""
         self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
         if self._failed:
             self._calls.trials.restart()
@@ -125,7 +125,7 @@ class ParallelModule(ShardedModule):
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Steps that are tried out: afterwards gradients, buffers and random numbers are as they were."""
+        """Restore gradients, buffers and random state after trial steps."""
         buffers = [buffer.clone() for buffer in self.buffers()]
         gradients, seed, draws = [p.grad for p in self.parameters()], self._seed.clone(), self._draws
         try:
@@ -139,7 +139,7 @@ class ParallelModule(ShardedModule):
             self._seed, self._draws = seed, draws
 
     def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
-        """A call in words, for the other ranks."""
+        """Return the signature of a call, for comparison with the other ranks."""
         key = key, torch.is_grad_enabled(), self._circumstances
         if key not in self._signatures:
             named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
@@ -149,7 +149,7 @@ class ParallelModule(ShardedModule):
 
     @staticmethod
     def _examples(flat: Sequence[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """The arguments of a call with tensors of some shapes, on meta."""
+        """Return the arguments of a call with meta tensors of the given shapes."""
         whole = iter(shapes)
         examples = [
             torch.empty(next(whole), dtype=x.dtype, device="meta", requires_grad=takes_gradient(x))
@@ -171,7 +171,7 @@ class ParallelModule(ShardedModule):
     ) -> None:
         shards = {prefix + name: shard for name, shard in self._shards.items()}
         check_entries(local_metadata.get(KEY, {}), self._shards, self.device_number)
-        state_dict |= cut_entries(state_dict, shards)  # torch's own copy, which submodules read
+        state_dict |= cut_entries(state_dict, shards)  # torch's copy, which submodules read
         for name in self._elsewhere:
             state_dict.pop(prefix + name, None)
         seed = state_dict.get(prefix + SEED)
@@ -184,29 +184,29 @@ class ParallelModule(ShardedModule):
 
     @property
     def _elsewhere(self) -> frozenset[str]:
-        """Names of tensors that ranks of other stages hold alone."""
+        """Return the names of tensors that only ranks of other stages hold."""
         return frozenset()
 
     @property
     def _shards(self) -> dict[str, Shard]:
-        """Of the parameters and buffers of which other ranks hold other elements, by all names."""
+        """Map every name of each sharded parameter or buffer to (layout, this rank's coordinates)."""
         tensors = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         layouts = {id(tensor): self.layouts[name] for name, tensor in tensors if name in self.layouts}
         layout_of = {name: layouts[id(tensor)] for name, tensor in tensors if id(tensor) in layouts}
         return {name: (layout, self.coordinates) for name, layout in layout_of.items() if layout.positions}
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
-        """The seed of the random numbers of this call: another one for every call in training.
+        """Return the seed of the random numbers of this call; it advances with every training call.
 
         A call during backward is a recomputation (``torch.utils.checkpoint``) and must draw what the first call drew.
-        It is known by a number from torch's generator, whose state the checkpoint restores; the seed is not made of
-        that number, since the generators of the ranks need not agree.
+        It is recognized by a number from torch's generator, whose state the checkpoint restores. The seed is not
+        derived from that number, since the generators of the ranks need not agree.
         """
         self._draws |= draws
         key = int(torch.randint(2**62, ())) if draws and self.training else None
         if key in self._seeds and torch._C._current_graph_task_id() != -1:
             return self._seeds[key]
-        # Backward draws the masks again, when self._seed is that of the next call.
+        # Clone: backward draws the masks again after self._seed has advanced.
         seed = self._seed.clone() if draws else self._seed
         if key is not None:
             self._seeds[key] = seed

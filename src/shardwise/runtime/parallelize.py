@@ -1,4 +1,4 @@
-"""``sw.parallelize``: from a module and a plan to this rank's part of it, once the ranks agree on both."""
+"""``sw.parallelize``: turn a module and a plan into this rank's part of the module, once the ranks agree on both."""
 
 from __future__ import annotations
 
@@ -46,40 +46,55 @@ def parallelize(
     host: Sequence[str] = (),
     outputs: Outputs | None = None,
 ) -> Parallel | Pipeline:
-    """This rank's part of ``module`` under ``plan``; called on every rank.
+    """Return this rank's part of ``module`` under ``plan``. Every rank calls it.
 
-    ``plan``: a Plan or the path of one. It is made once: ranks other than 0 may pass None and receive rank 0's; where
-    several ranks give one, all must be equal. Parameters are kept in the dtype of its precision, with the values that
-    they have in the module. ``loss``: the callable given to ``sw.plan``, if any. ``inputs``: whether
-    calls pass the whole batch on every rank (where ranks pass different ones in training, the next call, or with
-    inputs on a GPU the one after, raises ShardwiseError) or this rank's part of it, of any size (under a plan of
-    several micro-batches, the batch of a step: a pass takes the same share of every rank's part; random numbers are
-    those of one device whose batch is in that order; under stages, the part of this rank's device in
-    ``plan.input_layouts``, which the ranks of that number in all stages pass alike). ``seed``, ``init``: how
-    parameters and buffers of a module without values (built under ``sw.deferred`` or on meta) get them
-    (``runtime.initial``; by default from the seed given to ``sw.deferred``); those that have values keep them.
-    ``init(name, tensor)`` fills the whole tensor, or returns one of its shape and dtype, or NotImplemented: then it
-    gets the value that the module's own code gives it. ``seed`` also starts dropout. ``weights``: a safetensors file or
-    a folder of them, as Hugging Face has them, seen by every rank: of each tensor a rank reads its own part; what the
-    files lack of a module without values is an error, or is left to ``init``. ``compile``: whether
-    PyTorch's compiler makes kernels of the programs. With ``"auto"``, the default on CUDA, the first ten training steps
-    run eager and compiled in turns and the faster way stays; it is remembered on disk (``runtime.compile_benchmark``;
-    eager under a schedule whose backward works on cotangents and on weights apart, and within hooks for saved tensors).
-    The default on CPUs is False: there it takes longer to compile than most runs gain. ``check_replicas``: in every so
-    many training calls, the first included, what ranks must hold alike is compared (``runtime.replicas``), and a
-    ReplicaError names the first operator, parameter or input that differs; such a call is not compiled. Rank 0's
-    setting counts. ``randomness``: dropout and other random numbers are by default those of one device, whatever the
-    plan; with ``"per_shard"`` every shard draws from a generator of its own, which is faster: replicas still agree,
-    shards differ and a seed gives the same again, but under this plan only. ``host``: names of tables, or patterns
-    (``"embed.weight"``, ``"fields.*.weight"``), that are kept on the CPU with their gradients and optimizer states:
-    indices go there and the rows that were looked up come back (``runtime.cpu_embedding``). Prices and ``memory_bytes``
-    of the plan still count them on the device. ``outputs``: with ``"when read"`` a call's outputs beside its loss are
-    tensors that stay split and are brought together when they are read, which every rank must do alike; with
-    ``"whole"`` every call does it, and a rank may read them alone. By default those of a MiB or more stay split (logits
-    of a language model), and smaller ones come at once. Under stages all come at once.
+    Args:
+        module: The original module. Parameters are kept in the dtype of the plan's precision, with the values they
+            have.
+        plan: A Plan or the path of one. Ranks other than 0 may pass None and receive rank 0's; if several ranks pass
+            one, all must be equal.
+        loss: The callable given to ``sw.plan``, if any.
+        inputs: ``"global"``: every rank passes the whole batch. If ranks pass different ones in training, the next call
+            (with inputs on a GPU: the one after) raises ShardwiseError. ``"local"``: every rank passes its own part, of
+            any size. Under a plan of several micro-batches that is its part of the batch of a step, and a micro-batch
+            takes the same share of every rank's part; random numbers are those of one device whose batch is in that
+            order. Under stages it is the part of this rank's device in ``plan.input_layouts``, the same on the ranks
+            with that device number in all stages.
+        seed: Seed of the initial values of parameters and buffers without values (built under ``sw.deferred`` or on
+            meta; by default the seed given to ``sw.deferred``), and of dropout. Tensors that have values keep them.
+        init: Callable ``init(name, tensor)`` for tensors without values. It fills the whole tensor, returns one of its
+            shape and dtype, or returns NotImplemented for the value that the module's own code gives
+            (``runtime.initial``).
+        weights: A safetensors file or a folder of them, as saved by Hugging Face and readable by every rank. A rank
+            reads only its own part of each tensor. A tensor without values that the files lack is an error, or is left
+            to ``init``.
+        device: Device of this rank; by default the current GPU with NCCL, else the CPU.
+        compile: Whether ``torch.compile`` generates the kernels of the programs. ``"auto"``, the default on CUDA,
+            alternates eager and compiled in the first ten training steps and keeps the faster; the choice is cached on
+            disk (``runtime.compile_benchmark``). It stays eager under a schedule that splits backward into input and
+            weight gradients, and within saved-tensor hooks. The default on CPUs is False, since compiling takes longer
+            there than most runs gain.
+        check_replicas: Interval, in training calls from the first, at which ranks compare the values of which they hold
+            copies (``runtime.replicas``). A ReplicaError names the first operator, parameter or input that differs.
+            Such a call is not compiled. Rank 0's setting counts; 0 or None: never.
+        randomness: By default dropout and other random numbers are those of one device, whatever the plan. With
+            ``"per_shard"`` every shard draws from its own generator, which is faster. Replicas still agree, shards
+            differ, and a seed reproduces the numbers under this plan only.
+        host: Names of tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that stay on the CPU with their
+            gradients and optimizer states. Indices are copied there and the looked-up rows come back
+            (``runtime.cpu_embedding``). Prices and ``memory_bytes`` of the plan still count them on the device.
+        outputs: ``"when read"``: outputs other than the loss stay sharded and are gathered when they are read, which
+            every rank must do. ``"whole"``: every call gathers them, and a single rank may read them. By default
+            outputs of 1 MiB or more (logits of a language model) stay sharded. Under stages all are gathered.
 
-    Raises LaunchError without process group, or when ranks disagree; PlanError when the plan does not fit the module or
-    the ranks; OutOfDeviceMemoryError when a rank's GPU has less memory left than a step is predicted to take.
+    Returns:
+        A ``Parallel`` module, or a ``Pipeline`` for a plan of stages.
+
+    Raises:
+        LaunchError: Without process group, or if ranks disagree.
+        ShardwiseError: If an argument is invalid.
+        PlanError: If the plan does not fit the module or the ranks.
+        OutOfDeviceMemoryError: If a rank's GPU has less memory left than a step is predicted to take.
     """
     if not isinstance(plan, Plan | str | Path | None):
         raise ShardwiseError(
@@ -134,7 +149,7 @@ def parallelize(
 
 
 def _check_ranks(plan: Plan, size: int) -> None:
-    """Raise PlanError unless a plan of one stage is for the ranks that are running."""
+    """Raise PlanError unless a plan of one stage is for the running ranks."""
     if size != plan.mesh.num_devices:
         raise PlanError(
             problem(
@@ -154,7 +169,7 @@ def _check_ranks(plan: Plan, size: int) -> None:
 
 
 def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
-    """Raise PlanError unless a plan of stages is for the ranks that are running, and what is asked of it can be."""
+    """Raise PlanError unless a plan of stages is for the running ranks and its schedule supports ``compile``."""
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
         raise PlanError(
@@ -174,7 +189,7 @@ def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
 
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
-    """Rank 0's plan on every rank. Raises LaunchError where another rank brought a different one, or rank 0 none."""
+    """Return rank 0's plan on every rank. Raises LaunchError if another rank has a different one, or rank 0 none."""
     failure: ShardwiseError | None = None
     agreed: Plan | None = None
     try:

@@ -1,8 +1,7 @@
-"""The module that a rank trains under a plan of stages: the shards of its own stages, and their programs on a schedule
-of torch.
+"""The module that a rank trains under a plan of stages: its stages' shards, and their programs on a torch schedule.
 
-All ranks call it alike, with the whole batch. A rank works on the stages of its place; gradients of parameters that
-several stages have are added up at the end of a step, and all of them update their copies alike.
+All ranks make the same calls with the whole batch. A rank works on the stages of its pipeline rank. Gradients of
+parameters that several stages share are summed at the end of a step, so all copies get the same update.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Pipeline(ParallelModule):
         weights: str | Path | None = None,
     ) -> None:
         super().__init__()
-        settings = replace(settings, outputs="whole")  # each call brings those of all stages to all ranks
+        settings = replace(settings, outputs="whole")  # each call sends the outputs of all stages to all ranks
         self.plan, self.device, self.inputs = plan, settings.device, settings.inputs
         self.schedule = schedule_of(plan.schedule, plan.order)
         name, rank = type(module).__name__, dist.get_rank()
@@ -114,7 +113,7 @@ class Pipeline(ParallelModule):
         else:
             self._parts = LocalInputs(plan, self._ranks[self._stages[0]], self._everyone, numbers, self.device)
         for ranks in dict.fromkeys((*self._ranks, *self._host_ranks)):
-            ranks.create_groups([ranks.mesh.sub_axes])  # of all of a stage: parameters are gathered for hooks over it
+            ranks.create_groups([ranks.mesh.sub_axes])  # all ranks of a stage: hooks gather parameters over them
         first = self._stages[0]
         hosts = (settings.host, self._host_ranks[first])
         holder = ShardMaterializer(self.layouts, self._ranks[first], self._everyone, *hosts, self._names)
@@ -125,12 +124,12 @@ class Pipeline(ParallelModule):
         self._replicas = PipelineCheck(settings, plan, self._everyone, own_ranks) if settings.check_replicas else None
         self.stand_for(module)
 
-    # -- what it holds -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @cached_property
     def layouts(self) -> Mapping[str, Any]:
-        """Parameter, buffer or input of this rank's stages -> its layout, over the devices of its first stage. What
-        several of them have lies alike in all."""
+        """Map each parameter, buffer or input of this rank's stages to its layout over the devices of its first stage.
+        A tensor that several of these stages have, has the same layout in all."""
         layouts: dict[str, Any] = {}
         for number in self._stages:
             layouts = {**self.plan.stages[number].layouts, **layouts}
@@ -138,7 +137,7 @@ class Pipeline(ParallelModule):
 
     @property
     def coordinates(self) -> Mapping[str, int]:
-        """Where this rank is on the mesh of its first stage."""
+        """Return this rank's coordinate on each mesh axis of its first stage."""
         return self._ranks[self._stages[0]].coordinates
 
     @property
@@ -159,7 +158,7 @@ class Pipeline(ParallelModule):
         return frozenset(names(self.original) - names(self))
 
     def _holders(self, name: str) -> list[int]:
-        """The other ranks that have this rank's shard of a parameter of several stages."""
+        """Return the other ranks that have this rank's shard of a parameter of several stages."""
         have = [stage.placement.ranks for stage in self.plan.stages if name in stage.layouts]
         return sorted({ranks[self._position] for ranks in have} - {dist.get_rank()})
 
@@ -173,7 +172,7 @@ class Pipeline(ParallelModule):
         place_states(self, self.plan.optimizer, self._calls.settings.host)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy makes its own programs
+        return {**self.__dict__, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy builds its own programs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -183,10 +182,22 @@ class Pipeline(ParallelModule):
 
     @in_plan_precision
     def step(self, *args: Any, loss: LossOn = "all", scaler: GradScaler | None = None, **kwargs: Any) -> Tensor | None:
-        """Forward and backward of the whole batch, of any number of samples, in micro-batches: adds to ``.grad`` and
-        returns the loss (detached). ``loss``: ``"all"`` ranks get it, or those of the ``"last"`` stage (the others
-        None), which sends it nowhere. ``scaler``: what is differentiated is the loss as it scales it (what is returned
-        is not scaled); its ``step`` and ``update`` remain the caller's."""
+        """Run forward and backward of the whole batch in micro-batches, add to ``.grad`` and return the detached loss.
+
+        Args:
+            args: Positional inputs of the module; the batch may have any number of samples.
+            loss: ``"all"``: every rank gets the loss. ``"last"``: only ranks of the last stage do, and nothing is
+                broadcast.
+            scaler: Gradient scaler whose scaled loss is differentiated. The returned loss is not scaled; the caller
+                still calls ``scaler.step`` and ``scaler.update``.
+            kwargs: Keyword inputs of the module.
+
+        Returns:
+            The detached loss of the whole batch, a scalar; None on ranks that do not get it.
+
+        Raises:
+            ShardwiseError: If ``loss`` is invalid or an input requires a gradient.
+        """
         if loss not in ("all", "last"):
             raise ShardwiseError(
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
@@ -221,8 +232,8 @@ class Pipeline(ParallelModule):
 
     @in_plan_precision
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for evaluation: every tensor whole on every rank, without gradients, in one micro-batch.
-        Raises ShardwiseError in training: a backward of the user's own does not know of stages."""
+        """Return the module's output for evaluation, in one micro-batch: every tensor whole on every rank, without
+        gradients. Raises ShardwiseError in training, since the caller's own backward would not cross stages."""
         if self.training and torch.is_grad_enabled():
             raise ShardwiseError(
                 problem(
@@ -234,14 +245,24 @@ class Pipeline(ParallelModule):
 
     @in_plan_precision
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own output, without the loss function that was given to ``parallelize``: no targets are passed.
-        Every tensor is whole on every rank, without gradients."""
+        """Return the module's own output, without the loss function given to ``parallelize``: pass no targets. Every
+        tensor is whole on every rank, without gradients."""
         return self._evaluate(args, kwargs, predicts=self._calls.settings.loss is not None)
 
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> PipelineProfile:
-        """A training step on this batch, measured and laid over the simulated one: what stages take and how long they
-        wait, and every stage operator by operator. Called on every rank; ``steps``: how many are measured, twice.
-        Gradients, buffers and random numbers are afterwards as before; optimizers are not asked."""
+        """Measure a training step on this batch and compare it with the simulation: stage times, waits and operators.
+
+        Every rank calls it. Gradients, buffers and random state are restored afterwards; optimizers are not run.
+
+        Args:
+            args: Positional inputs of the module.
+            steps: Number of measured steps, at least 1; they are measured twice (the schedule, then each stage by
+                itself).
+            kwargs: Keyword inputs of the module.
+
+        Raises:
+            ShardwiseError: If ``steps`` is less than 1.
+        """
         if steps < 1:
             raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
 
@@ -253,7 +274,7 @@ class Pipeline(ParallelModule):
             assert self._latest is not None, "a step has run"
             return self._latest
 
-        replicas, self._replicas = self._replicas, None  # a checked step is another one
+        replicas, self._replicas = self._replicas, None  # a checked step runs another program
         ranks = {number: self._ranks[number] for number in self._stages}
         try:
             with self._unchanged():
@@ -292,8 +313,8 @@ class Pipeline(ParallelModule):
     def _call(
         self, flat: Sequence[Any], spec: Any, *, loss_only: bool, predicts: bool = False
     ) -> tuple[Any, CallSpec, Batch | None]:
-        """What tells a call apart, the call, with tensors on meta and whole, and the batch of which ranks pass parts
-        (None: each passes all of it); compared among the ranks when it is new."""
+        """Return (key, call, batch) of a call; ranks compare it when it is new. ``key`` identifies its programs; the
+        call has whole tensors on meta; ``batch`` is None unless ranks pass parts."""
         mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         shapes: list[tuple[int, ...]] = [tuple(x.shape) for x in tensors]
@@ -350,8 +371,8 @@ class Pipeline(ParallelModule):
         return samples_of(self.plan, {name: tuple(x.shape) for name, x in named.items()})
 
     def _made(self, captured: Capture, passes: Passes, call: CallSpec) -> StageCall:
-        """The programs of this rank's stages on a schedule; all ranks make the process groups of all stages."""
-        # A step of one pass, under a plan of several, has other operators than a pass; a call has outputs.
+        """Build the programs of this rank's stages on a schedule; all ranks create the process groups of all stages."""
+        # The plan names the operators of a micro-batch; other steps and calls with outputs have different ones.
         is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
         training = self._calls.mode_of(call) if is_planned else None
         bounds = {
@@ -362,7 +383,7 @@ class Pipeline(ParallelModule):
         programs: dict[int, dict[int, StageProgram]] = {number: {} for number in self._stages}
         for size, of_size in bounds.items():
             for calls, spmd in zip(self._calls_of, of_size.spmds, strict=True):
-                calls.check_hosted(spmd)  # on all ranks alike
+                calls.check_hosted(spmd)  # on all ranks
             for number, (calls, spmd) in enumerate(zip(self._calls_of, of_size.spmds, strict=True)):
                 calls.create_groups(spmd)
                 if number in programs:
@@ -385,7 +406,7 @@ class Pipeline(ParallelModule):
         return StageCall(captured, passes, bounds, workers, scheduled)
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
-        """The plan's schedule; where so few micro-batches can not have it, the one that takes any number."""
+        """Return the plan's schedule, or its substitute if it does not support so few micro-batches."""
         fault = self.schedule.fault(len(self._places), num_micro_batches)
         if not fault:
             return self.schedule
@@ -406,8 +427,8 @@ class Pipeline(ParallelModule):
         scale: Tensor | None = None,
         check: PipelineCheck | None = None,
     ) -> list[Tensor]:
-        """Run the schedule: the losses of micro-batches, where the last stage is. ``tensors``: this rank's parts of a
-        ``batch``, or all of it (None)."""
+        """Run the schedule and return the losses of the micro-batches on ranks of the last stage. ``tensors``: this
+        rank's parts of a ``batch``, or all of it (None)."""
         if check is not None:
             check.begin(tensors if batch is None else {}, self._state.tensors)
         seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
@@ -432,8 +453,8 @@ class Pipeline(ParallelModule):
         return losses
 
     def _whole(self, ready: StageCall, tensors: Mapping[str, Tensor], batch: Batch | None) -> dict[str, Tensor]:
-        """The values of the prelude, which depends on the inputs of all micro-batches; every rank that needs them
-        computes them. Parts of a ``batch`` are gathered for it."""
+        """Return the values of the prelude, which depends on the inputs of all micro-batches; every rank that needs
+        them computes them. Parts of a ``batch`` are gathered for it."""
         prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
         wanted = any(whole_sources(program.part) for worker in ready.workers for program in worker.programs.values())
         if prelude is None or not wanted:
@@ -458,7 +479,7 @@ class Pipeline(ParallelModule):
         return {name: results[name] for name in ready.passes.whole}
 
     def _add_gradients(self, ready: StageCall, check: PipelineCheck | None) -> None:
-        """Add what the step has found to ``.grad``, of parameters of several stages the sum over them."""
+        """Add the step's gradients to ``.grad``, summed over stages for parameters that several stages share."""
         state = self._state.tensors
         totals: dict[str, Tensor] = {}
         updated: set[str] = set()
@@ -491,7 +512,7 @@ class Pipeline(ParallelModule):
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a call by the paths of their leaves."""
+    """Return the tensors of a call by the paths of their leaves."""
     return {leaf_name(path): x for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, Tensor)}
 
 

@@ -1,8 +1,8 @@
-"""A measured step of a pipeline beside the simulated one: ``par.profile`` under a plan of stages.
+"""A measured pipeline step next to the simulated one: ``par.profile`` under a plan of stages.
 
-Two things are measured. Steps as they are, action by action: what every stage takes of a micro-batch, and how long its
-place waits for others. And every stage's program by itself, operator by operator (``runtime.step_profile``), over what
-its first micro-batch was given; the ranks of a stage exchange their messages in it, other stages are not waited for.
+Two things are measured. First, unmodified steps, action by action: the time of each stage per micro-batch, and how long
+its pipeline rank waits for others. Second, each stage's program alone, operator by operator (``runtime.step_profile``),
+on the inputs of its first micro-batch. Its ranks exchange messages, without waiting for other stages.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from shardwise.runtime.torch_schedules import TimedAction
 
 @dataclass(frozen=True, slots=True)
 class PipelineProfile:
-    """``step_seconds``: of a step without its optimizer, on the slowest rank, and as predicted; ``bubbles``: the share
-    of all places' time in which they wait, measured, and as predicted; ``order_bubble``: what it would be if the stages
-    took what they took, and messages no time; ``measured``, ``predicted``: of every stage the seconds of a micro-batch;
-    ``stages``: their operators, by the number of the stage; ``events``: the actions of every place in the last step
-    measured, and as predicted. All ranks have the same."""
+    """A measured and predicted pipeline step; all ranks have the same. ``step_seconds``: (measured on the slowest rank,
+    predicted), without the optimizer; ``bubbles``: (measured, predicted) share of all pipeline ranks' time spent
+    waiting; ``order_bubble``: the bubble of the schedule with measured stage times and free messages; ``measured``,
+    ``predicted``: seconds per micro-batch of each stage; ``stages``: operator profiles by stage number; ``events``:
+    (measured, predicted) actions of every pipeline rank, from the last measured step."""
 
     step_seconds: tuple[float, float]
     bubbles: tuple[float, float]
@@ -53,7 +53,7 @@ class PipelineProfile:
     events: tuple[tuple[tuple[Event, ...], ...], tuple[tuple[Event, ...], ...]] = field(repr=False)
 
     def trace(self, path: str | Path) -> None:
-        """Write both steps as one trace, which https://ui.perfetto.dev opens: a row per place."""
+        """Write both steps as one trace for https://ui.perfetto.dev, with one row per pipeline rank."""
         titles = ("measured", "predicted")
         tracks = [
             Track.of(f"place {place}, {title}", events, self.mesh)
@@ -96,10 +96,10 @@ def profile_pipeline(
     device: torch.device,
     steps: int,
 ) -> PipelineProfile:
-    """Every rank calls it. ``step``: runs forward and backward of a batch; ``taken``: what it ran on this rank;
-    ``ranks``: of this rank's stages, by number."""
+    """Profile a pipeline step; every rank calls it. ``step``: runs forward and backward of a batch; ``taken``: returns
+    what it ran on this rank; ``ranks``: communicators of this rank's stages, by number."""
     step()
-    for _ in range(MOST_STEPS):  # until it is known how all stages run, of which some may be remembered
+    for _ in range(MOST_STEPS):  # until all stages have chosen eager or compiled; some choices are cached
         on_trial: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(on_trial, _is_on_trial(taken().workers))
         if not any(on_trial):
@@ -153,8 +153,8 @@ def _places(plan: Plan) -> list[tuple[int, ...]]:
 def _steps(
     step: Callable[[], Any], ready: StageCall, steps: int
 ) -> tuple[list[float], float, dict[tuple[int, Kind], float], tuple[Event, ...]]:
-    """Of some steps their seconds, those in which this rank worked, and in the mean those of each of its actions; and
-    the actions of the last one."""
+    """Run steps and return (seconds of each, busy seconds of this rank, mean seconds per action, actions of the last
+    step)."""
     walls: list[float] = []
     busy = 0.0
     taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
@@ -164,7 +164,7 @@ def _steps(
         start = time.perf_counter()
         with ready.scheduled.measured() as actions:
             step()
-        dist.barrier()  # a place waits at the end for those that work longer
+        dist.barrier()  # a pipeline rank waits at the end for slower ones
         walls.append(time.perf_counter() - start)
         busy += sum(timed.seconds for timed in actions)
         for timed in actions:
@@ -180,7 +180,7 @@ def _event(timed: TimedAction, start: float) -> Event:
 
 
 def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: torch.device, steps: int) -> StepProfile:
-    """A stage by itself: its largest micro-batch, operator by operator. The ranks of the stage call it together."""
+    """Profile a stage alone on its largest micro-batch, operator by operator. All ranks of the stage call it."""
     in_passes = worker.programs[max(worker.sizes)].compiled.in_passes
     tensors, worker.remembered, worker.remembers = worker.remembered, [], False
     state = [tensor for tensor in worker.programs[max(worker.sizes)].compiled.tensors if tensor is not None]
@@ -196,15 +196,15 @@ def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: tor
 
 
 def _measured(seconds: Mapping[tuple[int, Kind], float], number: int) -> StageSeconds:
-    """What a stage took; where its backward is whole, all of it is of cotangents."""
+    """Return the measured seconds of a stage; a backward that is not split counts as its input half."""
     backward = seconds.get((number, "backward"), 0.0)
     parts = seconds.get((number, "input"), 0.0), seconds.get((number, "weight"), 0.0)
     return StageSeconds(seconds[number, "forward"], backward or parts[0], parts[1], 0.0, 0.0)
 
 
 def _predicted(plan: Plan, ready: StageCall) -> tuple[StageSeconds, ...]:
-    """What stages were expected to take; of a plan that was not chosen by price, on CPU ranks, whose messages to each
-    other take no time."""
+    """Return the predicted seconds of each stage. For a plan that was not chosen by price they are computed for CPU
+    ranks, with free messages between stages."""
     if plan.pipeline is not None:
         return tuple(stage.seconds for stage in plan.pipeline.stages)
     priced = enumerate(ready.bound.spmds)

@@ -1,4 +1,4 @@
-"""The program of a call: captured for its inputs, split by the plan, and emitted for this rank."""
+"""Cache of the programs of calls: captured for their inputs, sharded by the plan, and emitted for this rank."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ _R = TypeVar("_R")
 
 
 def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A method of a parallel module that runs in the dtypes of its plan: under the plan's autocast or under none (it is
-    in the program), never under another."""
+    """Decorate a method of a parallel module to run without ambient autocast: the plan's is part of the program. Raises
+    CaptureError under an autocast other than the plan's."""
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -82,10 +82,10 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a module runs under its plan, alike on every rank: see ``parallelize``. ``compile``: always, never, or where
-    it is faster (``runtime.compile_benchmark``); ``check_replicas``: 0 for never; ``streams``: every shard draws random
-    numbers of its own; ``host``: the names of the tables that stay on the CPU; ``outputs``: when those beside the loss
-    are brought together (None: large ones when they are read)."""
+    """How a module runs under its plan, the same on every rank; see ``parallelize``. ``compile``: always, never, or the
+    faster (``runtime.compile_benchmark``); ``check_replicas``: 0 for never; ``streams``: every shard draws its own
+    random numbers; ``host``: names of the tables that stay on the CPU; ``outputs``: when outputs other than the loss
+    are gathered (None: large ones when they are read)."""
 
     loss: Callable[..., Any] | None
     inputs: Inputs
@@ -102,9 +102,9 @@ Mode = tuple[bool, bool, bool, tuple[str, ...]]  # of a call, as below
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What a program is made for. ``arguments``: (args, kwargs), every tensor on meta and in its whole shape;
-    ``loss_only``: nothing but the loss is delivered; ``predicts``: the module's output, without the loss function;
-    ``in_other_mode``: submodules that are in eval() in training, or the other way round."""
+    """A call for which a program is built. ``arguments``: (args, kwargs) with whole tensors on meta; ``loss_only``:
+    only the loss is returned; ``predicts``: the module's output without the loss function; ``in_other_mode``:
+    submodules in eval() while the module is in train(), or vice versa."""
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     training: bool
@@ -114,7 +114,7 @@ class CallSpec:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """What tells it from other calls with the same shapes."""
+        """Return the constants that distinguish it from other calls with the same shapes."""
         return call_constants(self.arguments)
 
 
@@ -124,9 +124,9 @@ class Executable:
 
     ``delivered``: the values that the step returns; ``tensors``: per source the parameter, buffer or constant, None for
     inputs; ``inputs``: their layouts; ``written``: per mutation the position of its buffer among the sources; ``seed``:
-    the position of the seed of random numbers among them; ``frozen``: name and position of parameters that had no
-    gradient when the module was split; ``runs``: a step by itself, or the passes of one; ``split``: of outputs that are
-    delivered in parts the conversion that brings them together, by value.
+    the position of the random seed among them; ``frozen``: name and position of parameters without gradient when the
+    module was captured; ``runs``: a single step, or the micro-batches of one; ``split``: value -> the conversion that
+    gathers an output that stays sharded.
     """
 
     captured: Capture
@@ -142,45 +142,45 @@ class Executable:
 
     @property
     def step(self) -> CallableStep:
-        """A step by itself."""
+        """Return the single step."""
         assert isinstance(self.runs, CallableStep), "the program of a pass is run by its step"
         return self.runs
 
     @property
     def in_passes(self) -> GradAccumStep:
-        """The passes of a step."""
+        """Return the step over micro-batches."""
         assert isinstance(self.runs, GradAccumStep), "the program of a step by itself"
         return self.runs
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The values of the sources."""
+        """Return the value names of the sources."""
         return tuple(source.value for source in self.captured.graph.sources)
 
     @cached_property
     def whole_buffers(self) -> tuple[str, ...]:
-        """The values of the buffers that this rank holds whole."""
+        """Return the value names of the buffers that this rank holds whole."""
         return whole_buffers(self.spmd)
 
     @property
     def program(self) -> torch.fx.GraphModule:
-        """The forward half."""
+        """Return the FX graph module of the forward half."""
         return self.runs.emitted.forward
 
     def results(self, delivered: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
-        """(loss, flattened outputs) from what the step delivers."""
+        """Return (loss, flattened outputs) from the values that the step returns."""
         of = dict(zip(self.delivered, delivered, strict=True))
         outputs = tuple(of.get(o.name) if isinstance(o, Ref) else o for o in self.spmd.outputs)
         return (of[self.spmd.loss] if self.spmd.loss is not None else None), outputs
 
     def with_state(self, state: Mapping[str, torch.Tensor]) -> Executable:
-        """The same program with the parameters and buffers of ``state``, by name."""
+        """Return the same program with the parameters and buffers of ``state``, by name."""
         sources = zip(self.captured.graph.sources, self.tensors, strict=True)
         return replace(self, tensors=tuple(state.get(source.names[0], tensor) for source, tensor in sources))
 
 
 class ProgramCache:
-    """Makes the programs of a module under its plan, on this rank."""
+    """Builds the programs of a module under its plan, on this rank."""
 
     def __init__(
         self, module: torch.nn.Module, plan: Plan, settings: RunSettings, ranks: Communicator, host_ranks: Communicator
@@ -200,34 +200,34 @@ class ProgramCache:
         return {**self.__dict__, **of_this_process}
 
     def check_surroundings(self) -> None:
-        """Raise ShardwiseError where the code of the captured calls would read something else now."""
+        """Raise ShardwiseError if globals or closures read by captured code have changed."""
         for snapshot in filter(None, (self._settings_of_model, self._surroundings)):
             snapshot.check()
 
     def compiled(self, call: CallSpec, state: Mapping[str, torch.Tensor]) -> Executable:
-        """The program of a call over this rank's parameters and buffers; every rank asks for it."""
-        # Rank 0 captures and the others do not: nothing of it may reach the hooks that the caller has set for tensors
-        # which are saved (torch.utils.checkpoint counts them), and no constant may be an inference tensor.
+        """Return the program of a call over this rank's parameters and buffers. Every rank calls it."""
+        # Only rank 0 captures, so capture must not trigger the caller's saved-tensor hooks (torch.utils.checkpoint
+        # counts them). Constants must not be inference tensors.
         with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             return self._compiled(call, state)
 
     def _compiled(self, call: CallSpec, state: Mapping[str, torch.Tensor]) -> Executable:
         self._check_inputs(call)
         captured = self._captured(call)
-        # Without its loss function the model has fewer operators than the plan, whose operators are those of a pass.
+        # Without its loss function the model has fewer operators than the plan, which lists those of a micro-batch.
         is_whole = call.predicts or self.plan.micro_batches > 1
         return self._compiled_for(captured, captured.graph, call, state, None if is_whole else self.mode_of(call))
 
     def mode_of(self, call: CallSpec) -> bool | None:
-        """Whether a call is in training, None where submodules are in another mode than when the module was split: it
-        then has other operators than the plan."""
+        """Return whether a call is in training. Returns None if submodules are in another mode than when the module was
+        parallelized, since its operators then differ from the plan's."""
         return call.training if call.in_other_mode == self._in_other_mode else None
 
     def in_passes(
         self, call: CallSpec, state: Mapping[str, torch.Tensor]
     ) -> tuple[Passes, dict[int, Executable], Executable | None]:
-        """The passes of a step over a whole batch, their programs by the samples of a pass, and that of the prelude;
-        every rank asks for it. Raises PlanError where the step is no sum over micro-batches."""
+        """Return the micro-batches of a step, their programs by size in samples, and the prelude's program. Every rank
+        calls it. Raises PlanError if the step is not a sum over micro-batches."""
         with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             self._check_inputs(call)
             captured = self._captured(call)
@@ -247,20 +247,20 @@ class ProgramCache:
             return passes, programs, prelude
 
     def of_stage(self, plan: Plan, ranks: Communicator, host_ranks: Communicator) -> ProgramCache:
-        """The same for the plan of one stage, on its ranks."""
+        """Return a copy for the plan of one stage, on its ranks."""
         other = copy.copy(self)
         other.plan, other.ranks, other.host_ranks = plan, ranks, host_ranks
         return other
 
     def captured(self, call: CallSpec) -> Capture:
-        """The call, captured by rank 0; every rank asks for it. Raises PlanError where the inputs are not those of the
+        """Return the call as captured by rank 0. Every rank calls it. Raises PlanError if the inputs do not match the
         plan."""
         with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             self._check_inputs(call)
             return self._captured(call)
 
     def _check_inputs(self, call: CallSpec) -> None:
-        """Raise PlanError where the inputs are not those of the plan."""
+        """Raise PlanError if the inputs do not match the plan."""
         leaves, _ = flatten_with_path(call.arguments)
         shapes = {leaf_name(p): (x.dtype, tuple(x.shape)) for p, x in leaves if isinstance(x, torch.Tensor)}
         faults = input_faults(self.plan, shapes)
@@ -268,7 +268,7 @@ class ProgramCache:
             raise PlanError("\n".join(["the inputs are not those of the plan:", *(f"  {fault}" for fault in faults)]))
 
     def _captured(self, call: CallSpec) -> Capture:
-        """The call, captured by rank 0."""
+        """Return the call as captured by rank 0."""
         args, kwargs = call.arguments
         model = self.model
         for path, part in model.named_modules():
@@ -292,13 +292,13 @@ class ProgramCache:
         *,
         repeats: bool = False,
     ) -> Executable:
-        """The program of a graph: that of a captured call, or of a pass over a part of it, which ``repeats``."""
+        """Return the program of a graph: a captured call, or one micro-batch of it (``repeats``)."""
         spmd = program_of(self.plan, graph, training=training, constants=call.constants)
         self.create_groups(spmd)
         return self.compiled_of(spmd, captured, graph, call, state, repeats=repeats)
 
     def create_groups(self, spmd: SpmdProgram) -> None:
-        """Create the process groups of a program; every rank of the job asks for it."""
+        """Create the process groups of a program; every rank of the job calls it."""
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         if self.host_ranks is not self.ranks:
             values = place_on_cpu(localize(spmd, 0), self.settings.host).values
@@ -314,7 +314,7 @@ class ProgramCache:
         *,
         repeats: bool = False,
     ) -> Executable:
-        """This rank's program of a graph, whose process groups there are. ``repeats``: it is one of several passes."""
+        """Return this rank's program of a graph whose process groups exist. ``repeats``: for many micro-batches."""
         captured = replace(captured, graph=graph)
         split: Mapping[str, Conversion] = {}
         if not call.loss_only and spmd.loss is not None and self.settings.outputs != "whole":
@@ -348,12 +348,12 @@ class ProgramCache:
         )
 
     def check_hosted(self, spmd: SpmdProgram) -> None:
-        """Raise ShardwiseError where a program reads a table on the host otherwise than by looking rows up."""
+        """Raise ShardwiseError if a program reads a table on the host other than by row lookup."""
         if self.settings.host:
             place_on_cpu(localize(spmd, 0), self.settings.host)
 
     def step_of(self, spmd: SpmdProgram, loss_only: bool, *, repeats: bool) -> CallableStep | GradAccumStep:
-        """This rank's step of a program, emitted; ``repeats``: the passes of one."""
+        """Emit this rank's step of a program. ``repeats``: as a step over micro-batches."""
         device, compiles = self.settings.device, self.settings.compile is not False
         local = localize(spmd, self.ranks.place.device_of(self.ranks.rank))
         if self.settings.streams:
@@ -412,7 +412,7 @@ class ProgramCache:
         )
 
     def _announce_kept(self, program: LocalProgram) -> None:
-        """Say once, on rank 0, which operators draw from a generator, and are kept though the plan makes them again."""
+        """Warn once, on rank 0, about operators that draw numbers and are kept though the plan recomputes them."""
         again = program.spmd.lifetimes.operators
         drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in again]
         kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
@@ -426,7 +426,7 @@ class ProgramCache:
             )
 
     def _announce(self, untraceable: Mapping[str, str]) -> None:
-        """Say once, on rank 0, which operators' backward autograd performs."""
+        """Warn once, on rank 0, about operators whose backward is left to autograd."""
         new = {name: why for name, why in untraceable.items() if name not in self._announced}
         self._announced.update(new)
         if new and self.ranks.rank == 0:
@@ -439,7 +439,7 @@ class ProgramCache:
 
 
 def _with_streams(program: LocalProgram) -> LocalProgram:
-    """The program with random numbers from generators of the shards' own."""
+    """Return the program with random operators that draw from per-shard generators."""
 
     def streamed(instruction: Any) -> Any:
         if isinstance(instruction, LocalOp) and instruction.call.target in STREAMS:
@@ -450,7 +450,7 @@ def _with_streams(program: LocalProgram) -> LocalProgram:
 
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy without values, for capturing the module again; tied tensors stay tied."""
+    """Return a copy without values for capturing the module again; tied tensors stay tied."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty = torch.empty_like(tensor, device="meta")
@@ -465,7 +465,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instead: str) -> None:
-    """Raise ShardwiseError for inputs that require a gradient, which no step brings ``where`` it runs."""
+    """Raise ShardwiseError for inputs that require a gradient, which ``where`` does not compute."""
     wanted = [name for name, tensor in named.items() if tensor.requires_grad]
     if wanted:
         raise ShardwiseError(
@@ -478,7 +478,7 @@ def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instea
 
 
 def check_frozen(compiled: Executable) -> None:
-    """Raise ShardwiseError for parameters that were thawed after the split: no collective reduces their gradients."""
+    """Raise ShardwiseError for parameters unfrozen after ``sw.parallelize``: no collective reduces their gradients."""
     thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
     if thawed:
         raise ShardwiseError(

@@ -1,6 +1,6 @@
-"""What torch's flight recorder knows of this process's messages: those that a script sends itself are in it, too.
+"""The last message in torch's flight recorder for this process, including messages that the user's script sends.
 
-Torch records the last ones of every process group, with gloo and NCCL alike, unless ``TORCH_FR_BUFFER_SIZE=0``.
+Torch records the last messages of every process group, with gloo and with NCCL, unless ``TORCH_FR_BUFFER_SIZE=0``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shardwise.graph.origins import NOT_USER_CODE
 
 
 def last_message() -> str:
-    """``gloo:all_reduce of Float [3], number 17 of process group 0, called in train.py:40, under way``: the first
-    message that is under way, else the last one, which may have failed; "" where nothing is recorded."""
+    """Describe the first message under way, else the last one, which may have failed; "" if nothing is recorded.
+    Example: ``gloo:all_reduce of Float [3], number 17 of process group 0, called in train.py:40, under way``."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     entries: list[dict[str, Any]] = pickle.loads(dump()).get("entries", []) if dump is not None else []
     if not entries:

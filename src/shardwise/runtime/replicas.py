@@ -1,14 +1,14 @@
-"""Whether ranks that must hold the same bits do: the check behind ``parallelize(..., check_replicas=n)``.
+"""Check that ranks which must hold the same bits do: ``parallelize(..., check_replicas=n)``.
 
-Where a layout is invariant or replicated on a mesh axis, the ranks along that axis hold copies, bit for bit: they come
-out of one collective, or out of the same arithmetic on copies. Nothing enforces that. A batch that is not the same on
-two ranks, a parameter that somebody changed on one of them, or a kernel that sums in another order every time, makes
-copies drift apart, and what is trained is no longer the model.
+Where a layout is invariant or replicated on a mesh axis, the ranks along that axis hold bit-identical copies: results
+of one collective, or of the same arithmetic on copies. Nothing enforces that. Copies drift apart if ranks pass
+different batches, if one rank changes a parameter, or if a kernel sums in another order each time. The trained model is
+then no longer the intended one.
 
-In a call that is checked, a variant of the program runs: the same operators and conversions on the same tensors, and
-after each of them a fingerprint of its result, of 64 bits. One all-gather of all fingerprints of the forward pass, and
-one of those of the gradients at the end of the backward pass, tells every rank the first value in the order of the
-program whose copies differ. Values are compared along invariant and replicated axes only: shards and summands differ.
+A checked call runs a variant of the program: the same operators and conversions on the same tensors, and after each a
+64-bit fingerprint of its result. Fingerprints are all-gathered after the forward pass, and those of the gradients after
+the backward pass. They tell every rank the first value in program order whose copies differ. Values are compared along
+invariant and replicated axes only: shards and partial sums differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Kind = Literal[
 ]
 
 _LEVELS, _LENGTH = 3, 1 << 14  # lanes of 4 bytes: three levels are enough for 16 TiB
-_BLOCK_LANES = {"cpu": 1 << 16, "cuda": 1 << 22}  # what is multiplied at a time: half a MiB stays in a core's cache
+_BLOCK_LANES = {"cpu": 1 << 16, "cuda": 1 << 22}  # lanes multiplied at a time: half a MiB stays in a core's cache
 _NUM_NAMED = 8  # ranks that a message lists
 
 _FIXES: dict[Kind, str] = {
@@ -62,11 +62,11 @@ _FIXES: dict[Kind, str] = {
 
 
 class Fingerprint(torch.nn.Module):
-    """A tensor -> 64 bits of its content, as a scalar on ``device``.
+    """Maps a tensor to 64 bits of its content, as a scalar on ``device``.
 
-    Equal bits have equal fingerprints; one bit that differs always shows, and other differences with odds of at least
-    2^32 to 1. The memory of the tensor is read as integers of 4 bytes, each multiplied by an odd random number that
-    belongs to its position; the sum wraps around. So -0.0 differs from 0.0, and a NaN equals the same NaN.
+    Equal bits have equal fingerprints. A difference of one bit is always detected; other differences with odds of at
+    least 2^32 to 1. The tensor's memory is read as 4-byte integers, each multiplied by an odd random factor for its
+    position; the sum wraps around. So -0.0 differs from 0.0, and a NaN equals the same NaN.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,8 +110,8 @@ def fingerprint_on(device: torch.device) -> Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a fingerprint is of. ``layout``: None for a batch that is given whole on every rank; ``op`` and ``source``:
-    the operator that computed it or, of a conversion, that needs it."""
+    """The value behind a fingerprint. ``layout``: None for a batch that every rank passes whole; ``op`` and ``source``:
+    the operator that computed it or, for a conversion, that needs it."""
 
     kind: Kind
     name: str
@@ -129,8 +129,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Instrumented:
-    """A program that returns fingerprints besides its results, what they are of, and per fingerprint and rank the first
-    rank that must have the same one (``leaders``, of shape [ranks, fingerprints])."""
+    """A program that also returns fingerprints of ``subjects``. ``leaders``, of shape [ranks, fingerprints]: per rank
+    and fingerprint the first rank that must have the same one."""
 
     program: fx.GraphModule
     subjects: tuple[Subject, ...]
@@ -138,43 +138,43 @@ class Instrumented:
 
 
 class ReplicaCheck:
-    """The check of one module, in every ``every``-th of its training calls, the first included. ``part``: which part of
-    the module it is, for messages."""
+    """The check of one module in every ``every``-th training call, starting with the first. ``part``: the part of the
+    module, for messages."""
 
     part = ""
 
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
         self.every, self.ranks = every, ranks
         self.fingerprint = Fingerprint(device)
-        self.passed = 0  # calls whose forward pass, and what it began with, was found equal
+        self.passed = 0  # calls whose inputs and forward pass were found equal
         self._count = 0
         self._instrumented: dict[fx.GraphModule, Instrumented] = {}
         self._hooks: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_instrumented": {}, "_hooks": []}  # a copy makes its own programs
+        return {**self.__dict__, "_instrumented": {}, "_hooks": []}  # a copy builds its own programs
 
     def is_due(self) -> bool:
-        """Whether this training call is to be checked; to be asked once in every call."""
-        self._unwatch()  # a checked call whose gradients nobody computed
+        """Return whether this training call is to be checked. Call it once in every training call."""
+        self._unwatch()  # a checked call without a backward pass
         self._count += 1
         return (self._count - 1) % self.every == 0
 
     def run(
         self, step: CallableStep, tensors: Sequence[Tensor], batch: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What ``step(tensors)`` returns. Raises ReplicaError, on all ranks alike, where copies differ; the next
+        """Run ``step(tensors)`` and return its results. Raises ReplicaError on all ranks if copies differ; the next
         backward pass does so for the gradients of the parameters.
 
-        ``tensors``: this rank's, in the order of the sources; ``batch``: the inputs, where all ranks get the same ones.
+        ``tensors``: this rank's, in the order of the sources; ``batch``: the inputs, if all ranks get the same ones.
         """
         results = step(tensors, self.observed(step.emitted, batch))
         self.watch(step.emitted.program.spmd, tensors)
         return results
 
     def observed(self, emitted: Emitted, batch: Sequence[Tensor]) -> Forward:
-        """The forward half of a program, which raises ReplicaError, on all ranks alike, where copies differ. ``batch``:
-        as in ``run``."""
+        """Return a forward half of the program that raises ReplicaError on all ranks if copies differ. ``batch``: as in
+        ``run``."""
         program, spmd = emitted.forward, emitted.program.spmd
         if program not in self._instrumented:
             self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
@@ -195,7 +195,7 @@ class ReplicaCheck:
     # ------------------------------------------------------------------------------------------------------ the program
 
     def _instrument(self, program: fx.GraphModule, spmd: SpmdProgram, resolve: Callable[[str], str]) -> Instrumented:
-        """The program with a fingerprint of every value that has copies and is used by anything."""
+        """Return the program with a fingerprint of every used value that has copies."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         results = graph.graph_copy(program.graph, copies)
@@ -203,8 +203,8 @@ class ReplicaCheck:
         last_placeholder = next(copies[node] for node in reversed(program.graph.nodes) if node.op == "placeholder")
         subjects: list[Subject] = []
         prints: list[fx.Node] = []
-        constants = constant_values(spmd)  # made once, out of buffers, which are compared
-        for name in _compared(spmd):  # on all ranks the same, although a rank may have two names for one tensor
+        constants = constant_values(spmd)  # computed once from buffers, which are compared
+        for name in _compared(spmd):  # the same on all ranks, although a rank may have two names for one tensor
             node = node_of.get(resolve(name))
             if node is None or name in constants:
                 continue
@@ -257,8 +257,8 @@ class ReplicaCheck:
     # ------------------------------------------------------------------------------------------------------- comparison
 
     def compare(self, subjects: Sequence[Subject], prints: Sequence[Tensor], leaders: Tensor, direction: str) -> None:
-        """Exchange fingerprints, and raise ReplicaError for the first subject whose copies differ. ``leaders``: per
-        rank and subject the first rank that must have the same."""
+        """Exchange fingerprints and raise ReplicaError for the first subject whose copies differ. ``leaders``: per rank
+        and subject the first rank that must have the same fingerprint."""
         if not subjects:
             return
         everywhere = self.ranks.gather_from_all(torch.stack(list(prints)), "the comparison of replicas").cpu()
@@ -281,7 +281,7 @@ class ReplicaCheck:
 
 
 def _compared(spmd: SpmdProgram) -> Iterator[str]:
-    """The values that have copies and are used by anything, in the order of the program."""
+    """Yield the used values that have copies, in program order."""
     used = {name for _, name in spmd.mutations} | {*refs(spmd.outputs)} | ({spmd.loss} if spmd.loss else set())
     for step in spmd.steps:
         used.update(step.operands if isinstance(step, OperatorStep) else (c.value for c in conversions_of(step)))
@@ -314,7 +314,7 @@ def _has_copies(layout: Layout) -> bool:
 
 
 def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
-    """Per rank and layout the lowest rank that holds the same of a tensor; rank 0 where there is no layout."""
+    """Return, per rank and layout, the lowest rank that holds the same part of a tensor; rank 0 without a layout."""
     known: dict[tuple[str, ...], list[int]] = {}
     columns: list[list[int]] = []
     for layout in layouts:
@@ -329,8 +329,8 @@ def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
 def _report(
     subject: Subject, prints: list[int], leaders: list[int], where: str, ranks: Sequence[int]
 ) -> tuple[str, list[int]]:
-    """(the message about one subject: who differs from whom, in the first group of copies that are not equal; who).
-    ``ranks``: those that compared."""
+    """Return (message, differing ranks) for one subject, from the first group of copies that are not equal. ``ranks``:
+    those that compared."""
     groups: dict[int, dict[int, list[int]]] = {}  # leader -> fingerprint -> ranks
     for rank, fingerprint, leader in zip(ranks, prints, leaders, strict=True):
         groups.setdefault(leader, {}).setdefault(fingerprint, []).append(rank)
@@ -353,13 +353,13 @@ def _report(
 
 
 def _name(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1, 4``; of many only the first."""
+    """Format ranks as ``rank 3`` or ``ranks 0, 1, 4``, cut off after the first few."""
     listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
     return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def checked_interval(check_replicas: int | None) -> int:
-    """The setting as a number, 0 for never. Raises ShardwiseError for anything else."""
+    """Return the setting as a number, 0 for never. Raises ShardwiseError for an invalid value."""
     every = 0 if check_replicas is None else check_replicas
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
         what = f"check_replicas is the number of training calls from check to check, not {check_replicas!r}"

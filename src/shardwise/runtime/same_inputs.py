@@ -1,10 +1,10 @@
-"""Whether ranks that each pass the whole batch pass the same one, in every training call.
+"""Check in every training call that ranks which each pass the whole batch pass the same one.
 
-A program takes its part of the inputs that its own rank passes, so ranks with different batches train on a mixture of
-them, in which no collective differs. Every rank therefore sends the others a digest of all elements of its inputs. The
-message travels beside the call and is read when the next one begins. Of inputs on a GPU the digest is computed and
-copied to the host behind the kernels of the call, and sent when the next one begins: a difference is found one call
-later, and the host never waits for the kernels of the call that it starts.
+A program takes its part of the inputs from its own rank. Ranks with different batches would train on a mixture of them
+without any collective differing. Every rank therefore sends the others a digest of all elements of its inputs. The
+message overlaps with the call and is read at the start of the next one. For inputs on a GPU the digest is computed and
+copied to the host behind the kernels of the call. It is sent at the start of the next call. A difference is then found
+one call later, and the host never waits for the kernels of the current call.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NUM_NAMED = 8  # ranks that a message lists
 
 @dataclass
 class _Passed:
-    """The inputs of a call. ``leaves``: which of its arguments are tensors, and their tree; ``prints``: a fingerprint
-    of each tensor, on its way to the host."""
+    """The inputs of a call. ``leaves``: which arguments are tensors, and their tree; ``prints``: a fingerprint of each
+    tensor, on its way to the host."""
 
     call: int
     leaves: tuple[list[bool], Any]
@@ -44,19 +44,19 @@ class _Passed:
 
 
 class SameInputs:
-    """The comparison for one module. ``everyone``: all ranks; ``numbers``: what exchanges digests, on the host, beside
-    all other collectives."""
+    """The comparison for one module. ``everyone``: all ranks; ``numbers``: a separate communicator on the host for the
+    digests."""
 
     def __init__(self, everyone: Communicator, numbers: Communicator, device: torch.device) -> None:
         self.everyone, self.numbers, self.device = everyone, numbers, device
-        self._passed: list[_Passed] = []  # what is not compared yet, oldest first
+        self._passed: list[_Passed] = []  # not compared yet, oldest first
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_passed": []}
 
     def begin(self, flat: Sequence[Any], spec: Any) -> None:
-        """A training call on these leaves begins. Raises ShardwiseError, on all ranks, where those of an earlier one
-        were not the same."""
+        """Begin a training call on these leaves. Raises ShardwiseError on all ranks if the inputs of an earlier call
+        differed."""
         if self._passed and self._passed[0].flight is not None:
             self._compare(self._passed.pop(0))
         for passed in self._passed:
@@ -76,7 +76,7 @@ class SameInputs:
         passed.copy.finish()
         digest = hashlib.blake2b(passed.prints.numpy().tobytes(), digest_size=8).digest()
         row = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-        self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and once more where it comes out of a file
+        self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
         passed.flight = self.numbers.start_gather(row, "the digests of the ranks' inputs")
 
     def _compare(self, passed: _Passed) -> None:

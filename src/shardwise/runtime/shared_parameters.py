@@ -1,5 +1,4 @@
-"""Parameters that stages on several places of a pipeline have: each place has all shards, on the devices of the same
-numbers."""
+"""Parameters shared by stages on several pipeline ranks: each has all shards, on devices of the same numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from shardwise.runtime.torch_schedules import position_groups
 
 
 def sharing_pipeline_ranks(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Parameter that several places have -> the ranks of each of them."""
+    """Map each parameter that several pipeline ranks have to the global ranks of each of them."""
     places: dict[str, dict[tuple[int, ...], None]] = {}
     for stage in plan.stages:
         for entry in stage.parameters:
@@ -23,17 +22,17 @@ def sharing_pipeline_ranks(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class PipelineRankGroups:
-    """The process groups of a rank with those that have its device number in other places. ``every``: in all of them;
-    ``shared``: of a parameter that several places have, in these."""
+    """Process groups of a rank with the ranks of its device number in other pipeline ranks. ``every``: over all
+    pipeline ranks; ``shared``: parameter -> the group over the pipeline ranks that have it."""
 
     every: Any
     shared: Mapping[str, Any]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRankGroups:
-        return self  # ranks would have to make new ones together
+        return self  # creating new ones needs all ranks
 
     def __getstate__(self) -> NoReturn:
-        """Raises LaunchError: groups are not in files."""
+        """Raise LaunchError: process groups cannot be pickled."""
         raise LaunchError(
             problem(
                 "a parallel module of stages is not stored whole: its stages exchange over process groups of this job",
@@ -43,8 +42,8 @@ class PipelineRankGroups:
 
     @staticmethod
     def of(plan: Plan, place: tuple[int, ...], position: int, host: frozenset[str]) -> PipelineRankGroups:
-        """Those of a rank of a ``place``. ``host``: names of the tables on the CPU, whose groups are gloo's. All
-        ranks make all groups."""
+        """Create the groups of a rank of pipeline rank ``place``. ``host``: names of the tables on the CPU, whose
+        groups use gloo. All ranks create all groups."""
         everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
         every = position_groups(everywhere)[position]
         groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}

@@ -1,13 +1,13 @@
-"""Whether the ranks make the same call, and which batch their parts of it are.
+"""Check that all ranks make the same call, and find the batch of which they pass parts.
 
-A rank knows only its own arguments. Before a call of a new kind every rank tells the others what it was called with:
-the first that differs is named on all of them. Where every rank passes its own part of a batch (``inputs="local"``)
-the parts may change from call to call on some ranks only; therefore one integer per rank, the digest of its call, is
-exchanged in every such call, and everything else only where a combination of digests is new.
+A rank knows only its own arguments. Before a call of a new kind, ranks exchange their call signatures; the first
+difference is reported on all of them. If every rank passes its own part of a batch (``inputs="local"``), parts may
+change from call to call on some ranks only. Therefore ranks exchange a 64-bit digest of their call in every such call,
+and full signatures only for a new combination of digests.
 
-Nobody waits for these integers where nothing changes. A rank that makes the same call a third time takes the others to
-do so, too, and begins; the integers are read before its first collective starts. Until then nothing was sent and
-nothing written, so that a rank which took it wrongly (``SignatureMismatch``) begins anew.
+The exchange overlaps with the call if nothing changes. A rank that makes the same call a third time assumes that the
+others do too, and begins; it reads the digests before its first collective. Until then it has sent and written nothing,
+so on a wrong guess (``SignatureMismatch``) it restarts the call.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from shardwise.runtime.same_inputs import SAME_INPUTS_FIX
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
-SignatureSet = tuple[int, ...]  # the digests of the ranks' calls
-ParamFlags = tuple[tuple[str, str], ...]  # (what became of a tensor, its name): ("frozen", "up.weight")
+SignatureSet = tuple[int, ...]  # digests of the ranks' calls
+ParamFlags = tuple[tuple[str, str], ...]  # (state of a tensor, its name): ("frozen", "up.weight")
 Holds = Callable[[int, str], bool]  # whether a rank has a tensor, by name
 _TRAINING = attrgetter("training")
 _NUM_NAMED = 8  # ranks or inputs that a message lists
@@ -57,9 +57,8 @@ _NUM_NAMED = 8  # ranks or inputs that a message lists
 
 @dataclass(frozen=True)
 class Signature:
-    """A call as its rank sees it. ``leaves``: per argument its name, and its value or its dtype; ``shapes``: of the
-    tensors among them, by name; ``circumstances``: of the module's own tensors those that are frozen or were
-    replaced."""
+    """A call as its rank sees it. ``leaves``: per argument its name, and its value or dtype; ``shapes``: of the tensors
+    among them, by name; ``circumstances``: tensors of the module that are frozen or were replaced."""
 
     mode: str
     leaves: tuple[tuple[str, str], ...]
@@ -68,7 +67,7 @@ class Signature:
 
     @classmethod
     def of(cls, named: Sequence[tuple[str, Any]], mode: str, circumstances: ParamFlags) -> Signature:
-        """Of a call in a ``mode`` ("training, the loss only")."""
+        """Build the signature of a call in a ``mode`` ("training, the loss only")."""
         return cls(
             mode,
             tuple((name, _text(x)) for name, x in named),
@@ -78,12 +77,12 @@ class Signature:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits that other calls have with odds of one to 2^64 only, the same in every process."""
+        """Return a 64-bit hash of the call, the same in every process."""
         content = hashlib.blake2b(repr(self).encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(content, "little", signed=True)
 
     def described(self, name: str) -> str:
-        """What an argument is: ``f32[8, 16]``, or its value."""
+        """Describe an argument: ``f32[8, 16]``, or its value."""
         leaf = dict(self.leaves).get(name, "missing")
         if name not in self.shapes:
             return leaf[:60]
@@ -98,15 +97,15 @@ class Signature:
 
 
 def _text(leaf: Any) -> str:
-    """What says in every process what an argument is."""
+    """Describe an argument in a form that is the same in every process."""
     if isinstance(leaf, torch.Tensor):
         return format_dtype(leaf.dtype) + " with a gradient" * takes_gradient(leaf)
     return constant_text(leaf)
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[list[Any], Any]:
-    """The leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves that are no
-    plain tensors or constants, and for tensors without data."""
+    """Return the leaves of a call of a module on ``device``, and their tree. Raises ShardwiseError for leaves other
+    than plain tensors and constants, and for tensors without data."""
     flat, spec = flatten_call(args, kwargs)
     flat = [plain_tensor(x) if isinstance(x, LazyTensor) else x for x in flat]
     if all(is_constant(x) or (is_plain_input(x) and (not x.is_meta or device.type == "meta")) for x in flat):
@@ -123,7 +122,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
 
 
 def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: Sequence[Shape]) -> tuple[Any, ...]:
-    """What tells calls apart that have programs of their own. ``shapes``: of the tensors."""
+    """Return a key that distinguishes calls with different programs. ``shapes``: of the tensors."""
     whole = iter(shapes)
     tensor = torch.Tensor
     return (
@@ -134,22 +133,21 @@ def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: S
 
 
 def takes_gradient(tensor: torch.Tensor) -> bool:
-    """Return whether a call made now is to bring a gradient for an input."""
+    """Return whether a call now computes a gradient for an input."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def mode_text(training: bool, loss_only: bool, predicts: bool, in_other_mode: Sequence[str]) -> str:
-    """How a module is called, in words: ``train(), step(), bn in eval()``."""
+    """Describe how a module is called: ``train(), step(), bn in eval()``."""
     what = "step()" if loss_only else "predict()" if predicts else "a call"
     modes = ("train()", "eval()") if training else ("eval()", "train()")
     return ", ".join([modes[0], what, *(f"{listed(in_other_mode)} in {modes[1]}" for _ in in_other_mode[:1])])
 
 
 def in_other_mode(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
-    """Of a module and all its submodules, by path, those that are in eval() where it is in train(), or the other way
-    round."""
+    """Return the paths of submodules that are in eval() while the module is in train(), or vice versa."""
     modes = list(map(_TRAINING, modules.values()))
-    if len(set(modes)) == 1:  # in every call, as a rule
+    if len(set(modes)) == 1:  # the usual case
         return ()
     return tuple(path for path, mode in zip(modules, modes, strict=True) if mode != modes[0])
 
@@ -161,8 +159,8 @@ def check_equal(
     device: torch.device,
     holds: Holds = lambda _, __: True,
 ) -> None:
-    """Raise ShardwiseError, on all ranks, where they do not make the same call, do not pass the same ``tensors``, or
-    those that hold a tensor differ in what became of it. ``holds``: whether a rank has a tensor."""
+    """Raise ShardwiseError on all ranks if their calls, their ``tensors``, or the flags of a tensor that they share
+    differ. ``holds``: returns whether a rank has a tensor."""
     hands.ask(str(signature))
     what = f"a call unlike the last of this rank ({signature})"
     everywhere = gather_objects((signature, _prints(signature, tensors, wire_device(device))), ranks, device, what)
@@ -177,7 +175,7 @@ def check_equal(
 
 
 def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
-    """What tells the contents of the tensors of a call apart, by name."""
+    """Return fingerprints of the tensors of a call, by name."""
     fingerprint = fingerprint_on(device)
     return {name: int(fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
 
@@ -218,26 +216,26 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole inputs of which the ranks passed their parts. ``shapes``: by name, whole; ``parts``: per device of a
-    stage, by name."""
+    """The whole inputs of which the ranks passed parts. ``shapes``: whole shapes by name; ``parts``: per device of a
+    stage, the shapes of its parts by name."""
 
     shapes: Mapping[str, Shape]
     parts: tuple[Mapping[str, Shape], ...]
 
 
-# The layouts in which a program takes inputs, by name, and [start, stop) of the samples that it takes.
+# (layouts in which a program takes inputs, by name; start; stop) of the samples [start, stop) that it takes.
 Wanted = tuple[Mapping[str, Layout], int, int]
 
 
 class SignatureMismatch(Exception):
-    """The other ranks' parts are not those that this rank took them to be. Not for users."""
+    """The other ranks' parts are not those that this rank assumed. Internal."""
 
 
 class LocalInputs:
-    """The parts of a batch that the ranks pass: each that of its device, in the layout of the first stage that reads
-    the input; ranks of all stages with the same device number pass the same. Raises ShardwiseError where the plan
-    splits no input. ``ranks``: those of a place, among which parts are gathered; ``everyone``: all ranks, which agree;
-    ``numbers``: what exchanges the integers, on the host, beside all other collectives."""
+    """The parts of a batch that the ranks pass: each the part of its device, in the layout of the first stage that
+    reads the input; ranks of all stages with the same device number pass the same. Raises ShardwiseError if the plan
+    splits no input. ``ranks``: this pipeline rank, over which parts are gathered; ``everyone``: all ranks; ``numbers``:
+    a separate communicator on the host for the digests."""
 
     def __init__(
         self, plan: Plan, ranks: Communicator, everyone: Communicator, numbers: Communicator, device: torch.device
@@ -250,9 +248,9 @@ class LocalInputs:
         self._devices = [device_of[rank] for rank in sorted(device_of)]  # by rank
         self._holds = plan.holds
         self._batches: dict[SignatureSet, Batch] = {}
-        # By the digest of this rank's call: the last combination, and whether the one before was the same.
+        # Digest of this rank's call -> the last combination of digests, and whether the one before was the same.
         self._latest: dict[int, tuple[SignatureSet, bool]] = {}
-        self._found: SignatureSet | None = None  # that of this call, once it is known
+        self._found: SignatureSet | None = None  # of this call, once it is known
         self._has_said_gathered = False
         self._is_own: dict[object, bool] = {}  # by input, layout and parts
         self._faults: dict[tuple[int, int], tuple[Batch, Passes, str]] = {}
@@ -268,8 +266,8 @@ class LocalInputs:
             )
 
     def call(self, run: Callable[[], T]) -> T:
-        """``run()``, one call of the module, again from the start where another rank's part is not the one that it was
-        taken to be: it may write nothing before its first collective or ``make_sure``."""
+        """Return ``run()``, one call of the module. Restart it if another rank's part is not the assumed one: ``run``
+        must write nothing before its first collective or ``make_sure``."""
         self._found = None
         try:
             try:
@@ -280,12 +278,12 @@ class LocalInputs:
             self.everyone.before_next = None
 
     def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
-        """The batch of which this rank passes ``tensors``; every rank asks for it in every call.
+        """Return the batch of which this rank passes ``tensors``; every rank calls it in every call.
 
-        Raises ShardwiseError, on all ranks, where the parts do not make one.
+        Raises ShardwiseError on all ranks if the parts do not form a batch.
         """
         if self._found is None:
-            self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and once more where it comes out of a file
+            self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
             digest = torch.tensor([signature.digest])
             flight = self.numbers.start_gather(digest, "the sizes of the ranks' inputs")
             taken, again = self._latest.get(signature.digest, ((), False))
@@ -305,14 +303,14 @@ class LocalInputs:
         self._found = tuple(flight.wait().flatten().tolist())
 
     def _check(self, flight: GatheredRows, taken: SignatureSet) -> None:
-        """Raise Surprise where the integers are not those that were taken for granted."""
+        """Raise SignatureMismatch if the digests are not the assumed ones."""
         self._read(flight)
         if self._found != taken:
             raise SignatureMismatch
 
     def own_part(self, name: str, tensor: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
-        """What this rank's program takes: the part itself where the parts are those of the layout, else this rank's
-        share of the whole, which is gathered."""
+        """Return this rank's share of an input: the part itself if all parts match the layout, else a slice of the
+        whole, which is gathered."""
         parts = [shapes[name] for shapes in batch.parts]
         case = (name, layout, *parts)
         if case not in self._is_own:
@@ -330,8 +328,8 @@ class LocalInputs:
         return shard(self.whole(name, tensor, batch), layout, self.ranks.coordinates)
 
     def is_part(self, name: str, layout: Layout, batch: Batch, start: int, stop: int, samples: int) -> bool:
-        """Whether on every device the rows of its part that are samples [start, stop), counted in its own part and out
-        of ``samples`` in all, are what the layout of an input of so many samples gives it."""
+        """Return whether ``layout`` gives every device exactly the rows of its part that are samples [start, stop).
+        Samples are counted within the device's part, scaled to ``samples`` in all."""
         for device, shapes in enumerate(batch.parts):
             first, *rest = shapes[name]
             bounds = [divmod(first * number, samples) for number in (start, stop)]
@@ -341,15 +339,15 @@ class LocalInputs:
         return self._is_passed(name, layout, batch)
 
     def _is_passed(self, name: str, layout: Layout, batch: Batch) -> bool:
-        """Whether a layout gives every device the part of an input that its rank passes, whatever their sizes."""
+        """Return whether a layout gives every device the part of an input that its rank passes, whatever its size."""
         return all(_block(layout, device) == self._places(name, device) for device in range(len(batch.parts)))
 
     def divides(
         self, batch: Batch, passes: Passes, wanted: Callable[[Batch], Sequence[Wanted]], with_samples: Collection[str]
     ) -> bool:
-        """Whether every pass of a step can take the same share of every rank's part. Else rank 0 says once that parts
-        are gathered. ``wanted``: what the programs of the step take; ``with_samples``: the inputs that passes divide.
-        """
+        """Return whether every micro-batch of a step can take the same share of every rank's part. If not, rank 0 warns
+        once that parts are gathered. ``wanted``: layouts that the step's programs take; ``with_samples``: inputs that
+        micro-batches split."""
         case = id(batch), id(passes)
         if case not in self._faults:
             self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
@@ -360,8 +358,8 @@ class LocalInputs:
         return not fault
 
     def _fault(self, batch: Batch, passes: Passes, wanted: Sequence[Wanted], with_samples: Collection[str]) -> str:
-        """Why passes can not take shares of the ranks' parts, or nothing: they must have the same samples of every
-        input, want them on these devices, and compute nothing with their numbers in the batch."""
+        """Return why micro-batches cannot take shares of the ranks' parts, or "" if they can. They must take the same
+        samples of every input, need them on these devices, and not compute with sample indices."""
         samples = sum(passes.sizes)
         if any(map(numbers_samples, passes.graphs.values())):
             return f"the model computes with the numbers that {samples} samples have in the batch"
@@ -391,7 +389,7 @@ class LocalInputs:
         return Batch({name: self._whole_shape(name, parts) for name in signature.shapes}, parts)
 
     def _check_copies(self, name: str, parts: Sequence[Mapping[str, Shape]], prints: Sequence[int]) -> None:
-        """Ranks that the plan gives the same part of an input must have passed the same."""
+        """Raise ShardwiseError if ranks that the plan gives the same part of an input passed different ones."""
         first: dict[tuple[int, ...], int] = {}
         for rank, fingerprint in enumerate(prints):
             leader = first.setdefault(tuple(p for _, p, _ in self._places(name, self._devices[rank])), rank)
@@ -410,7 +408,7 @@ class LocalInputs:
             )
 
     def _places(self, name: str, device: int) -> list[tuple[int, int, int]]:
-        """(dim, a device's position along it, number of positions) for every dim of an input that is split."""
+        """Return (dim, the device's position along it, number of positions) for every split dim of an input."""
         layout = self.layouts.get(name)
         places = [] if layout is None else _block(layout, device)
         if places is None:
@@ -423,8 +421,8 @@ class LocalInputs:
         return places
 
     def _sizes(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
-        """Per dim of an input the sizes of its parts, in their order. Raises ShardwiseError where parts of ranks that
-        hold the same are of different size."""
+        """Return, per dim of an input, the sizes of its parts in order. Raises ShardwiseError if parts of ranks that
+        hold the same rows differ in size."""
         sizes: list[dict[int, int]] = [{} for _ in parts[0][name]]
         for device, shapes in enumerate(parts):
             position_of = {dim: position for dim, position, _ in self._places(name, device)}
@@ -441,7 +439,7 @@ class LocalInputs:
         return [[by_position[position] for position in sorted(by_position)] for by_position in sizes]
 
     def _whole_shape(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> Shape:
-        """The shape of the whole input. Raises ShardwiseError where the parts do not make one."""
+        """Return the shape of the whole input. Raises ShardwiseError if the parts do not form one."""
         sizes = self._sizes(name, parts)
         for dim, _, count in self._places(name, 0):
             planned = self.planned[name][dim]
@@ -457,8 +455,8 @@ class LocalInputs:
         return tuple(map(sum, sizes))
 
     def whole(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The whole input, gathered from the parts of any size that the ranks of a place have. Raises ShardwiseError
-        for parts that want a gradient."""
+        """Gather the whole input from parts of any size over this pipeline rank. Raises ShardwiseError for parts that
+        require a gradient."""
         if takes_gradient(tensor):
             raise ShardwiseError(
                 problem(
@@ -485,8 +483,8 @@ class LocalInputs:
 
 
 def _block(layout: Layout, device: int) -> list[tuple[int, int, int]] | None:
-    """(dim, a device's position along it, number of positions) for every dim that is split; None: a device has no
-    block."""
+    """Return (dim, the device's position along it, number of positions) for every split dim; None if the device's part
+    is not a block."""
     mesh, places = layout.mesh, []
     coordinates = mesh.coordinates(device)
     for dim, atoms in enumerate(layout.dims):

@@ -1,8 +1,8 @@
-"""One rank's program of a plan, run by itself: what its operators take, beside the prediction.
+"""Run one rank's program of a plan alone and compare what its operators take with the prediction.
 
-There are no other ranks. The process group is PyTorch's fake one: messages take no time, and what arrives is made of
-what was sent. So the numbers mean nothing; their shapes, and what is computed with them, are those of the rank. That is
-how one device measures its part of a plan for thousands.
+There are no other ranks: PyTorch's fake process group makes messages free, and received data is derived from what was
+sent. The values are meaningless, but shapes and computations are those of the rank. One device can thus measure its
+part of a plan for thousands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.runtime.memory_check import check_memory, memory_on
 from shardwise.runtime.program_cache import ProgramCache, RunSettings
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
 
-_SCALE = 0.02  # of the numbers that stand for parameters and inputs
+_SCALE = 0.02  # standard deviation of made-up parameters and inputs
 
 
 def run_alone(
@@ -43,13 +43,29 @@ def run_alone(
     compile: bool = False,
     steps: int = 3,
 ) -> StepProfile | StagesProfile:
-    """A training step of one rank of ``plan``, measured ``steps`` times without the other ranks, beside the prediction:
-    operators and memory; of messages nothing is said. Of several passes all are run. Of a plan of stages every stage of
-    the rank is measured by itself.
+    """Measure a training step of one rank of ``plan`` without the other ranks, next to the prediction.
 
-    ``module`` and ``example_inputs`` may be meta tensors; values are made up on ``device`` (by default the current GPU,
-    where there is one). Raises PlanError for a rank that the plan has not; LaunchError where this process is one of
-    several ranks; OutOfDeviceMemoryError for a GPU without room for the rank's program.
+    Operators and memory are compared; messages are not. All micro-batches are run. Under a plan of stages every stage
+    of the rank is measured by itself.
+
+    Args:
+        module: The original module; its tensors may be on meta, since values are made up.
+        example_inputs: Inputs of the module as given to ``sw.plan``; tensors may be on meta.
+        plan: The plan to measure.
+        rank: Rank of the plan, from 0.
+        loss: The callable given to ``sw.plan``, if any.
+        device: Device to run on; by default the current GPU, else the CPU.
+        compile: Whether to compile the programs.
+        steps: Number of measured steps, at least 1.
+
+    Returns:
+        A ``StepProfile``, or a ``StagesProfile`` for a plan of stages.
+
+    Raises:
+        PlanError: If the plan does not have the rank.
+        LaunchError: If this process is one of several ranks.
+        OutOfDeviceMemoryError: If the GPU has no room for the rank's program.
+        ShardwiseError: If ``steps`` or ``device`` is invalid, or the module returns no loss.
     """
     if dist.is_initialized():
         fix = "run it in a process by itself, started without shardwise run -n or torchrun"
@@ -92,8 +108,8 @@ def run_alone(
 
 @dataclass(frozen=True, slots=True)
 class StagesProfile:
-    """The stages of a rank, by number, each measured by itself: seconds and operators of one micro-batch, forward and
-    backward together, and the memory of one; what a schedule keeps of several is not in it."""
+    """The stages of a rank by number, each measured by itself: seconds and operators of one micro-batch, forward and
+    backward, and its memory. Memory for several micro-batches in flight is not included."""
 
     rank: int
     num_ranks: int
@@ -102,7 +118,7 @@ class StagesProfile:
     def __str__(self) -> str:
         said = [f"rank {self.rank} of {self.num_ranks} alone: without messages, a micro-batch of each of its stages"]
         for number, profile in self.stages.items():
-            _, *lines = str(profile).splitlines()  # the first says that it is alone
+            _, *lines = str(profile).splitlines()  # skip the line that says it is alone
             said += [f"stage {number}", *(f"  {line}" for line in lines)]
         return "\n".join(said)
 
@@ -113,7 +129,8 @@ def _calls(module: torch.nn.Module, plan: Plan, settings: RunSettings, place: Pl
 
 
 def _measured(calls: ProgramCache, spmd: SpmdProgram, rank: int, steps: int, *, repeats: bool) -> StepProfile:
-    """A stage of the rank, or all there is. ``repeats``: its micro-batches add up."""
+    """Measure a stage of the rank, or the whole plan without stages. ``repeats``: gradients accumulate over
+    micro-batches."""
     plan, device = calls.plan, calls.settings.device
     calls.create_groups(spmd)
     emitted_step = calls.step_of(spmd, loss_only=True, repeats=repeats)
@@ -134,7 +151,7 @@ def _without_others(rank: int, size: int) -> Iterator[None]:
 
 
 class _Alone(Communicator):
-    """Of a rank without others: there are no groups but its own."""
+    """Communicator of a rank without others; it creates only the groups of this rank."""
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
         device = self.place.device_of(self.rank)
@@ -145,7 +162,7 @@ class _Alone(Communicator):
 
 
 def _made_up(spmd: SpmdProgram, ranks: Communicator, device: torch.device) -> list[Tensor]:
-    """A tensor for every source: small random numbers, and zeros where these are integers or booleans."""
+    """Return a tensor for every source: small random numbers, or zeros for integers and booleans."""
     tensors = []
     for source in spmd.graph.sources:
         value = spmd.graph.by_name[source.value]

@@ -1,8 +1,7 @@
-"""One stage of a pipeline on this rank: its programs, and what it keeps of the micro-batches between forward and
-backward.
+"""One pipeline stage on this rank: its programs, and the tensors saved between forward and backward of micro-batches.
 
-What crosses between stages has the shape that it has in the largest micro-batch; a smaller one fills the first part of
-it. Booleans and complex numbers travel as bytes and as pairs.
+Tensors between stages have the shape of the largest micro-batch; a smaller one fills the first part. Booleans are sent
+as bytes and complex numbers as pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from shardwise.runtime.replicas import ReplicaCheck
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A value between two stages, as a rank has it. ``shape``: its part; ``returns``: whether a cotangent comes
+    """A value between two stages, as a rank has it. ``shape``: this rank's part; ``returns``: whether a cotangent comes
     back."""
 
     value: str
@@ -43,13 +42,13 @@ class BoundaryTensor:
     returns: bool
 
     def example(self) -> Tensor:
-        """It as it travels, on meta."""
+        """Return a meta tensor with the form in which the value is sent."""
         wire = _on_wire(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         shape = wire.shape if wire.numel() else (1,)
         return torch.empty(shape, dtype=wire.dtype, device="meta", requires_grad=self.returns)
 
     def packed(self, tensor: Tensor, example: Tensor) -> Tensor:
-        """A rank's part in the form in which it travels."""
+        """Convert a rank's part to the form in which it is sent."""
         wire = _on_wire(tensor)
         if wire.shape == example.shape:
             return wire.contiguous()
@@ -58,7 +57,7 @@ class BoundaryTensor:
         return flat.view(example.shape)
 
     def unpacked(self, wire: Tensor) -> Tensor:
-        """The inverse."""
+        """Invert ``packed``."""
         wire, is_complex = wire.detach(), self.dtype.is_complex
         shape = (*self.shape, 2) if is_complex else self.shape
         if wire.shape != shape:
@@ -77,7 +76,7 @@ def _on_wire(tensor: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class StageProgram:
     """A stage's program for micro-batches of one size. ``sends``: the values for the next stage, in order;
-    ``returned``: the values, of either end, whose cotangents come back."""
+    ``returned``: the received or sent values whose cotangents are sent back."""
 
     compiled: Executable
     ranks: Communicator
@@ -90,19 +89,19 @@ class StageProgram:
 
     @cached_property
     def program(self) -> RankProgram:
-        """This rank's, of a micro-batch, as it is written."""
+        """Return this rank's program of a micro-batch, before compilation."""
         return self.compiled.runs.emitted.program
 
     @cached_property
     def received(self) -> tuple[BoundaryTensor, ...]:
-        """What comes from the stage before, in order."""
+        """Return the tensors received from the previous stage, in order."""
         layouts = self.compiled.spmd.layouts
         names = [source.value for source in self.part.sources if source.kind == "activation"]
         return tuple(self._crossing(name, layouts[name].local_shape(self.ranks.coordinates)) for name in names)
 
     @cached_property
     def sent(self) -> tuple[BoundaryTensor, ...]:
-        """What goes to the next stage, in order."""
+        """Return the tensors sent to the next stage, in order."""
         layouts = delivered_layouts(self.part, self.compiled.spmd)
         return tuple(self._crossing(name, layouts[name].local_shape(self.ranks.coordinates)) for name in self.sends)
 
@@ -111,7 +110,7 @@ class StageProgram:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Output of the part, or its loss -> its position in what the program delivers."""
+        """Map each output of the part, or its loss, to its position among the values that the program returns."""
         spmd = self.compiled.spmd
         at = {name: i for i, name in enumerate(self.compiled.delivered)}
         pairs = [
@@ -125,7 +124,7 @@ class StageProgram:
 
     @cached_property
     def halves(self) -> tuple[tuple[RankProgram, fx.GraphModule], tuple[RankProgram, fx.GraphModule]]:
-        """Backward for cotangents, and for weights."""
+        """Return (program, emitted module) of backward for cotangents, and of backward for weights."""
         whole = self.compiled.runs.emitted
         first, second = split_backward(self.program)
         return (first, emit_backward(first, self.ranks, whole)), (second, emit_backward(second, self.ranks, whole))
@@ -133,9 +132,9 @@ class StageProgram:
 
 @dataclass
 class StageInputs:
-    """What the stages of this rank get for one step. ``inputs``: by name, whole, or this rank's part of each
-    (``are_parts``); ``with_samples``: those that micro-batches divide; ``whole``: the values of the prelude; ``scale``:
-    by what the loss is multiplied for backward."""
+    """Inputs of this rank's stages for one step. ``inputs``: by name, whole or this rank's parts (``are_parts``);
+    ``with_samples``: inputs that micro-batches split; ``whole``: values of the prelude; ``scale``: factor on the loss
+    for backward."""
 
     inputs: Mapping[str, Tensor]
     are_parts: bool
@@ -148,12 +147,11 @@ class StageInputs:
 
 @dataclass
 class StageWorker:
-    """A stage as a schedule asks for it (``torch_schedules.Worker``). ``sizes``: the samples of every micro-batch;
+    """A stage as a schedule runs it (``torch_schedules.Worker``). ``sizes``: samples of every micro-batch;
     ``programs``: by size; ``statistics``: names of the buffers that every micro-batch writes.
 
-    ``outputs``: of calls without backward, what the stage delivers; ``remembered``: the tensors of its first
-    micro-batch, where it ``remembers`` them. What a step does once is done ahead of the first micro-batch of a
-    size, and at the ``end``.
+    ``outputs``: results of calls without backward; ``remembered``: the tensors of the first micro-batch, if
+    ``remembers``. Work done once per step runs before the first micro-batch of a size and in ``end``.
     """
 
     number: int
@@ -177,12 +175,12 @@ class StageWorker:
         self.sends = tuple(crossing.example() for crossing in largest.sent) or _TOKEN
 
     def begin(self, step: StageInputs, *, keeps: bool, check: ReplicaCheck | None = None) -> None:
-        """A step begins. ``keeps``: backward follows; ``check``: forward is compared among the ranks of the stage."""
+        """Begin a step. ``keeps``: backward follows; ``check``: compares forward among the ranks of the stage."""
         self.step, self.keeps, self.check = step, keeps, check
         self.outputs, self._running, self._saved, self.most_kept = {}, {}, {}, 0
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
-        """Forward of a micro-batch: what is sent, or the loss."""
+        """Run forward of a micro-batch and return the tensors to send, or the loss."""
         stage = self.programs[self.sizes[micro_batch]]
         compiled = stage.compiled
         tensors = self._tensors(stage, micro_batch, received)
@@ -191,7 +189,7 @@ class StageWorker:
         with torch.no_grad():
             if self.keeps:
                 sources = list(tensors)
-                for position in compiled.written:  # later micro-batches write it before backward reads what it was
+                for position in compiled.written:  # later micro-batches overwrite it before backward reads it
                     sources[position] = tensors[position].clone()
                 size = self.sizes[micro_batch]
                 if size not in self._running:
@@ -216,7 +214,7 @@ class StageWorker:
         )
 
     def _tensors(self, stage: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of all sources."""
+        """Return the tensors of all sources."""
         step, compiled = self.step, stage.compiled
         assert step is not None, "a step has begun"
         start, size = sum(self.sizes[:micro_batch]), self.sizes[micro_batch]
@@ -242,7 +240,7 @@ class StageWorker:
     def _write(
         self, compiled: Executable, tensors: Sequence[Tensor], written: Sequence[Tensor], micro_batch: int
     ) -> None:
-        """Write what a micro-batch makes of buffers: running statistics always, all others after the last one."""
+        """Write a micro-batch's new buffer values: running statistics always, all others after the last one."""
         is_last = micro_batch == len(self.sizes) - 1
         sources = compiled.captured.graph.sources
         for position, value in zip(compiled.written, written, strict=True):
@@ -250,7 +248,7 @@ class StageWorker:
                 write_buffers([tensors[position]], [value])
 
     def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Backward of a micro-batch, or a part of it: the cotangents of what was received."""
+        """Run backward of a micro-batch, or a half of it, and return the cotangents of the received tensors."""
         size = self.sizes[micro_batch]
         stage = self.programs[size]
         running = self._running[size]
@@ -287,7 +285,7 @@ class StageWorker:
     def _cotangents(
         self, stage: StageProgram, program: RankProgram, cotangents: Sequence[Tensor | None]
     ) -> dict[str, Tensor]:
-        """The cotangents of what a program of the stage delivers, by their names in it."""
+        """Return the cotangents of the values that a program of the stage returns, by their names in it."""
         arrived = {
             crossing.value: crossing.unpacked(wire)
             for crossing, wire in zip(stage.sent, cotangents, strict=False)
@@ -309,7 +307,7 @@ class StageWorker:
         return by_name
 
     def end(self) -> dict[str, Tensor]:
-        """Source -> the gradient of what is stored, of all micro-batches together."""
+        """Return the gradients accumulated over all micro-batches, by source."""
         gradients: dict[str, Tensor] = {}
         for running in self._running.values():
             for name, gradient in running.end().items():
@@ -318,7 +316,7 @@ class StageWorker:
         return gradients
 
 
-_TOKEN = (torch.empty(1, device="meta"),)  # where nothing crosses, a schedule still wants something to wait for
+_TOKEN = (torch.empty(1, device="meta"),)  # a schedule needs a message even if nothing crosses
 
 
 def _token(delivered: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What one kind of call of a pipeline runs on a rank."""
+"""The programs and schedule that a rank of a pipeline runs for one kind of call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from shardwise.runtime.torch_schedules import Scheduled
 
 @dataclass(frozen=True)
 class StageCall:
-    """What one kind of call runs: the captured call, its passes, their cuts by size, and this rank's stages on a
-    schedule."""
+    """One kind of call: the captured call, its micro-batches, their cuts by size, and this rank's scheduled stages."""
 
     captured: Capture
     passes: Passes
@@ -28,12 +27,12 @@ class StageCall:
 
     @property
     def bound(self) -> BoundStages:
-        """The largest pass, cut."""
+        """Return the cut of the largest micro-batch."""
         return self.bounds[max(self.bounds)]
 
     @property
     def wanted(self) -> list[Wanted]:
-        """What the programs of all stages take of the inputs."""
+        """Return the layouts and sample ranges in which the programs of all stages take the inputs."""
         wanted: list[Wanted] = []
         for start, size in zip(self.passes.starts, self.passes.sizes, strict=True):
             for part, spmd in zip(self.bounds[size].cut.parts, self.bounds[size].spmds, strict=True):
@@ -43,12 +42,12 @@ class StageCall:
 
     @property
     def draws(self) -> bool:
-        """Whether this rank draws random numbers."""
+        """Return whether this rank draws random numbers."""
         programs = (program for worker in self.workers for program in worker.programs.values())
         return any(program.compiled.seed is not None for program in programs)
 
     def with_state(self, state: Mapping[str, Tensor]) -> StageCall:
-        """The same with the parameters and buffers of ``state``, by name."""
+        """Replace the parameters and buffers by those of ``state``, by name, and return self."""
         for worker in self.workers:
             worker.programs = {
                 size: replace(program, compiled=program.compiled.with_state(state))

@@ -1,4 +1,4 @@
-"""What is said of an exchange between the stages of a pipeline that fails: who waited where, and who did not come."""
+"""Error messages for failed exchanges between pipeline stages: which rank waited where, and which did not come."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.runtime.torch_schedules import Scheduled
 
 @dataclass(frozen=True)
 class StageFaults:
-    """Of a rank that works on ``stages`` and is device number ``position`` of them. ``everyone``: all ranks."""
+    """Errors of a rank that works on ``stages`` as device number ``position`` of each. ``everyone``: all ranks."""
 
     plan: Plan
     stages: Sequence[int]
@@ -24,8 +24,8 @@ class StageFaults:
     everyone: Communicator
 
     def explained(self, error: RuntimeError, scheduled: Scheduled) -> Exception | None:
-        """What went wrong in a schedule: an error of a stage's own, or a stage that waits in vain for another. None:
-        what the error says itself, and a note of where."""
+        """Return the error to raise for a failed schedule: a stage's own error, or a stage that waits in vain for
+        another. Returns None, and adds a note of the location, if the error speaks for itself."""
         action = scheduled.next_action
         where = "the end of the step" if action is None else f"stage {action.stage}, {action}"
         cause: BaseException | None = error
@@ -50,8 +50,8 @@ class StageFaults:
         return explanation
 
     def _lost(self, error: RuntimeError, what: str, ranks: Iterable[int]) -> ShardwiseError | None:
-        """What to raise for an exchange with some ranks that failed, which one of them may have explained; None: it was
-        not the network."""
+        """Return the error to raise for a failed exchange with ``ranks``, preferably one that another rank has
+        published; None if the network is not the cause."""
         rank = self.everyone.rank
         waiting = BlockedRank(f"{self.everyone.name}'s pipeline", self.everyone.calls, what, (rank, *ranks))
         failure = exchange_failed(error, rank, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
@@ -66,7 +66,7 @@ class StageFaults:
 
     @contextmanager
     def exchange(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        """An exchange behind the schedule's. Raises CollectiveError naming those who do not come."""
+        """Run an exchange after the schedule. Raises CollectiveError naming the ranks that do not take part."""
         try:
             yield
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Outputs of a call under stages: each is made by one stage, and all ranks deliver it."""
+"""Outputs of a call under stages: one stage computes each, and all ranks return it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shardwise.runtime.stage_faults import StageFaults
 def gather_stage_outputs(
     ready: StageCall, plan: Plan, ranks: Sequence[Communicator], faults: StageFaults, device: torch.device
 ) -> list[Any]:
-    """The flattened outputs of a call that has run, brought from the stages that make them to all ranks. ``ranks``: of
-    every stage."""
+    """Return the flattened outputs of a finished call on all ranks, broadcast from the stages that compute them.
+    ``ranks``: communicators of every stage."""
     graph, bound = ready.captured.graph, ready.bound
     home = dict(bound.cut.output_parts)
     layouts = [delivered_layouts(part, spmd) for part, spmd in zip(bound.cut.parts, bound.spmds, strict=True)]
@@ -40,7 +40,7 @@ def gather_stage_outputs(
             if dist.get_rank() in makers:
                 tensor = outputs[out.name].detach().clone()
                 layout = layouts[number][out.name]
-                if layout.positions:  # the next stage receives it as well, and has it split
+                if layout.positions:  # also sent to the next stage, which has it sharded
                     tensor = gather_whole(tensor, layout, f"an output of stage {number}", ranks[number])
                 wire = crossing.packed(tensor, crossing.example())
             else:

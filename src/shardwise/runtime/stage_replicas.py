@@ -1,9 +1,9 @@
 """``check_replicas=`` under a plan of stages.
 
-The ranks of a stage compare what they hold alike (``runtime.replicas``), micro-batch by micro-batch; all ranks compare
-the batch, and the parameters that several stages have. What a stage finds it keeps for itself until the schedule has
-run: the other stages wait for its messages. Then all ranks tell each other and raise alike, before a gradient is
-added.
+The ranks of a stage compare their copies (``runtime.replicas``), micro-batch by micro-batch. All ranks compare the
+batch and the parameters that several stages share. A stage keeps a difference to itself until the schedule has run,
+since other stages wait for its messages. Then all ranks exchange differences and raise the same error, before adding a
+gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.runtime.shared_parameters import sharing_pipeline_ranks
 
 
 class StageCheck(ReplicaCheck):
-    """The check of a stage: ``difference`` is the first difference, (message, the ranks that differ)."""
+    """The check of a stage. ``difference``: the first difference as (message, differing ranks)."""
 
     def __init__(self, ranks: Communicator, number: int, device: torch.device) -> None:
         super().__init__(1, ranks, device)
@@ -37,24 +37,25 @@ class StageCheck(ReplicaCheck):
 
 
 class PipelineCheck:
-    """The check of a rank of a pipeline, in every so many steps. ``ranks``: of its stages, by number."""
+    """The check of a rank of a pipeline, in every ``check_replicas``-th step. ``ranks``: communicators of its stages,
+    by number."""
 
     def __init__(
         self, settings: RunSettings, plan: Plan, everyone: Communicator, ranks: Mapping[int, Communicator]
     ) -> None:
         self.stages = {number: StageCheck(of_stage, number, settings.device) for number, of_stage in ranks.items()}
-        self.passed = 0  # steps whose forward pass, and what it began with, was found equal in all stages
+        self.passed = 0  # steps whose inputs and forward pass were found equal in all stages
         self._whole = ReplicaCheck(settings.check_replicas, everyone, settings.device)
-        # Of every shard of a parameter that several stages have: the ranks that hold it.
+        # Parameter of several stages -> for each of its shards the ranks that hold it.
         self._shared = {name: tuple(zip(*places, strict=True)) for name, places in sharing_pipeline_ranks(plan).items()}
 
     def is_due(self) -> bool:
-        """Whether this step is to be checked; to be asked once in every step."""
+        """Return whether this step is to be checked. Call it once in every step."""
         return self._whole.is_due()
 
     def begin(self, batch: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Compare what a step begins with. ``batch``: whole, by name; ``state``: this rank's parameters. Raises
-        ReplicaError, on all ranks alike."""
+        """Compare the batch and the shared parameters before a step. ``batch``: whole, by name; ``state``: this rank's
+        parameters. Raises ReplicaError on all ranks."""
         for check in self.stages.values():
             check.difference = None
         whole = self._whole
@@ -78,12 +79,12 @@ class PipelineCheck:
         self.stages[number].watch(spmd, tensors)
 
     def settle_forward(self) -> None:
-        """The schedule has run. Raises as ``settle``."""
+        """Finish the check of a schedule that has run. Raises as ``settle``."""
         self.settle()
         self.passed += 1
 
     def settle(self) -> None:
-        """Raise ReplicaError on all ranks alike, where a stage has found a difference."""
+        """Raise ReplicaError on all ranks if a stage has found a difference."""
         differences: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
             differences, next((c.difference for c in self.stages.values() if c.difference is not None), None)

@@ -1,9 +1,8 @@
-"""Whose shards the entries of a ``state_dict`` are, of a module or of an optimizer.
+"""Record and check which rank's shards the entries of a module's or optimizer's ``state_dict`` are.
 
-The shards of another rank have the right shapes and the wrong elements. So a state says which elements of the whole
-each of its entries holds: a module's in the metadata that torch keeps beside it (in files, too), an optimizer's under a
-key of its own. Whole tensors, as one device stores them of a module, are cut. What nobody can see are entries that were
-copied into another dict.
+Shards of another rank have the right shapes and the wrong elements. A state therefore records which elements of the
+whole each entry holds: a module's in torch's ``_metadata`` (also in files), an optimizer's under its own key. Whole
+tensors, as one device saves them, are cut. Entries that were copied into another dict cannot be checked.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from shardwise.runtime.local_shards import shard
 
 KEY = "shards"
 Coordinates = Mapping[str, int]
-Shard = tuple[Layout, Coordinates]  # of a whole tensor, at a place of the mesh
+Shard = tuple[Layout, Coordinates]  # layout of a whole tensor, coordinates of a rank
 K = TypeVar("K", str, int)
 
 
 def shard_metadata(shards: Mapping[K, Shard], rank: int) -> dict[str, Any]:
-    """What a state says of its entries, in numbers and texts. ``shards``: by the keys of the state."""
+    """Return the record of which elements the entries hold, as plain numbers and strings. ``shards``: by the keys of
+    the state."""
     return {"rank": rank, "boxes": {key: _boxes(shard) for key, shard in shards.items()}}
 
 
 def check_entries(
     said: Mapping[str, Any], shards: Mapping[K, Shard], rank: int, name_of: Callable[[K], str] = str
 ) -> None:
-    """Raise ShardwiseError for entries that hold other elements than this rank. ``said``: what the state says of them,
-    or nothing."""
+    """Raise ShardwiseError for entries that hold other elements than this rank's. ``said``: the record in the state, or
+    an empty mapping."""
     known = said.get("boxes", {})
     foreign = [name_of(key) for key, shard in shards.items() if key in known and known[key] != _boxes(shard)]
     if foreign:
@@ -48,7 +48,7 @@ def check_entries(
 
 
 def cut_entries(state: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
-    """This rank's parts of the entries that are whole tensors, by the keys of ``shards``."""
+    """Return this rank's parts of the entries that are whole tensors, by the keys of ``shards``."""
     return {
         key: shard(state[key], layout, coordinates).clone()
         for key, (layout, coordinates) in shards.items()
@@ -57,7 +57,7 @@ def cut_entries(state: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[s
 
 
 def _boxes(shard: Shard) -> list[list[list[int]]]:
-    """Lists, which a file gives back as they were."""
+    """Return the boxes of a shard as nested lists, which files preserve."""
     return [[list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(*shard)]
 
 

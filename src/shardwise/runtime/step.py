@@ -1,8 +1,8 @@
-"""A step on this rank: autograd sees one function, whose halves are the lists of a program.
+"""A step on this rank as one autograd function whose halves run the instruction lists of a program.
 
-What backward needs is kept here and not by autograd, so that it can be let go piece by piece while backward runs. Only
-where somebody has set hooks for saved tensors (``torch.utils.checkpoint``, saving on the CPU) autograd keeps it, and
-the hooks see it.
+Tensors saved for backward are kept here, not by autograd, so that they can be freed one by one while backward runs.
+Only if saved-tensor hooks are set (``torch.utils.checkpoint``, saving on the CPU) autograd keeps them, and the hooks
+see them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shardwise.runtime.hoisted_constants import Constants
 
 # tensors of the sources -> (delivered, mutations, saved)
 Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
-# Which delivered values get a cotangent -> the program whose backward takes these.
+# Flags of the delivered values that get a cotangent -> the program whose backward takes these.
 EmitFor = Callable[[tuple[bool, ...]], Emitted]
-_PLAIN = TimedStep(compiled=False)  # a step that takes part in no trial
+_PLAIN = TimedStep(compiled=False)  # a step outside any trial
 
 
 @dataclass
 class CallableStep:
-    """A program that can be called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some
-    of the delivered values; ``forward_only``: emits it without a backward, compiled or not; ``compiling``: the step
-    that trains instead of this one, unless that is observed (``runtime.compiled``), always or while it is faster;
-    ``constants``: what all of these are given; ``whole``: the program that makes them itself, not emitted."""
+    """A program called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some of the
+    returned values; ``forward_only``: emits it without backward, compiled or not; ``compiling``: the compiled variant
+    that trains instead unless the call is observed (``runtime.compiled``), always or if it is faster; ``constants``:
+    hoisted constants passed to all of these; ``whole``: the program that computes them itself, not emitted."""
 
     emitted: Emitted
     emit_for: EmitFor
@@ -61,14 +61,14 @@ class CallableStep:
     def __call__(
         self, tensors: Sequence[Tensor], observed: Forward | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(delivered, mutations). ``observed``: runs forward instead of the program's own."""
+        """Return (delivered, mutations). ``observed``: runs forward in place of the program's own."""
         needs = torch.is_grad_enabled() and any(tensors[i].requires_grad for i in self.positions.values())
         if not needs:
             emitted = self.emitted if observed is not None else self._forward_alone()
             delivered, written, _ = self.forward(tensors, emitted, observed)
         else:
             step, turn = self._taking_turns() if observed is None else (self, _PLAIN)
-            # Autograd would call the hooks of others with None.
+            # Detach the others: autograd would call their hooks with None.
             reached = set(self.positions.values())
             tensors = [x if i in reached or not x.requires_grad else x.detach() for i, x in enumerate(tensors)]
             results = _StepFunction.apply(step, observed, turn, *tensors)  # type: ignore[no-untyped-call]
@@ -76,8 +76,8 @@ class CallableStep:
         return tuple(delivered), tuple(written)
 
     def _taking_turns(self) -> tuple[CallableStep, TimedStep]:
-        """What runs a step that begins. Where hooks keep what is saved, it may run again for backward, and must save
-        the same: no turns are taken there."""
+        """Return the step that runs now, eager or compiled, and its timer. Within saved-tensor hooks backward may run
+        the step again and must save the same, so no trial takes place there."""
         if self.compiling is None or (self.compiling.trial is not None and _is_hooked()):
             return self, _PLAIN
         compiled, turn = self.compiling.begin()
@@ -85,13 +85,13 @@ class CallableStep:
 
     @property
     def program(self) -> RankProgram:
-        """The step, which makes its constants itself."""
+        """Return the program of the step including its constants."""
         return self.whole or self.emitted.program
 
     def forward(
         self, tensors: Sequence[Tensor], emitted: Emitted | None = None, observed: Forward | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]:
-        """Forward, as it was emitted for backward or otherwise: (delivered, mutations, saved)."""
+        """Run forward, as emitted for backward or as given, and return (delivered, mutations, saved)."""
         emitted = emitted or self.emitted
         constants = () if self.constants is None else self.constants.of(emitted.program, tensors)
         run: Forward = observed or emitted.forward.forward
@@ -104,7 +104,7 @@ class CallableStep:
         return self._alone[compiled]
 
     def backward_for(self, present: tuple[bool, ...]) -> Emitted:
-        """The program for cotangents of some delivered values."""
+        """Return the program for cotangents of some of the returned values."""
         if present not in self._backward:
             emitted = self.emit_for(present)
             missing = set(emitted.program.saved).difference(self.emitted.program.saved)
@@ -127,7 +127,7 @@ class _StepFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with turn.timed():
             delivered, written, saved = step.forward(tensors, observed=observed)
-        if step.overwritten:  # the end of the call writes what backward reads as it was
+        if step.overwritten:  # the end of the call overwrites what backward reads
             saved = tuple(x.clone() if i in step.overwritten else x for i, x in enumerate(saved))
         ctx.step, ctx.turn, ctx.num_tensors = step, turn, len(tensors)
         ctx.set_materialize_grads(False)
@@ -163,12 +163,12 @@ class _StepFunction(torch.autograd.Function):
 
 
 def _is_hooked() -> bool:
-    """Whether autograd keeps what is saved, for hooks."""
+    """Return whether saved-tensor hooks are set, so that autograd keeps the saved tensors."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _kept(ctx: Any) -> list[Any]:
-    """What forward kept; it is let go unless autograd retains the graph."""
+    """Return the values saved by forward and drop them unless autograd retains the graph."""
     if ctx.hooked:
         tensors = iter(ctx.saved_tensors)
         return [next(tensors) if other is None else other for other in ctx.others]
@@ -190,7 +190,7 @@ def _kept(ctx: Any) -> list[Any]:
 
 
 def _watched(program: RankProgram, constants: RankProgram | None) -> tuple[tuple[int, str], ...]:
-    """What is saved in memory that others can change: its position, and the source or delivered value in question."""
+    """Return (position, source or delivered value) of saved values in memory that a caller can change."""
     sources = program.spmd.graph.source_of
     ahead = () if constants is None else constants.forward
     root = memories((*ahead, *program.forward), program.taken if constants is None else sources)
@@ -199,7 +199,7 @@ def _watched(program: RankProgram, constants: RankProgram | None) -> tuple[tuple
 
 
 def _changed(program: RankProgram, name: str) -> ShardwiseError:
-    """The error for a source or a delivered value that backward needs as it was."""
+    """Return the error for a changed source or delivered value that backward needs unchanged."""
     source = program.spmd.graph.source_of.get(name)
     if source is not None:
         return ShardwiseError(
@@ -219,7 +219,7 @@ def _changed(program: RankProgram, name: str) -> ShardwiseError:
 
 
 def _in_order(all_saved: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
-    """The saved values that a variant of the backward takes, in its order."""
+    """Return the saved values that a variant of the backward takes, in its order."""
     if all_saved is wanted:
         return saved
     by_name = dict(zip(all_saved.program.saved, saved, strict=True))
@@ -228,8 +228,8 @@ def _in_order(all_saved: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any
 
 
 def _apart(delivered: Sequence[Tensor]) -> list[Tensor]:
-    """The delivered tensors, none twice: autograd tells them apart by identity. None is a view of another: what a step
-    returns may be changed in place (and ``_watched`` sees it, since the version is that of the memory)."""
+    """Return the delivered tensors with duplicates and views detached. Autograd identifies tensors by identity, and
+    outputs may be changed in place (``_watched`` detects it, since versions belong to the memory)."""
     seen: set[int] = set()
     apart = []
     for tensor in delivered:

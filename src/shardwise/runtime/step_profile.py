@@ -1,8 +1,8 @@
-"""A measured step beside the predicted one: ``par.profile``.
+"""A measured step next to the predicted one: ``par.profile``.
 
-The rank's own lists of instructions are run node by node: each operator by itself, each message waited for at once, so
-that a time belongs to one thing. The step as it is, with what it overlaps, is timed besides. Ranks compare: of an
-operator the slowest rank counts; of a message the fastest, since the others' times hold what they waited for it.
+The rank's instruction lists run node by node: each operator alone, each message awaited at once, so that a time belongs
+to one thing. The unmodified step, with its overlap, is also timed. Across ranks, the slowest counts for an operator.
+The fastest counts for a message, since the other ranks' times include waiting for it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _NUM_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """An operator, or all messages of a kind over the same axes, in forward or backward: seconds of a pass, and which
-    figure of the cluster file says them."""
+    """An operator, or all messages of a kind over the same axes, in forward or backward: seconds per micro-batch, and
+    the figure of the cluster file that predicts them."""
 
     name: str
     part: str
@@ -58,11 +58,11 @@ class ProfileRow:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """``step_seconds``: of a pass, forward and backward, as it is, and as predicted; ``rows``: the largest disagreement
-    first; ``peak_bytes``: the most memory of a pass, without states of an optimizer on CPUs, and as predicted;
-    ``events``: of this rank, measured one by one, and as predicted; ``compiled``: the step is, and the operators were
-    measured uncompiled. Updates of an optimizer are not measured. ``alone``: the rank that ran without the others:
-    nothing is said of messages, measured or predicted."""
+    """A measured and predicted step, without updates of an optimizer. ``step_seconds``: (measured, predicted) seconds
+    of forward and backward of a micro-batch; ``peak_bytes``: (measured, predicted) peak memory of a micro-batch,
+    without optimizer states on CPUs; ``rows``: largest disagreement first; ``events``: of this rank, measured one by
+    one, and predicted; ``compiled``: the step is compiled, while the operators were measured uncompiled; ``alone``: the
+    rank if it ran without the others, in which case messages are left out."""
 
     step_seconds: tuple[float, float]
     peak_bytes: tuple[int, int]
@@ -74,8 +74,8 @@ class StepProfile:
     alone: int | None = None
 
     def trace(self, path: str | Path) -> None:
-        """Write both steps as one trace, which https://ui.perfetto.dev opens: measured above predicted, with the same
-        names. What is measured lies one behind the other."""
+        """Write both steps as one trace for https://ui.perfetto.dev: measured above predicted, with the same names.
+        Measured events are laid end to end."""
         measured, predicted = self.events
         steps = {"measured, one by one": measured, "predicted": predicted}
         write_trace(path, [Track.of(title, events, self.mesh) for title, events in steps.items()])
@@ -109,12 +109,12 @@ def profile_step(
     alone: int | None = None,
     gather: Callable[[Any], list[Any]] | None = None,
 ) -> StepProfile:
-    """Every rank calls it. ``step``: runs forward and backward; ``taken``: what it ran on this rank; ``state``:
-    parameters and buffers of this rank; ``alone``: this rank, where there are no others; ``gather``: what every rank of
-    the plan has, where these are not all ranks of the job."""
+    """Profile a step; every rank calls it. ``step``: runs forward and backward; ``taken``: returns what it ran on this
+    rank; ``state``: parameters and buffers of this rank; ``alone``: this rank, if there are no others; ``gather``:
+    gathers a value from every rank of the plan, if these are not all ranks of the job."""
     gather = gather or (_from_all if alone is None else _from_one)
-    step()  # compiles, and takes memory for the first time
-    for _ in range(MOST_STEPS):  # until it is known how it runs
+    step()  # compiles and allocates memory
+    for _ in range(MOST_STEPS):  # until eager or compiled is chosen
         if (compiling := taken().compiling) is not None and compiling.is_on_trial:
             step()
     _finish(device)
@@ -164,7 +164,7 @@ def profile_step(
 def steps_of(
     emitted_step: CallableStep | GradAccumStep, tensors: Sequence[torch.Tensor], passes: int
 ) -> Callable[[], None]:
-    """Forward and backward of a whole batch, or of as many passes, all over the same tensors."""
+    """Return a function that runs forward and backward of a batch, or of ``passes`` micro-batches, on ``tensors``."""
 
     def run() -> None:
         for tensor in tensors:
@@ -187,7 +187,7 @@ def steps_of(
 
 
 def _from_all(value: Any) -> list[Any]:
-    """What every rank has, by rank."""
+    """Gather a value from every rank, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -199,9 +199,9 @@ def _from_one(value: Any) -> list[Any]:
 
 @dataclass
 class _Clock:
-    """What one step took, node by node. ``state``: memory that lasts; ``peak``: the most bytes of it and of the values
-    that a pass holds (not counted on GPUs, which count by themselves); ``figures``: of the operators' longest
-    kernels, behind their seconds."""
+    """Times of one step, node by node. ``state``: tensors that outlive the step; ``peak``: peak bytes of it and of a
+    micro-batch's values (not on GPUs, which count by themselves); ``figures``: per operator the seconds of its longest
+    kernel and the figure that predicts it."""
 
     program: RankProgram
     device: torch.device
@@ -213,7 +213,7 @@ class _Clock:
     figures: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
 
     def time(self, node: fx.Node, target: Any, part: str, instructions: Sequence[Instruction], call: Any) -> Any:
-        """Run a node."""
+        """Run a node and record its time."""
         _finish(self.device)
         start = time.perf_counter()
         result = call()
@@ -242,7 +242,7 @@ class _Clock:
         return result
 
     def add(self, source: str, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a pass's gradient to that of earlier ones."""
+        """Add a micro-batch's gradient to those of earlier ones."""
         _finish(self.device)
         start = time.perf_counter()
         total.add_(gradient)
@@ -251,7 +251,7 @@ class _Clock:
         self._add(Event(name, "backward", (), self.now, time.perf_counter() - start))
 
     def count(self, values: Iterable[Any]) -> None:
-        """Note how much memory there is."""
+        """Update the peak memory."""
         if self.device.type != "cpu":
             return
         tensors = (leaf for leaf in tree_leaves((list(values), list(self.state))) if isinstance(leaf, torch.Tensor))
@@ -263,7 +263,7 @@ class _Clock:
         self.now += event.seconds
 
     def _figure(self, instruction: Compute) -> str:
-        """Which figure of a device says what an operator takes."""
+        """Return the figure of the cluster file that predicts an operator's time."""
         forms = self.program.forms
         written = [*instruction.forms, *(forms[name] for name in instruction.writes)]
         call = KernelCall(instruction.target, instruction.args, instruction.kwargs)
@@ -274,7 +274,7 @@ class _Clock:
 
 
 class _TimedHalf(fx.Interpreter):
-    """Runs one of a program's halves on a clock. ``part``: what its events are called."""
+    """Runs one half of a program on a clock. ``part``: the part name of its events."""
 
     def __init__(self, half: _ProfiledHalf, clock: _Clock) -> None:
         super().__init__(half.module)
@@ -295,7 +295,7 @@ class _ProfiledHalf:
 
 
 def _halves(step: CallableStep | GradAccumStep) -> list[_ProfiledHalf]:
-    """What runs in a step, uncompiled."""
+    """Return the parts of a step that run, uncompiled."""
     emitted = step.emitted
     program = emitted.program
     halves = [
@@ -311,7 +311,7 @@ def _halves(step: CallableStep | GradAccumStep) -> list[_ProfiledHalf]:
 
 @contextmanager
 def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
-    """All halves run on a clock for a while, uncompiled."""
+    """Run all halves on a clock within the context, uncompiled."""
     halves = _halves(step)
 
     def run(half: _ProfiledHalf) -> Callable[..., Any]:
@@ -339,7 +339,7 @@ def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
 def _compared(
     passes: Sequence[_Clock], expected: Sequence[Event], links: Links, gather: Callable[[Any], list[Any]]
 ) -> Iterator[ProfileRow]:
-    """Every operator, and all messages of a kind over the same axes, in each part of a step."""
+    """Yield a row for every operator, and for all messages of a kind over the same axes, in each part of a step."""
     sums_of_passes = [_sums(clock.events, clock.num_passes) for clock in passes]
     mine = {key: median(sums.get(key, 0.0) for sums in sums_of_passes) for key in sums_of_passes[0]}
     everyone = gather(mine)

@@ -1,4 +1,5 @@
-"""The parameters and buffers that a rank holds: where they are, and whether they are still those of the others."""
+"""The parameters and buffers that a rank holds: their slots in the module, and checks that they still match those of
+the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class TensorSlot(NamedTuple):
-    """A place that holds a tensor: the table of a submodule and the key there. ``name``: the qualified one."""
+    """A module's slot for a tensor: the table of a submodule and the key in it. ``name``: the qualified name."""
 
     table: dict[str, torch.Tensor | None]
     key: str
@@ -28,8 +29,8 @@ class TensorSlot(NamedTuple):
 
 
 class TensorTable:
-    """The tensors of a module by name, as they were when somebody last asked. A tensor that was replaced
-    (``load_state_dict(assign=True)``, an assignment to an attribute) is taken if it is what the old one was."""
+    """The tensors of a module by name, as of the last ``refresh``. A replaced tensor (``load_state_dict(assign=True)``,
+    an attribute assignment) is accepted if its shape, dtype and device are those of the old one."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._slots: list[TensorSlot] = []
@@ -45,17 +46,17 @@ class TensorTable:
                     if tensor is not None:
                         name = f"{path}.{key}" if path else key
                         self._slots.append(TensorSlot(table, key, name, tensor))
-        self._replaced: tuple[str, ...] = ()  # when somebody last asked
+        self._replaced: tuple[str, ...] = ()  # names, as of the last refresh
         self._parameters = self._those_of(self._slots)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By all names of tied ones."""
+        """Return the tensors by name; tied ones under all their names."""
         return {slot.name: slot.tensor for slot in self._slots}
 
     def refresh(self) -> bool:
-        """Whether tensors were replaced since the last time. Raises ShardwiseError for one that does not fit, and where
-        a submodule was replaced."""
+        """Update the table and return whether tensors were replaced since the last time. Raises ShardwiseError for a
+        tensor that does not fit, and if a submodule was replaced."""
         for table, key, name, child in () if _are_there(self._children) else self._children:
             if table.get(key) is not child:
                 raise ShardwiseError(
@@ -81,8 +82,7 @@ class TensorTable:
         return [slot.tensor for slot in slots if isinstance(slot.tensor, Parameter)]
 
     def circumstances(self) -> ParamFlags:
-        """What the other ranks must know of this one's tensors: which were replaced ahead of this call, and which are
-        frozen."""
+        """Return the flags that ranks compare: tensors replaced before this call, and frozen ones."""
         replaced = tuple(("replaced", name) for name in self._replaced)
         if all(map(_REQUIRES_GRAD, self._parameters)):
             return replaced
@@ -90,7 +90,7 @@ class TensorTable:
         return (*replaced, *(("frozen", name) for name in frozen))
 
     def _check_ties(self, slots: Sequence[TensorSlot]) -> None:
-        """One of several names of a tensor must not have been given another."""
+        """Raise ShardwiseError if some, but not all, names of a tied tensor were assigned another."""
         successor: dict[int, TensorSlot] = {}
         for before, after in zip(self._slots, slots, strict=True):
             first = successor.setdefault(id(before.tensor), after)
@@ -104,7 +104,7 @@ class TensorTable:
 
 
 def _are_there(places: Sequence[tuple[Any, str, str, Any]]) -> bool:
-    """Whether every place, (table, key, name, what it holds), still holds it: asked in every call, in C."""
+    """Return whether every (table, key, name, value) still holds its value. Runs in every call, hence in C."""
     if not places:
         return True
     tables, keys, _, values = zip(*places, strict=True)
@@ -112,7 +112,7 @@ def _are_there(places: Sequence[tuple[Any, str, str, Any]]) -> bool:
 
 
 def _successor(slot: TensorSlot) -> torch.Tensor:
-    """What is in a slot now. Raises ShardwiseError unless the program can run with it."""
+    """Return the tensor now in a slot. Raises ShardwiseError if the program cannot run with it."""
     new, old = slot.table.get(slot.key), slot.tensor
     if new is old:
         return old
@@ -143,8 +143,8 @@ def check_initial_values(
     ranks: Communicator,
     device: torch.device,
 ) -> None:
-    """Raise ShardwiseError, on all ranks, where one has a ``fault`` (the others name it), and LaunchError where the
-    whole initial values (name -> fingerprint) and the seed are not the same on all."""
+    """Raise ShardwiseError on all ranks if one has a ``fault`` (the others name it). Raise LaunchError if the whole
+    initial values (name -> fingerprint) or the seed differ between ranks."""
     said = None if fault is None else str(fault).split("\n", 1)[0]
     everywhere = gather_objects((dict(prints), said, seed), ranks, device, "the comparison of initial values")
     if fault is not None:

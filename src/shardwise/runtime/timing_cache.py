@@ -1,7 +1,7 @@
-"""What was measured before, on disk: a JSON file for every key, in the user's cache folder.
+"""On-disk cache of measured step times: a JSON file per key in the user's cache folder.
 
-A file that cannot be read, or that is not of this version or key, counts as none, with a warning; the next measurement
-replaces it. Files are written whole or not at all, so ranks and jobs may share a folder.
+A file that is unreadable, or of another version or key, is ignored with a warning; the next measurement replaces it.
+Files are written atomically, so ranks and jobs may share a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a step, run one way and the other."""
+    """Seconds of a step, eager and compiled."""
 
     eager: float
     compiled: float
@@ -33,18 +33,18 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class TimesOnDisk:
-    """``folder``: is made when something is written."""
+    """The cache in a ``folder``, which is created on the first write."""
 
     folder: Path
 
     @staticmethod
     def here() -> TimesOnDisk:
-        """Where this process keeps them."""
+        """Return the cache of this process's environment."""
         return TimesOnDisk.of(os.environ)
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> TimesOnDisk:
-        """In ``SHARDWISE_CACHE``, else in ``shardwise`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
+        """Return the cache in ``SHARDWISE_CACHE``, else in ``shardwise`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
         folder = environment.get("SHARDWISE_CACHE")
         caches = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return TimesOnDisk((Path(folder) if folder else Path(caches) / "shardwise") / "compile")
@@ -74,7 +74,7 @@ class TimesOnDisk:
         return times
 
     def write(self, key: Mapping[str, str], times: Times) -> str:
-        """Returns what became of it, to be said behind other words."""
+        """Store times and return the outcome as a phrase to append to a message."""
         path = self.path(key)
         content = {
             "version": VERSION,

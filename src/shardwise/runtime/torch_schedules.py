@@ -1,15 +1,15 @@
-"""The schedules of ``torch.distributed.pipelining``, run on stages of this package: the one adapter.
+"""Adapter that runs stages of this package on the schedules of ``torch.distributed.pipelining``.
 
-torch decides in which order a place works on micro-batches, and sends and receives what crosses between stages. A stage
-is asked for a forward, a backward, or a part of one, of a micro-batch, and does it by its own program, without
-autograd.
+torch decides the order in which a pipeline rank works on micro-batches, and sends and receives the boundary tensors. A
+stage is called for the forward, the backward, or half of the backward of a micro-batch, and runs its own program
+without autograd.
 
-What is used of torch without being public: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
-``PipelineStage``, which run a stage, what prepares its messages in torch 2.11, ``pipeline_order`` of schedules, and
-``_PipelineScheduleRuntime``, which runs an order that is given to it. Nothing outside this file knows of them.
+Private parts of torch that are used: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
+``PipelineStage``, which run a stage; the preparation of its messages in torch 2.11; ``pipeline_order`` of schedules;
+and ``_PipelineScheduleRuntime``, which runs a given order. Only this file depends on them.
 
-While torch runs a schedule, a rank works on its stages or waits for messages of others; nothing else takes time. So
-what is not work is waiting, and goes on the rank's page as such (``runtime.collective_tracker``).
+While torch runs a schedule, a rank either works on its stages or waits for messages. All time outside stages is
+therefore recorded as waiting in the rank's heartbeat file (``runtime.collective_tracker``).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weig
 
 
 class Worker(Protocol):
-    """A stage as a schedule asks for it. ``receives``, ``sends``: what crosses, on meta; what has cotangents requires
-    gradients. The last stage sends nothing, and returns the loss."""
+    """A stage as a schedule runs it. ``receives``, ``sends``: boundary tensors on meta; those with cotangents require
+    gradients. The last stage sends nothing and returns the loss."""
 
     receives: tuple[Tensor, ...]
     sends: tuple[Tensor, ...]
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
-        """What is sent, or the loss."""
+        """Return the tensors to send, or the loss."""
 
     def backward(self, micro_batch: int, kind: Kind, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The cotangents of what was received; none for weights."""
+        """Return the cotangents of the received tensors; none for weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action of this place, measured: seconds since some time (``start``), and how many it took."""
+    """A measured action of this pipeline rank. ``start``: in seconds of ``time.perf_counter``."""
 
     action: Action
     start: float
@@ -61,7 +61,7 @@ class TimedAction:
 
 
 class _Progress:
-    """How far this place is in an ``order`` of actions. ``record``: set to a list to measure them, on ``device``."""
+    """Progress of this pipeline rank in an ``order``. ``record``: set to a list to measure actions, on ``device``."""
 
     def __init__(self, order: Sequence[Action], device: torch.device) -> None:
         self.record: list[TimedAction] | None = None
@@ -71,12 +71,12 @@ class _Progress:
         self.begin(backward=True)
 
     def begin(self, *, backward: bool) -> None:
-        """From the start, of all actions or of the forwards alone."""
+        """Start over, with all actions or with the forwards alone."""
         self._left = deque(action for action in self._labels if backward or action.kind == "forward")
         self._done: set[Action] = set()
 
     def now(self) -> float:
-        """The time, once the device has done what it was given; only where actions are measured."""
+        """Return the time after all work queued on the device; 0 unless actions are measured."""
         if self.record is None:
             return 0.0
         if self.device.type == "cuda":
@@ -92,18 +92,17 @@ class _Progress:
 
     @property
     def next_action(self) -> Action | None:
-        """The first that is not done; None: all are."""
+        """Return the first action that is not done, None if all are."""
         return self._left[0] if self._left else None
 
     @property
     def waits_for(self) -> bytes:
-        """Ahead of what this rank waits, in words."""
+        """Describe what this rank waits for."""
         return self._labels[self._left[0]] if self._left else b"messages of other stages, at the end of a pass"
 
 
 class _TorchStage(PipelineStage):
-    """One stage on this rank. What it is asked for comes without the number of the micro-batch, which torch's calls
-    around it have."""
+    """One stage on this rank. torch runs it without the micro-batch number, which its calls around it have."""
 
     def __init__(
         self, worker: Worker, number: int, num_stages: int, device: torch.device, group: Any, progress: _Progress
@@ -137,7 +136,7 @@ class _TorchStage(PipelineStage):
 
     @contextmanager
     def _works(self, kind: Kind, micro_batch: int) -> Iterator[None]:
-        """Around an action: its messages have come."""
+        """Surround an action whose messages have arrived."""
         self._micro_batch = micro_batch
         trail.leave()
         start = self._progress.now()
@@ -145,8 +144,8 @@ class _TorchStage(PipelineStage):
         self._progress.done(Action(self.stage_index, kind, micro_batch), start)
         trail.enter(self._progress.waits_for)
 
-    # torch runs a schedule forward alone by leaving out what its backward does, but for what folded schedules hand over
-    # on one place.
+    # Forward alone, torch skips the backward work of a schedule, except for what folded schedules pass between stages
+    # of one pipeline rank.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         taken: Any = super().get_local_bwd_output  # untyped in torch
@@ -168,9 +167,9 @@ class _TorchStage(PipelineStage):
 
 
 class _TorchStage211(_TorchStage):
-    """In torch 2.11 all that crosses is marked as differentiable, which integers refuse, and is sent a cotangent. Here
-    nothing is marked, and the cotangent of what has none is one number. The first message of two neighbours is one to
-    itself for a place that has both, which gloo refuses."""
+    """A stage for torch 2.11, which marks all boundary tensors as differentiable (integers cannot be) and sends a
+    cotangent for each. Here nothing is marked, and tensors without cotangent get one number. If one pipeline rank has
+    two neighbouring stages, their first message would go to itself, which gloo refuses; it is left out."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         messages: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
@@ -189,7 +188,7 @@ class _TorchStage211(_TorchStage):
             info.buffer = tensor
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Nothing: programs have the types that were planned, and the loss has any."""
+        """Do nothing: programs have the planned types, and the loss has any."""
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         received: Any = super()._create_grad_recv_info(act_send_info)
@@ -215,7 +214,7 @@ class _TorchStage211(_TorchStage):
         ), rest
 
 
-# torch that keeps what crosses as types knows which of it is differentiable.
+# Newer versions of torch describe boundary tensors by types and know which are differentiable.
 _STAGE = _TorchStage if hasattr(_utils, "_TensorMeta") else _TorchStage211
 
 
@@ -251,7 +250,7 @@ class Scheduled:
             self._schedule = get_schedule_class(schedule.base)(stages_or_one, num_micro_batches, **settings)
 
     def step(self) -> list[Tensor]:
-        """Forward and backward of all micro-batches: their losses, in order, where the last stage is."""
+        """Run forward and backward of all micro-batches and return their losses, in order, where the last stage is."""
         losses: list[Tensor] = []
         numbers = (self._numbers,) if self._has_first else ()
         target = self._numbers if self._has_last else None
@@ -260,7 +259,7 @@ class Scheduled:
         return losses
 
     def forward(self) -> list[Tensor]:
-        """Forward of all micro-batches alone."""
+        """Run forward of all micro-batches."""
         numbers = (self._numbers,) if self._has_first else ()
         target = self._numbers if self._has_last else None
         with torch.no_grad(), self._runs(backward=False):
@@ -275,12 +274,12 @@ class Scheduled:
 
     @property
     def next_action(self) -> Action | None:
-        """The first action of this place that is not done; None: all are."""
+        """Return the first action of this pipeline rank that is not done, None if all are."""
         return self._progress.next_action
 
     @contextmanager
     def measured(self) -> Iterator[list[TimedAction]]:
-        """The actions of this place, as long as it lasts."""
+        """Measure the actions of this pipeline rank within the context."""
         timed: list[TimedAction] = []
         self._progress.record = timed
         try:
@@ -290,11 +289,11 @@ class Scheduled:
 
 
 def _in_order(schedule: Schedule, stages: list[_TorchStage], num_micro_batches: int, settings: dict[str, Any]) -> Any:
-    """torch's runtime of an order that is not its own."""
+    """Return torch's runtime for an order that is not its own."""
     runtime: Any = _PipelineScheduleRuntime(stages, num_micro_batches, **settings)
     lines = (line.split() for line in format_order(schedule.actions))
     runtime.pipeline_order = {place: [_Action.from_str(text) for text in line] for place, line in enumerate(lines)}
-    runtime._prepare_schedule_with_comms(runtime.pipeline_order)  # sets where every stage is, too
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)  # also sets where every stage is
     return runtime
 
 
@@ -303,8 +302,8 @@ def _is_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Order:
-    """What every place does: in the solved order, or in torch's. Until an order is solved, that of the schedule that
-    takes its place. No process group is needed."""
+    """Return the actions of every pipeline rank, in the solved order or in torch's. Until an order is solved, the
+    schedule that replaces it counts. Needs no process group."""
     if schedule.actions:
         return schedule.actions
     if schedule.is_solved:
@@ -333,7 +332,7 @@ def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Ord
 
 
 def _actions(action: Any) -> list[Action]:
-    """torch's action, which may be several at once."""
+    """Convert torch's action, which may combine several."""
     if action is None:
         return []
     if action.sub_actions:
@@ -343,8 +342,8 @@ def _actions(action: Any) -> list[Action]:
 
 
 def _numbered(actions: Sequence[Action]) -> list[Action]:
-    """The actions of the only stage of a place, which takes micro-batches in order. (torch's table of 1F1B, which is
-    for pictures, numbers the last place's forwards from 1.)"""
+    """Number the actions of the only stage of a pipeline rank, which takes micro-batches in order. (torch's table of
+    1F1B, which is for pictures, numbers the last rank's forwards from 1.)"""
     seen: Counter[Kind] = Counter()
     numbered = []
     for action in actions:
@@ -354,8 +353,8 @@ def _numbered(actions: Sequence[Action]) -> list[Action]:
 
 
 def position_groups(places: Sequence[Sequence[int]], backend: str | None = None) -> list[Any]:
-    """Per position the group of the ranks that have it in every place; all ranks make all of them. ``backend``: another
-    one than that of all ranks."""
+    """Create, per position, the group of the ranks at it in every pipeline rank; all ranks create all groups.
+    ``backend``: if other than the default group's."""
     positions = zip(*places, strict=True)
     return [new_group(sorted(ranks), backend) for ranks in positions]
 

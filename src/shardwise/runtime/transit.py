@@ -1,8 +1,7 @@
-"""Conversions on this rank: what the exchanges of a program do with its tensors, as modules that print with their names
-and layouts.
+"""Conversions on this rank: modules that run the exchanges of a program and print with its names and layouts.
 
-``Converting`` waits for its messages. ``Departing`` lets one leave and hands on what is needed to wait for it, which
-``Arriving`` does where the content is first needed.
+``Converting`` waits for its messages. ``Departing`` launches a message and returns a handle, which ``Arriving`` waits
+for where the content is first needed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Together = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Direction:
-    """Functions of this rank's tensors, one after the other. ``purpose``: for errors."""
+    """Functions of this rank's tensors, applied one after the other. ``purpose``: for errors."""
 
     steps: tuple[Callable[[Any], Any], ...]
     purpose: Purpose
@@ -46,7 +45,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class BlockingExchange:
-    """A message that is waited for on the spot."""
+    """A message that is awaited at once."""
 
     message: CollectiveMessage
 
@@ -56,7 +55,7 @@ class BlockingExchange:
 
 
 class Converting(torch.nn.Module):
-    """Conversions that are waited for on the spot: tensors -> tensors, one -> one."""
+    """Conversions that are awaited at once: tensors -> tensors, one -> one."""
 
     def __init__(self, instruction: Convert, graph: Graph, ranks: Communicator) -> None:
         super().__init__()
@@ -93,7 +92,8 @@ class Transit:
 
 
 class Departing(torch.nn.Module):
-    """The message leaves: tensors -> [the buffers that fill, what to wait for]. The latter holds what is sent."""
+    """Launches a message: tensors -> [the buffers being filled, the handle to wait for]. The handle keeps the sent
+    tensors alive."""
 
     def __init__(self, instruction: Depart, graph: Graph, ranks: Communicator) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Departing(torch.nn.Module):
 
 
 class Arriving(torch.nn.Module):
-    """The message is waited for and unpacked: what ``Departing`` gave -> tensors. What was sent is let go first."""
+    """Waits for a message and unpacks it: the result of ``Departing`` -> tensors. Frees the sent tensors first."""
 
     def __init__(self, instruction: Arrive, transit: Transit) -> None:
         super().__init__()
@@ -126,9 +126,8 @@ class Arriving(torch.nn.Module):
 
 
 def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = False) -> list[Together]:
-    """Moves of tensors that travel together (``moves``: of each), in the direction of ``purpose``, in the order of
-    execution; identities are left out. ``in_place``: the first message may use the memory of the tensor that is
-    given."""
+    """Return the steps that run moves of tensors sent together (``moves``: of each), in the direction of ``purpose``
+    and in execution order, without identities. ``in_place``: the first message may reuse the memory of its input."""
     ranks, backward = purpose.ranks, purpose.backward
     steps: list[Together] = []
     together = list(zip(*moves, strict=True))
@@ -148,7 +147,7 @@ def _each(parts: Sequence[LocalMove]) -> Together:
 
 
 def describe_conversions(instruction: Convert | Depart | Arrive) -> str:
-    """The conversions in words."""
+    """Describe the conversions of an instruction."""
     conversions: tuple[Conversion, ...] = instruction.conversions
     first = conversions[0]
     direction = (

@@ -1,8 +1,8 @@
-"""An operator that works element by element, with the same bits for an element wherever it stands.
+"""Elementwise operators whose result bits for an element do not depend on its position.
 
-torch's CPU kernels take contiguous elements by vectors, and those that are left over at the end, of strided operands
-and of each thread's part, one by one, with other functions (``pow``, ``sigmoid``, ``exp2``, sums in bfloat16). Here all
-elements are taken by vectors: operands are contiguous, filled up to whole vectors, and too short for several threads.
+torch's CPU kernels process contiguous elements as vectors. They process the rest (at the end, of strided operands, and
+of each thread's part) one by one, with other functions (``pow``, ``sigmoid``, ``exp2``, sums in bfloat16). Here all
+elements are processed as vectors: operands are contiguous, padded to whole vectors, and too short for several threads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch._ops import OpOverload
 
 from shardwise.runtime.initial.draws import in_threads
 
-_VECTORS = 128  # elements of the two vectors of AVX-512 that a kernel takes at once, of the smallest dtype
-_GRAIN = 2**15 - _VECTORS  # elements; from 2**15 on torch's kernels divide them between threads
+_VECTORS = 128  # elements of the two AVX-512 vectors that a kernel processes at once, for the smallest dtype
+_GRAIN = 2**15 - _VECTORS  # elements; from 2**15 on torch's kernels use several threads
 
 
 def apply_elementwise(
     target: OpOverload, operands: Sequence[Any], named: Mapping[str, Any], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """The result, of these sizes, contiguous and in memory of its own. ``operands``: those that are tensors are
-    broadcast; one that the operator changes is this function's to change."""
+    """Return the result in contiguous memory of its own, of the given sizes. ``operands``: tensors among them are
+    broadcast; an operand that the operator changes must belong to this function."""
     count = prod(sizes)
     if not sizes or not count:
         result: torch.Tensor = target(*operands, **named)
@@ -39,7 +39,7 @@ def apply_elementwise(
                 results[place] = target(*pieces_here, **named)
 
     num_pieces = next((len(cut) for cut in pieces if cut is not None), 0)
-    if not num_pieces:  # numbers alone
+    if not num_pieces:  # no tensors
         result = target(*operands, **named)
         return result.expand(tuple(sizes)).contiguous()
     in_threads(run, range(num_pieces))

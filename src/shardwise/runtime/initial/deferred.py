@@ -1,19 +1,19 @@
-"""``deferred()``: build a module without its parameters, and remember how to fill them.
+"""``deferred()``: build a module without its parameters, and record how to fill them.
 
 Inside the context a tensor is created on the meta device: it has a shape, a dtype and a storage without memory. A
-dispatch mode sees every operator below autograd and puts those that create or change such tensors on a tape
-(``runtime.initial.replay``). The link from a meta tensor to the tape hangs on its *storage*, which ``nn.Parameter(t)``,
-``t.data``, views and tied weights share.
+dispatch mode sees every operator below autograd and records those that create or change such tensors on a tape
+(``runtime.initial.replay``). The link from a meta tensor to the tape is stored on its *storage*, which
+``nn.Parameter(t)``, ``t.data``, views and tied weights share.
 
-Three things make the constructor believe that it runs on the CPU:
+The constructor must behave as if it ran on the CPU. Three measures ensure this:
 
 * ``device`` and ``is_meta`` of a recorded tensor answer as a CPU tensor would (torch's own initialisers skip meta
   tensors);
 * an operator that gives Python a value (``.item()``, ``if tensor:``, ``tolist``) or a size that depends on values
   (``nonzero``) is computed, from the part of the tape that it needs;
-* changes of the generator that are not draws (``torch.manual_seed``, ``fork_rng``) are noticed: after each recorded
-  draw, the generator is seeded with a number that names the draw, and the next draw finds either that number, an
-  earlier draw's, or a state the model set itself.
+* changes of the generator that are not draws (``torch.manual_seed``, ``fork_rng``) are detected: after each recorded
+  draw the generator is seeded with a number that identifies the draw. The next draw then finds that number, an
+  earlier draw's, or a state that the model set itself.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from shardwise.runtime.initial.replay import (
 aten = torch.ops.aten
 
 _LINK = "_shardwise_link"  # on a meta storage: (tape, storage index)
-_SLOTS = "_shardwise_slots"  # on a module: what its parameters and buffers were when the context ended
+_SLOTS = "_shardwise_slots"  # on a module: its parameters and buffers when the context ended
 _MARK = 0x5348_4152_4400_0000  # seed that stands for "draw 0"; draw i is _MARK + 1 + i
 _CONSTANT_COPY_BYTES = 1 << 20  # real tensors up to this size are copied onto the tape, larger ones are referred to
 
-# Their first tensor is filled whole; what it held before does not matter.
+# Operators that overwrite their whole first tensor, whatever it held before.
 _FILLS = frozenset(
     {
         "normal_",
@@ -88,17 +88,25 @@ class RecordedTensors:
 
 @contextmanager
 def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") -> Iterator[InitTape]:
-    """Modules built inside have meta tensors for parameters, and a tape that knows their values.
+    """Build modules inside with meta tensors as parameters, and a tape that can compute their values.
 
-    ``values="parallel"``: every draw has random numbers of its own, of which a rank makes those of its shards only
-    (``runtime.initial.partial_values``): of the same distributions, and the same under every plan and number of ranks,
-    but other numbers than the CPU's generator gives. ``"cpu"``: bit for bit what ``torch.manual_seed(seed)`` and the
-    same code would have built on the CPU; every rank draws the whole model for it, one tensor at a time. Memory left
-    uninitialised (``torch.empty``) is zero. The global generator is
-    as before when the context ends, and so are generators passed explicitly. ``device="meta"`` inside changes nothing.
+    Memory left uninitialised (``torch.empty``) is zero. The global generator, and generators passed explicitly, are
+    restored when the context ends. ``device="meta"`` inside changes nothing.
 
-    Raises ShardwiseError, with the line, where something cannot be recorded: devices other than the CPU, random writes
-    into tensors from outside.
+    Args:
+        seed: Seed of the random numbers.
+        values: ``"parallel"``: every draw has random numbers of its own, and a rank computes only those of its shards
+            (``runtime.initial.partial_values``). They have the same distributions, and are the same under every plan
+            and number of ranks, but differ from those of the CPU's generator. ``"cpu"``: bit for bit what
+            ``torch.manual_seed(seed)`` and the same code would have built on the CPU; every rank draws the whole model
+            for it, one tensor at a time.
+
+    Returns:
+        A context manager that yields the ``InitTape``.
+
+    Raises:
+        ShardwiseError: With the line of user code, if something cannot be recorded: devices other than the CPU, random
+            writes into tensors from outside.
 
     >>> with deferred(seed=3) as tape:
     ...     layer = nn.Linear(4, 2)
@@ -128,13 +136,13 @@ def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") 
 
 
 def find_record(tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
-    """The tape that knows the tensor's value and the tensor's place on it; None if nothing was recorded for it."""
+    """Return the tape that knows the tensor's value and the tensor's reference on it; None if nothing was recorded."""
     link = _link(tensor)
     return None if link is None else (link[0], _ref(tensor, link[1]))
 
 
 def find_recorded_attribute(module: nn.Module, name: str) -> tuple[InitTape, StorageRef] | None:
-    """What the module's attribute was when its ``deferred()`` context ended.
+    """Return the tape and reference of a module's attribute as of the end of its ``deferred()`` context.
 
     Finds tensors that ``module.to(dtype)`` or ``copy.deepcopy(module)`` have replaced since.
     """
@@ -143,13 +151,13 @@ def find_recorded_attribute(module: nn.Module, name: str) -> tuple[InitTape, Sto
 
 
 class TapeRecorder(DispatchMode):
-    """Puts operators on a tape. ``adopt`` makes tensors from outside part of it, for as long as the recording lasts."""
+    """Records operators on a tape. ``adopt`` adds tensors from outside while recording."""
 
     def __init__(self, tape: InitTape) -> None:
         super().__init__()
         self.tape = tape
         self._paused = False
-        self._adopted: list[tuple[torch.UntypedStorage, tuple[InitTape, int] | None]] = []  # with their links before
+        self._adopted: list[tuple[torch.UntypedStorage, tuple[InitTape, int] | None]] = []  # with their previous links
         self._generators: list[torch.Generator] = [torch.default_generator]
         self._states: list[torch.Tensor] = []  # of the generators, as they were found
 
@@ -167,7 +175,7 @@ class TapeRecorder(DispatchMode):
                 setattr(storage, _LINK, link)
 
     def adopt(self, tensor: torch.Tensor) -> StorageRef:
-        """Treats a tensor from outside as if it were made here by ``torch.empty``. Nothing is ever written to it."""
+        """Treat a tensor from outside as if it were created here by ``torch.empty``. Nothing is ever written to it."""
         link = _link(tensor)
         if link is None or link[0] is not self.tape:
             storage = tensor.untyped_storage()
@@ -186,7 +194,7 @@ class TapeRecorder(DispatchMode):
         return _ref(tensor, link[1])
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A recorded tensor's value now; any other tensor itself."""
+        """Return a recorded tensor's current value; any other tensor itself."""
         link = _link(tensor)
         if link is None:
             return tensor
@@ -227,7 +235,7 @@ class TapeRecorder(DispatchMode):
     def _from_outside(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        """An operator over tensors that are not recorded: it runs, unless it draws numbers or brings data in."""
+        """Run an operator over unrecorded tensors; record it if it draws numbers or imports data."""
         if any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # torch.tensor([1, 2]) and the like
@@ -313,7 +321,7 @@ class TapeRecorder(DispatchMode):
         )
 
     def _draw(self, kwargs: Mapping[str, Any]) -> Draw:
-        """Where the draw about to be recorded continues; leaves the mark of this draw on the generator."""
+        """Return the point from which the draw about to be recorded continues, and mark the generator with the draw."""
         given_generator = kwargs.get("generator")
         index = given_generator.index if isinstance(given_generator, GeneratorRef) else DEFAULT_GENERATOR
         generator, here = self._generators[index], len(self.tape.entries)
@@ -324,7 +332,7 @@ class TapeRecorder(DispatchMode):
         return draw
 
     def _leaf(self, leaf: Any) -> Any:
-        """An argument as the tape holds it."""
+        """Return an argument in the form stored on the tape."""
         if isinstance(leaf, torch.Generator):
             if not any(leaf is generator for generator in self._generators):
                 self._generators.append(leaf)
@@ -347,7 +355,7 @@ class TapeRecorder(DispatchMode):
         return TapeConstant(kept, kept._version)
 
     def _new(self, tensor: torch.Tensor) -> StorageRef | None:
-        """The place of a new meta tensor; None when it lies in a storage that is on the tape already."""
+        """Return the reference of a new meta tensor; None if its storage is already on the tape."""
         if _link(tensor) is not None:
             return None
         index = self.tape.new_storage()
@@ -367,7 +375,7 @@ class TapeRecorder(DispatchMode):
 
 
 class _AsOnCpu(TorchFunctionMode):
-    """Recorded tensors answer questions about themselves as CPU tensors would."""
+    """Makes recorded tensors answer questions about themselves as CPU tensors would."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
@@ -398,7 +406,7 @@ class _AsOnCpu(TorchFunctionMode):
 
 
 def _to(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
-    """``tensor.to(...)`` where going to the CPU is going nowhere."""
+    """Run ``tensor.to(...)`` with moves to the CPU ignored."""
     if args and isinstance(args[0], torch.Tensor):
         return tensor.to(args[0].dtype, copy=copy)
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
@@ -433,7 +441,7 @@ def _ref(tensor: torch.Tensor, storage: int) -> StorageRef:
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether no element is reached twice and none in between is left out."""
+    """Return whether the elements fill their memory without overlap or gaps."""
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
         if step != expected:
@@ -457,7 +465,7 @@ def _returns_tensors(func: OpOverload) -> bool:
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operator changes."""
+    """Return the tensors that the operator changes."""
     if not func._schema.is_mutable:
         return []
     values = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
@@ -470,7 +478,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _user_line() -> str:
-    """``model.py:41``: the innermost line that is neither torch's nor this package's."""
+    """Return the innermost line that is neither torch's nor this package's, as ``model.py:41``."""
     not_users = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(not_users):

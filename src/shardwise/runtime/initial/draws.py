@@ -1,12 +1,12 @@
-"""Random numbers of one place: any part of a draw, without the rest of it.
+"""Random numbers that depend on position: any part of a draw, without the rest of it.
 
-A draw of a tensor is made in *tiles* of at most 128 by 256 elements of its last two dims. Each tile has a generator of
-its own, seeded from the draw's key and the tile's number, so that whoever needs a box of the tensor draws the tiles
-that the box touches, and gets the numbers that everybody else gets. The key says where the draw stood: what its
-generator was seeded with, and the how-manieth draw from there it was. Neither ranks nor plans are part of it.
+A draw of a tensor consists of *tiles* of at most 128 by 256 elements of its last two dims. Each tile has its own
+generator, seeded from the draw's key and the tile's number. To get a box of the tensor, a rank draws only the tiles
+that the box touches, and gets the same numbers as every other rank. The key identifies the draw: the seed of its
+generator, and the count of draws since. It depends neither on ranks nor on plans.
 
-torch's CPU generator takes seeds of 32 bits. Tiles of one draw have different ones; of the tiles of different draws two
-in 4 thousand million are alike (of a model of 70 G parameters about one tile in four thousand has a twin).
+torch's CPU generator takes 32-bit seeds. Tiles of one draw have different seeds; two tiles of different draws share a
+seed with odds of 1 in 4 thousand million (in a model of 70 G parameters about one tile in four thousand has a twin).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 
 T = TypeVar("T")
 
-# (tensor, generator) -> fills the tensor, element by element alike.
+# (tensor, generator) -> fills the tensor, all elements from the same distribution.
 Fill = Callable[[torch.Tensor, torch.Generator], object]
 
 _TILE, _LAST = 128, 256  # elements of a dim, and of the last one
 _MOST = _TILE * _LAST
-_IN_FLOAT = (torch.bfloat16, torch.float16)  # drawn as float32, which torch's kernels are made for, and rounded
+_IN_FLOAT = (torch.bfloat16, torch.float16)  # drawn as float32, which torch's kernels support best, and rounded
 
 
 @dataclass(slots=True)
 class DrawCounter:
-    """How many elements were drawn."""
+    """Counts the elements that were drawn."""
 
     num_drawn: int = field(default=0)
 
@@ -47,7 +47,7 @@ def draw_box(
     dtype: torch.dtype,
     tally: DrawCounter,
 ) -> torch.Tensor:
-    """Rows ``[start, start + size)`` of every dim of a tensor of this shape that is drawn whole."""
+    """Return rows ``[start, start + size)`` of every dim of a drawn tensor of the given shape."""
     drawn = torch.empty(tuple(sizes), dtype=dtype)
     if not drawn.numel():
         return drawn
@@ -75,7 +75,7 @@ def draw_box(
 
 
 def in_threads(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> None:
-    """Calls ``work`` with a part of the items in each of as many threads as torch has."""
+    """Call ``work`` with a part of the items in each of as many threads as torch has."""
     threads = min(torch.get_num_threads(), len(items))
     if threads <= 1:
         work(items)
@@ -85,8 +85,8 @@ def in_threads(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> Non
 
 
 def _tile_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of a tile: small dims whole, from the last one on, as long as there is room. Of a tensor of one dim that is
-    larger than 1, up to 32,768 elements of it."""
+    """Return the sizes of a tile: small dims whole, from the last one on, as long as there is room. For a tensor with
+    only one dim larger than 1, up to 32,768 elements of it."""
     is_line = sum(size > 1 for size in shape) <= 1
     room, tile = _MOST, []
     for place, size in enumerate(reversed(shape)):
@@ -99,7 +99,7 @@ def _tile_of(shape: Sequence[int]) -> tuple[int, ...]:
 def _tiles(
     shape: Sequence[int], tile: Sequence[int], start: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(number, offsets, sizes) of the tiles that a box touches. Numbers count row by row over the whole tensor."""
+    """Yield (number, offsets, sizes) of the tiles that a box touches. Numbers count row by row over the tensor."""
     grid = [-(-size // step) for size, step in zip(shape, tile, strict=True)]
     touched = [
         range(begin // step, (begin + count - 1) // step + 1)

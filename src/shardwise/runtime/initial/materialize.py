@@ -1,19 +1,19 @@
 """The initial values of a module, one tensor at a time.
 
-They depend on the module and the seed, never on a plan. Where the values come from is decided per tensor:
+They depend on the module and the seed, never on a plan. The source of the values is chosen per tensor:
 
 ======================================  ===========================================================================
 real (CPU or another device)            the tensor itself
 without values, and ``init`` is given   ``init(name, tensor)`` fills it, or returns NotImplemented: see below
-built under ``sw.deferred()``           its tape: a rank makes the parts that it holds (``initial.regions``); with
-                                        ``values="cpu"`` it is replayed, bit for bit what the CPU would have built
-meta, from ``torch.device("meta")``     the initialisers of its modules, recorded now; a rank makes its parts
+built under ``sw.deferred()``           its tape: a rank computes its own parts (``partial_values``); with
+                                        ``values="cpu"`` it is replayed, bit for bit as the CPU would have built it
+meta, from ``torch.device("meta")``     the initialisers of its modules, recorded now; a rank computes its parts
 ======================================  ===========================================================================
 
-The last row calls what PyTorch and Hugging Face models use themselves, children first: every module's
+The last row calls the initialisers that PyTorch and Hugging Face models use, children first: every module's
 ``reset_parameters()`` (or ``_reset_parameters()``), then the ``_init_weights(module)`` of the closest module above that
-has one. Each call has a generator of its own, seeded from the seed and the module's path, so a tensor's values do not
-depend on what else the model holds.
+has one. Each call has its own generator, seeded from the seed and the module's path, so a tensor's values do not depend
+on the rest of the model.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from shardwise.runtime.initial.deferred import TapeRecorder, find_record, find_r
 from shardwise.runtime.initial.partial_values import NotByParts, Regions
 from shardwise.runtime.initial.replay import InitTape, StorageRef
 
-# Fills the tensor, or returns the one to take, or NotImplemented for the module's own value.
+# Fills the tensor, or returns its replacement, or NotImplemented for the module's own value.
 Init = Callable[[str, torch.Tensor], Any]
-# Tensors without values by their names, with what was recorded for them.
+# Name of a tensor without values -> (the tensor, its record).
 Empty = dict[str, tuple[torch.Tensor, tuple[InitTape, StorageRef] | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class PartialTensor:
-    """A tensor that is on a tape, of which any part can be made. ``dtype``: that the module has now."""
+    """A recorded tensor of which any part can be computed. ``dtype``: the one that the module has now."""
 
     regions: Regions
     ref: StorageRef
     dtype: torch.dtype
 
     def box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Rows ``[offset, offset + size)`` of every dim. Raises NotByParts."""
+        """Return rows ``[offset, offset + size)`` of every dim. Raises NotByParts."""
         return self.regions.box(self.ref, offsets, sizes).to(self.dtype)
 
     def whole(self) -> torch.Tensor:
-        """All of it, in whatever way it can be made."""
+        """Return the whole tensor, computed by parts or by replaying the tape."""
         try:
             return self.box((0,) * len(self.ref.shape), self.ref.shape)
         except NotByParts:
@@ -65,7 +65,7 @@ class PartialTensor:
 def full_tensors(
     module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``initial_values``, every tensor whole."""
+    """Yield ``initial_values`` with every tensor whole."""
     for name, value in initial_values(module, seed, init, known):
         yield name, value.whole() if isinstance(value, PartialTensor) else value
         del value
@@ -74,16 +74,16 @@ def full_tensors(
 def initial_values(
     module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor | PartialTensor]]:
-    """Yields ``(name, full tensor, or what makes its parts)`` for every parameter and buffer of the module, tied ones
-    once, under their first name, in no particular order; those whose values are ``known`` elsewhere excepted.
+    """Yield ``(name, whole tensor or PartialTensor)`` for every parameter and buffer that is not ``known`` elsewhere.
 
-    Tensors made here are on the CPU and in the dtype the module has now; real ones are detached, not copied. ``seed``:
-    by default a recorded model's own, and 0 for a model on meta. ``init`` is asked for every tensor without values,
-    recorded or on meta: it fills the tensor that it is given (zeros), or returns another one, or NotImplemented for the
-    value that the tensor has without ``init``. Memory: the consumer must drop a tensor before it asks for the next;
-    then the peak is about the largest tensor and its temporaries. The module is not changed. Raises ShardwiseError
-    naming every tensor that nothing initialises (without ``init``: before the first one), for an ``init`` that would
-    never be called, and for values that do not fit.
+    Tied tensors appear once, under their first name; the order is unspecified. Tensors computed here are on the CPU and
+    in the module's current dtype; existing ones are detached, not copied. ``seed``: by default a recorded model's own,
+    and 0 for a model on meta. ``init`` is called for every tensor without values, recorded or on meta. It fills the
+    tensor that it is given (zeros), returns another one, or returns NotImplemented for the value that the tensor has
+    without ``init``. Memory: the consumer must drop a tensor before it asks for the next; then the peak is about the
+    largest tensor and its temporaries. The module is not changed. Raises ShardwiseError naming every tensor that
+    nothing initialises (without ``init``: before the first one), for an ``init`` that would never be called, and for
+    values that do not fit.
     """
     real: dict[str, torch.Tensor] = {}
     empty: Empty = {}
@@ -119,7 +119,7 @@ def initial_values(
 def _own_values(
     module: nn.Module, empty: Empty, seed: int | None
 ) -> Iterator[tuple[str, torch.Tensor | PartialTensor]]:
-    """What the module's own code gives to tensors without values."""
+    """Yield the values that the module's own code gives to tensors without values."""
     tapes: dict[InitTape, dict[str, StorageRef]] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, (tensor, recording) in empty.items():
@@ -132,7 +132,7 @@ def _own_values(
         tape, wanted = _record_initialisers(module, plain, _seed_of(None, seed))
         tapes[tape] = wanted
     for tape, wanted in tapes.items():
-        own_seed = tape.seed_of(seed)  # of the initialisers' tape it is the same
+        own_seed = tape.seed_of(seed)  # equal to the tape's for recorded initialisers
         if tape.in_order:
             for name, tensor in tape.replay(wanted, own_seed):
                 yield name, tensor.to(empty[name][0].dtype)
@@ -144,14 +144,14 @@ def _own_values(
 
 
 def _seed_of(recording: tuple[InitTape, StorageRef] | None, seed: int | None) -> int:
-    """The seed that was given, or else the one of a recording, or 0."""
+    """Return the given seed, else the seed of a recording, else 0."""
     if seed is not None:
         return seed
     return 0 if recording is None else recording[0].seed
 
 
 def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    """(canonical name, the module that holds it, tensor): parameters, then buffers, each tensor once."""
+    """Yield (canonical name, owning module, tensor): parameters, then buffers, each tensor once."""
     named: tuple[Callable[[nn.Module], dict[str, Any]], ...] = (
         lambda owner: owner._parameters,
         lambda owner: owner._buffers,
@@ -191,9 +191,9 @@ def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[InitTa
 def _record_initialisers(
     module: nn.Module, plain: dict[str, torch.Tensor], seed: int
 ) -> tuple[InitTape, dict[str, StorageRef]]:
-    """Calls the initialisers that concern the plain meta tensors, and records them.
+    """Call the initialisers that concern the plain meta tensors, and record them.
 
-    What they do to other tensors of the module has no effect.
+    Their effects on other tensors of the module are discarded.
     """
     meta = {id(tensor) for tensor in plain.values()}
     concerned = {
@@ -224,7 +224,7 @@ def _record_initialisers(
 
 
 def _initialisers(module: nn.Module) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """(module path, kind, call): all resets, then all ``_init_weights``, each children first.
+    """Yield (module path, kind, call): all resets, then all ``_init_weights``, each children first.
 
     This is the order of a constructor that ends with ``self.apply(self._init_weights)``.
     """
@@ -243,7 +243,7 @@ def _initialisers(module: nn.Module) -> Iterator[tuple[str, str, Callable[[], ob
 def _children_first(
     module: nn.Module, path: str = "", above: Callable[..., object] | None = None, seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module, Callable[..., object] | None]]:
-    """(path, module, the ``_init_weights`` in force for it); a shared module once, under its first path."""
+    """Yield (path, module, the ``_init_weights`` in force for it); a shared module once, under its first path."""
     seen = set() if seen is None else seen
     if module in seen:
         return
@@ -256,7 +256,7 @@ def _children_first(
 
 
 def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """What ``init`` gives for a tensor; None where it leaves it to the module."""
+    """Return the tensor that ``init`` gives; None if it leaves the tensor to the module."""
     tensor = torch.zeros(meta.shape, dtype=meta.dtype)
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(stable_seed(seed, name))
@@ -282,7 +282,7 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
             )
         )
     if value is not None and value.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-        tensor = value.detach()  # not a view of what was filled: another tensor
+        tensor = value.detach()  # not a view of the given tensor
     if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):
         raise ShardwiseError(
             problem(
@@ -296,7 +296,7 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
 
 
 def stable_seed(seed: int, *path: str) -> int:
-    """A generator seed for one place in a model: the same in every process and version of Python.
+    """Return a generator seed for one path in a model, the same in every process and version of Python.
 
     >>> stable_seed(0, "layers.0")
     3267655600012413936

@@ -1,14 +1,14 @@
-"""The initial value of a part of a tensor, out of a tape, without making the rest.
+"""The initial value of a part of a tensor, computed from a tape without the rest of the tensor.
 
-``Regions.box`` asks backwards: which operator wrote these elements last, and which elements of its operands did it
-read? A draw gives its own part (``runtime.initial.draws``); a fill gives a constant; an operator that works element by
-element asks for the same elements of its operands; a copy for those that were copied; and what an operator did not
-write was there before. That covers the initialisers of torch and of transformers: normal, uniform, truncated normal,
-Xavier, Kaiming, constants, rows of zeros, fused projections that are copied together.
+``Regions.box`` works backwards: which operator wrote these elements last, and which elements of its operands did it
+read? A draw computes its own part (``runtime.initial.draws``). A fill is a constant. An elementwise operator needs the
+same elements of its operands, a copy the elements that were copied. Elements that an operator did not write come from
+before it. That covers the initialisers of torch and of transformers: normal, uniform, truncated normal, Xavier,
+Kaiming, constants, rows of zeros, fused projections that are copied together.
 
-An operator that looks at more than one element (a QR decomposition, a sort) is run whole where its result is small;
-where it is not, ``box`` raises ``NotByParts``, and ``InitTape.replay`` makes the tensor of what it needs of the tape,
-each draw with the same numbers. Both agree to the last bit.
+An operator that reads more than one element (a QR decomposition, a sort) runs whole if its result is small. Otherwise
+``box`` raises ``NotByParts``, and ``InitTape.replay`` computes the tensor from the part of the tape that it needs, each
+draw with the same numbers. Both agree bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardwise.runtime.initial.replay import (
     map_leaves,
 )
 
-# Draws that treat all elements alike, by what fills a tensor like them.
+# Draws whose elements are independent and identically distributed, by the operator that fills a tensor with them.
 _FILLS = frozenset(
     {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
 )
@@ -47,21 +47,21 @@ _MADE_NORMAL = frozenset({"randn", "randn_like"})
 _MADE_UNIFORM = frozenset({"rand", "rand_like"})
 _BLANK = frozenset({"empty_strided", "zeros", "zeros_like", "new_zeros", "zero_", "zero"})
 _COPIES = frozenset({"clone", "_to_copy", "lift_fresh"})
-_MOST_WRITERS = 200  # of one storage: it is read back through all of them
+_MOST_WRITERS = 200  # of one storage: a read goes back through all of them
 _MOST_READS = 1000  # of one box
 _MOST_KEPT = 4  # boxes of values that several operators read
-_DEEPEST = 100  # operators behind each other
-_SMALL = 2**16  # elements of a result that is made whole for a part of it
+_DEEPEST = 100  # operators in a chain
+_SMALL = 2**16  # elements of a result that is computed whole for a part of it
 
 
 class NotByParts(Exception):
-    """An element depends on others, or nobody knows on which."""
+    """An element depends on others, or its dependencies are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StorageBox:
-    """A tensor as a box of its storage's base: ``dims``: per dim of the tensor the base's dim, None where its size is
-    1 or where it repeats what it has (``expand``), as it does if ``repeats``."""
+    """A tensor as a box of its storage's base. ``dims``: per dim of the tensor the base's dim, None for dims of size 1
+    or repeated by ``expand`` (``repeats``)."""
 
     box: Box
     dims: tuple[int | None, ...]
@@ -73,24 +73,24 @@ class Regions:
 
     def __init__(self, tape: InitTape, seed: int) -> None:
         self.tape, self.seed, self.tally = tape, seed, DrawCounter()
-        self._keys: dict[int, tuple[str, int]] = {}  # draw -> what its generator was seeded with, draws since
+        self._keys: dict[int, tuple[str, int]] = {}  # draw -> seed of its generator, draws since
         self._writers: dict[int, list[int]] = {}
         self._depth = self._num_reads = 0
-        self._kept: dict[tuple[int, int, Box], torch.Tensor] = {}  # while one box is made
+        self._kept: dict[tuple[int, int, Box], torch.Tensor] = {}  # while one box is computed
         self._num_readers = Counter(storage for entry in tape.entries for storage in entry.reads)
         for index, entry in enumerate(tape.entries):
             for storage in entry.writes | entry.creates:
                 self._writers.setdefault(storage, []).append(index)
 
     def box(self, ref: StorageRef, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Rows ``[offset, offset + size)`` of every dim of a tensor, at the end of the tape. Raises NotByParts."""
+        """Return rows ``[offset, offset + size)`` of each dim of a tensor at the end of the tape. Raises NotByParts."""
         self._depth = self._num_reads = 0
         self._kept.clear()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return self._part(ref, len(self.tape.entries), offsets, sizes)
 
     def draw(self, index: int, entry: TapeEntry) -> torch.Tensor | None:
-        """The whole result of a draw that treats all elements alike; None for others."""
+        """Return the whole result of a draw with independent, identically distributed elements; None for others."""
         window = _written(entry)
         fill = _fill_of(entry)
         if fill is None or window is None:
@@ -99,7 +99,7 @@ class Regions:
         return draw_box(self.key(index), fill, window.shape, zeros, window.shape, window.dtype, self.tally)
 
     def key(self, index: int) -> str:
-        """Where a draw stands, as a text: it is the same for draws that torch would give the same numbers."""
+        """Return a key for the position of a draw: equal for draws to which torch would give the same numbers."""
         chain: list[int] = []
         place: int | torch.Tensor = index
         while isinstance(place, int) and place != SEEDED and place not in self._keys:
@@ -117,7 +117,7 @@ class Regions:
         return "{}, draw {}".format(*self._keys[index])
 
     def _part(self, ref: StorageRef, time: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Of a tensor as it was ahead of entry ``time``."""
+        """Return a box of a tensor as it was before entry ``time``."""
         if ref.conjugate or ref.negative:
             raise NotByParts("a lazy conjugate")
         base = self._base(ref.storage)
@@ -138,7 +138,7 @@ class Regions:
         return _as_window(value, window, sizes)
 
     def _base(self, storage: int) -> StorageRef:
-        """The tensor with which a storage began."""
+        """Return the tensor with which a storage began."""
         writers = self._writers.get(storage)
         if writers is None:
             raise NotByParts("nothing wrote it")
@@ -148,7 +148,7 @@ class Regions:
         raise NotByParts("its storage began as something else")
 
     def _read(self, base: StorageRef, time: int, wanted: Box) -> torch.Tensor:
-        """A box of a storage, as it was ahead of entry ``time``: in memory of its own."""
+        """Return a box of a storage as it was before entry ``time``, in memory of its own."""
         writers = self._writers[base.storage]
         if len(writers) > _MOST_WRITERS:
             raise NotByParts(f"it is written {len(writers):,} times, part by part")
@@ -186,7 +186,7 @@ class Regions:
     def _result(
         self, index: int, entry: TapeEntry, target: StorageRef, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
-        """A box of what an entry writes into ``target``, in memory of its own."""
+        """Return a box of the values that an entry writes into ``target``, in memory of its own."""
         name = _name(entry)
         if entry.draw is not None:
             fill = _fill_of(entry)
@@ -217,7 +217,7 @@ class Regions:
     def _cut(
         self, index: int, entry: TapeEntry, target: StorageRef, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
-        """A box of a small result of any operator, out of all of it."""
+        """Return a box of a small result of any operator, computed whole."""
         operands = [leaf for leaf in leaves((entry.args, entry.kwargs)) if isinstance(leaf, (StorageRef, TapeConstant))]
         counts = [prod(x.shape if isinstance(x, StorageRef) else x.tensor.shape) for x in (target, *operands)]
         if entry.writes or len(entry.results) > 1 or max(counts) > _SMALL:
@@ -236,7 +236,7 @@ class Regions:
         return whole_result[rows].clone(memory_format=torch.contiguous_format)
 
     def _joined(self, index: int, entry: TapeEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of tensors that are joined along a dim."""
+        """Return a box of a concatenation."""
         dim = (entry.args[1] if len(entry.args) > 1 else 0) % len(sizes)
         parts, at = [], 0
         for part in entry.args[0]:
@@ -259,7 +259,7 @@ class Regions:
         sizes: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The elements of an operand that meet a box of the result. A number is one of ``dtype``."""
+        """Return the elements of an operand that correspond to a box of the result. ``dtype``: of a number."""
         if not isinstance(arg, (StorageRef, TapeConstant)):
             return torch.tensor(arg, dtype=dtype)
         shape = tuple(arg.shape) if isinstance(arg, StorageRef) else tuple(arg.tensor.shape)
@@ -279,7 +279,7 @@ def _name(entry: TapeEntry) -> str:
 
 
 def _written(entry: TapeEntry) -> StorageRef | None:
-    """The one tensor that an entry makes or changes; None where there are several."""
+    """Return the one tensor that an entry creates or changes; None if there are several."""
     created = [ref for ref in entry.results if ref is not None]
     if len(created) == 1 and not entry.writes:
         return created[0]
@@ -288,7 +288,7 @@ def _written(entry: TapeEntry) -> StorageRef | None:
 
 
 def _fill_of(entry: TapeEntry) -> Fill | None:
-    """What fills a tensor as a draw does; None where its elements are not alike."""
+    """Return the function that fills a tensor like a draw; None if its elements are not identically distributed."""
     name = _name(entry)
     if name in _MADE_NORMAL:
         return lambda tensor, generator: tensor.normal_(generator=generator)
@@ -315,7 +315,7 @@ def _drawn(target: Any, numbers: Any, named: Any, tensor: torch.Tensor, generato
 
 
 def _window(ref: StorageRef, base: StorageRef) -> _StorageBox:
-    """Where a tensor lies in its storage's first one. Raises NotByParts unless it is a box of it."""
+    """Return the box of a tensor in its storage's base. Raises NotByParts if it is not a box."""
     if ref.dtype != base.dtype:
         raise NotByParts("its storage is read as another dtype")
     steps = sorted(((step, dim) for dim, step in enumerate(base.stride) if base.shape[dim] > 1), reverse=True)
@@ -337,7 +337,7 @@ def _window(ref: StorageRef, base: StorageRef) -> _StorageBox:
 
 
 def _inside(window: _StorageBox, offsets: Sequence[int], sizes: Sequence[int], num_dims: int) -> Box:
-    """A box of a window, in coordinates of the base."""
+    """Convert a box of a window to coordinates of the base."""
     starts, counts = list(window.box.offsets), [1] * num_dims
     for dim, offset, size in zip(window.dims, offsets, sizes, strict=True):
         if dim is not None:
@@ -347,20 +347,20 @@ def _inside(window: _StorageBox, offsets: Sequence[int], sizes: Sequence[int], n
 
 
 def _outside(window: _StorageBox, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, sizes) of a box of the base, in coordinates of a window."""
+    """Convert a box of the base to (offsets, sizes) in coordinates of a window."""
     offsets = tuple(0 if dim is None else box.offsets[dim] - window.box.offsets[dim] for dim in window.dims)
     return offsets, tuple(1 if dim is None else box.sizes[dim] for dim in window.dims)
 
 
 def _as_base(value: torch.Tensor, window: _StorageBox, sizes: Sequence[int]) -> torch.Tensor:
-    """A part of a window with the dims of the base."""
+    """Permute a part of a window to the dims of the base."""
     kept = [dim for dim in window.dims if dim is not None]
     value = value.reshape([size for dim, size in zip(window.dims, value.shape, strict=True) if dim is not None])
     return value.permute([kept.index(dim) for dim in sorted(kept)]).reshape(tuple(sizes))
 
 
 def _as_window(value: torch.Tensor, window: _StorageBox, sizes: Sequence[int]) -> torch.Tensor:
-    """A part of the base with the dims of a window."""
+    """Permute a part of the base to the dims of a window."""
     kept = [dim for dim in window.dims if dim is not None]
     value = value.reshape([value.shape[dim] for dim in sorted(kept)])
     value = value.permute([sorted(kept).index(dim) for dim in kept])

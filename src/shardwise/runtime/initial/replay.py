@@ -1,18 +1,18 @@
 """The tape of a deferred initialisation: which operators filled which storages, and how to run them again.
 
 A tape is a straight list of operators over *storages*. A tensor is a storage seen through a dtype, an offset, sizes and
-strides (``StorageRef``); view operators are therefore not on the tape, and ``.data``, ``nn.Parameter`` and tied weights
-need no special case: they are the same storage. Every operator that draws random numbers says after which draw its
+strides (``StorageRef``). View operators are therefore not on the tape; ``.data``, ``nn.Parameter`` and tied weights are
+the same storage and need no special case. Every operator that draws random numbers records the draw after which its
 generator stood (``Draw``).
 
-``InitTape.replay`` runs the tape once, on CPU, and yields each wanted tensor when its last write is done. What it runs
-follows from one walk backwards (``_schedule``), as a compiler would find dead code:
+``InitTape.replay`` runs the tape once, on CPU, and yields each wanted tensor after its last write. One backward walk
+(``_schedule``) finds the operators to run, like a compiler's dead code elimination:
 
 * an operator runs if it writes a storage that is wanted, or that a later running operator reads;
-* a fill that covers its whole storage ends the life of what was there before, so weights that are drawn twice (the
+* a fill that covers its whole storage ends the life of its previous content, so weights that are drawn twice (the
   reset of ``nn.Linear``, then the model's own) take memory only from the second draw on;
-* an operator nobody reads still runs if it draws numbers that later draws follow on its generator; its result is
-  dropped at once.
+* an operator with an unused result still runs if it draws numbers that later draws follow on its generator; its
+  result is dropped at once.
 
 A storage is freed after the last operator that reads it. The peak is about the largest tensor and its temporaries.
 """
@@ -42,8 +42,7 @@ SEEDED = -1
 class StorageRef:
     """A tensor as a window on a storage. ``covers``: it reaches every byte of the storage, each once.
 
-    ``conjugate``, ``negative``: torch's lazy bits, which say that the values in memory are still to be conjugated or
-    negated.
+    ``conjugate``, ``negative``: torch's lazy bits; the values in memory are still to be conjugated or negated.
     """
 
     storage: int
@@ -58,13 +57,13 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TapeConstant:
-    """A real tensor that an operator reads. ``version`` tells whether it was written to since."""
+    """A real tensor that an operator reads. ``version``: its version counter when it was recorded."""
 
     tensor: torch.Tensor
     version: int
 
     def value(self) -> torch.Tensor:
-        """The tensor. Raises ShardwiseError if it was written to since."""
+        """Return the tensor. Raises ShardwiseError if it was written to since it was recorded."""
         if self.tensor._version != self.version:
             raise ShardwiseError(
                 problem(
@@ -88,8 +87,8 @@ class Draw:
     """An operator's use of a generator: it continues after draw ``after`` (an entry's index or ``SEEDED``), or from a
     whole generator state.
 
-    Nearly always ``after`` is the entry's predecessor on the generator; ``torch.manual_seed``, ``fork_rng`` and
-    ``set_rng_state`` in the model's constructor make it something else.
+    Nearly always ``after`` is the entry's predecessor on the generator. ``torch.manual_seed``, ``fork_rng`` and
+    ``set_rng_state`` in the model's constructor change that.
     """
 
     generator: int
@@ -98,8 +97,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class TapeEntry:
-    """One operator call. Tensors in ``args`` and ``kwargs`` are Refs and Constants; ``results`` are the tensors in new
-    storages that it makes, by position.
+    """One operator call. Tensors in ``args`` and ``kwargs`` are StorageRefs and TapeConstants; ``results``: by
+    position, the tensors in new storages that it creates.
 
     ``reads``, ``writes``, ``overwrites``: storages; those in ``overwrites`` are filled whole, whatever was in them.
     ``default_dtype``: torch's, when the operator was called.
@@ -121,7 +120,7 @@ class TapeEntry:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether an element of the one result depends on the same elements of the arguments alone."""
+        """Return whether an element of the one result depends only on the same elements of the arguments."""
         if torch.Tag.pointwise not in self.target.tags or len(self.results) > 1:
             return False
         nested = (self.kwargs, [arg for arg in self.args if isinstance(arg, (list, tuple))])
@@ -129,22 +128,22 @@ class TapeEntry:
 
 
 class Draws(Protocol):
-    """Random numbers that depend on where a draw stands, not on what was drawn before it (``initial.regions``)."""
+    """Random numbers that depend on a draw's place on the tape, not on earlier draws (``initial.partial_values``)."""
 
     def draw(self, index: int, entry: TapeEntry) -> torch.Tensor | None:
-        """The result of a draw; None where the operator has to run."""
+        """Return the result of a draw; None if the operator has to run."""
 
     def key(self, index: int) -> str:
-        """Where it stands."""
+        """Return a key for the position of a draw."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class InitTape:
-    """What ``deferred()`` recorded. Grows while the context is open, read-only afterwards.
+    """The recording of a ``deferred()`` context. Grows while the context is open, read-only afterwards.
 
-    ``observed``: the model's constructor looked at random values (``.item()``, a loop until all samples fit), so that
-    the recorded operators are those of ``seed`` alone. ``in_order``: random numbers are those that the CPU's generators
-    give one after the other; else each draw has numbers of its own (``initial.regions``).
+    ``observed``: the model's constructor read random values (``.item()``, a loop until all samples fit), so the
+    recorded operators are valid for ``seed`` only. ``in_order``: the CPU's generators produce the random numbers in
+    sequence; otherwise each draw has numbers of its own (``initial.partial_values``).
     """
 
     seed: int
@@ -163,8 +162,8 @@ class InitTape:
         return self.num_storages - 1
 
     def seed_of(self, seed: int | None) -> int:
-        """The seed that stands in for the tape's own. Raises ShardwiseError for another than the recorded one if
-        ``observed``."""
+        """Return ``seed``, or the tape's own if it is None. Raises ShardwiseError if ``observed`` and the seed differs
+        from the recorded one."""
         if seed not in (None, self.seed) and self.observed:
             raise ShardwiseError(
                 problem(
@@ -178,12 +177,12 @@ class InitTape:
     def replay(
         self, wanted: Mapping[str, StorageRef], seed: int | None = None, draws: Draws | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every wanted tensor with its name, each once, in the order in which they are finished.
+        """Yield every wanted tensor with its name, each once, in the order in which they are finished.
 
-        ``draws``: where random numbers come from, unless from the generators in order. A tensor may share its storage
-        with others and may still be read by later operators: copy it before writing to it; drop it before asking for
-        the next, or both stay in memory. The caller's generator and default dtype are untouched, also between two
-        tensors. Raises ShardwiseError as ``seed_of`` does.
+        ``draws``: source of random numbers, by default the generators in sequence. A tensor may share its storage with
+        others and may still be read by later operators. Copy it before writing to it, and drop it before asking for the
+        next, or both stay in memory. The caller's generator and default dtype are unchanged, also between two tensors.
+        Raises ShardwiseError as ``seed_of`` does.
         """
         seed = self.seed_of(seed)
         names: dict[int, list[str]] = defaultdict(list)
@@ -207,7 +206,7 @@ class InitTape:
             run.free(step.frees)
 
     def value(self, ref: StorageRef, draws: Draws | None = None) -> torch.Tensor:
-        """The tensor's value at the end of the tape so far, computed from as few operators as possible."""
+        """Return the tensor's value at the end of the tape so far, computed from as few operators as possible."""
         schedule = _schedule(self.entries, (ref.storage,), known=self._states, in_order=draws is None)
         run = _TapeRun(self.seed, self._states, draws)
         with _alone(run):
@@ -221,7 +220,7 @@ class InitTape:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayStep:
-    """Run entry ``index``; then storages ``ready`` have their final values, and ``frees`` are read no more."""
+    """Run entry ``index``; then storages ``ready`` have their final values, and ``frees`` are not read again."""
 
     index: int
     ready: tuple[int, ...]
@@ -230,15 +229,15 @@ class _ReplayStep:
 
 @dataclass(frozen=True, slots=True)
 class _ReplaySchedule:
-    """``saved``: draws after which the generator's state must be kept: a draw other than the next continues there."""
+    """``saved``: draws whose generator state must be kept, since a draw other than the next continues there."""
 
     steps: tuple[_ReplayStep, ...]
     saved: frozenset[int]
 
 
 def _schedule(entries: list[TapeEntry], wanted: Iterable[int], known: Iterable[int], in_order: bool) -> _ReplaySchedule:
-    """What the wanted storages need. ``known``: draws after which the generator's state is known already.
-    ``in_order``: a draw continues another one."""
+    """Return the steps that compute the wanted storages. ``known``: draws after which the generator's state is already
+    known. ``in_order``: a draw continues another one."""
     live = set(wanted)
     unfinished, untouched = set(live), set(live)
     known = frozenset(known)
@@ -279,7 +278,7 @@ def _continued_out_of_order(draws: list[tuple[int, Draw]]) -> frozenset[int]:
 
 
 class _TapeRun:
-    """One execution of (a part of) a tape: the storages alive, and where the generators stand."""
+    """One execution of (a part of) a tape: the live storages and the states of the generators."""
 
     def __init__(self, seed: int, saved: dict[int, torch.Tensor] | None = None, draws: Draws | None = None) -> None:
         self.seed, self.draws = seed, draws
@@ -290,7 +289,7 @@ class _TapeRun:
         self.default_state: torch.Tensor | None = None  # of the global generator, while the run is suspended
 
     def execute(self, index: int, entry: TapeEntry, save: bool) -> None:
-        """Runs one entry; ``save`` keeps the generator's state after it."""
+        """Run one entry; ``save`` keeps the generator's state after it."""
         torch.set_default_dtype(entry.default_dtype)
         if entry.draw is not None:
             self._seek(entry.draw, index)
@@ -316,7 +315,7 @@ class _TapeRun:
 
     @staticmethod
     def _as_in_parts(draws: Draws, index: int, entry: TapeEntry, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """The result with the bits that its parts have where they are made alone; None where that is not done."""
+        """Return the result with the same bits as when its parts are computed alone; None if that does not apply."""
         if entry.draw is not None:
             return draws.draw(index, entry)
         if not entry.is_elementwise:
@@ -354,7 +353,7 @@ class _TapeRun:
         return leaf
 
     def _seek(self, draw: Draw, index: int) -> None:
-        """Puts the generator where the draw found it, or gives it a seed of the draw's own."""
+        """Set the generator to the state in which the draw found it, or to the draw's own seed."""
         generator = self.generators.setdefault(draw.generator, torch.Generator())
         if self.draws is not None:
             digest = hashlib.blake2b(self.draws.key(index).encode(), digest_size=8).digest()
@@ -369,7 +368,7 @@ class _TapeRun:
 
 @contextmanager
 def _alone(run: _TapeRun) -> Iterator[None]:
-    """The run has the global generator, default dtype and grad mode to itself; afterwards they are as before."""
+    """Give the run the global generator, default dtype and grad mode within the context; restore them afterwards."""
     state, dtype = torch.default_generator.get_state(), torch.get_default_dtype()
     if run.default_state is not None:
         torch.default_generator.set_state(run.default_state)
@@ -383,7 +382,7 @@ def _alone(run: _TapeRun) -> Iterator[None]:
 
 
 def _fitted(tensor: torch.Tensor, ref: StorageRef, inputs: set[int], cleared: bool) -> torch.UntypedStorage:
-    """The storage of a new tensor, laid out as recorded and shared with no input; ``cleared``: with zeros in it."""
+    """Return the storage of a new tensor, laid out as recorded, shared with no input. ``cleared``: zero it."""
     as_recorded = (tensor.shape, tensor.dtype) == (ref.shape, ref.dtype)
     assert as_recorded, f"recorded {ref}, replayed {tensor.shape} {tensor.dtype}"
     storage: Any = tensor.untyped_storage()
@@ -400,17 +399,17 @@ def _fitted(tensor: torch.Tensor, ref: StorageRef, inputs: set[int], cleared: bo
 
 
 def _leaves_memory_as_it_is(target: OpOverload) -> bool:
-    """``torch.empty`` in its recorded form. Replay fills it with zeros, so that all ranks agree."""
+    """Return whether this is ``torch.empty`` as recorded. Replay fills it with zeros, so that all ranks agree."""
     return target is torch.ops.aten.empty_strided.default
 
 
 def flatten_results(out: Any) -> tuple[Any, ...]:
-    """The results of an operator, in order, lists of tensors flattened."""
+    """Return the results of an operator in order, with lists of tensors flattened."""
     return tuple(leaves(out))
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """What is not a list, tuple or mapping, depth first."""
+    """Yield the items that are not lists, tuples or mappings, depth first."""
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from leaves(item)
@@ -421,7 +420,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """An operator's argument or result with every leaf replaced; lists and tuples keep their type."""
+    """Replace every leaf of an operator's argument or result; lists and tuples keep their type."""
     if isinstance(tree, list):
         return [map_leaves(item, function) for item in tree]
     if isinstance(tree, tuple):

@@ -1,4 +1,4 @@
-"""What a rank holds when a module is split: its part of every parameter and buffer, one tensor after the other."""
+"""Initial shards of a rank: its part of every parameter and buffer, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shardwise.runtime.initial.weights import WeightFiles
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.replicas import Fingerprint
 
-# Rows of each dim of the box by which ranks compare a tensor that none of them has whole.
+# Size in each dim of the box by which ranks compare a tensor that none of them has whole.
 _PRINTED = 64
-# Elements of a tensor that is worth a word where each rank makes all of it.
+# Elements from which a tensor that each rank computes whole causes a warning.
 _LARGE = 2**22
 
 
 @dataclass(frozen=True)
 class ShardMaterializer:
-    """What this rank holds. ``layouts``: by name, over the mesh of ``ranks``; ``everyone``: all ranks of the job.
-    ``host``: names of the tables that stay on the CPU, whose collectives ``host_ranks`` performs. ``only``: the names
-    of the parameters and buffers of this rank's stages; None: it has a part of all."""
+    """The shards that this rank holds. ``layouts``: by name, over the mesh of ``ranks``; ``everyone``: all ranks of the
+    job. ``host``: names of the tables that stay on the CPU, whose collectives ``host_ranks`` runs. ``only``: names of
+    the parameters and buffers of this rank's stages; None: it has a part of all."""
 
     layouts: Mapping[str, Layout]
     ranks: Communicator
@@ -44,13 +44,13 @@ class ShardMaterializer:
         return self.only is None or name in self.only
 
     def layout(self, name: str, tensor: torch.Tensor) -> Layout:
-        """The layout of a parameter or buffer; whole where the plan does not name it."""
+        """Return the layout of a parameter or buffer; whole if the plan does not name it."""
         return self.layouts.get(name) or Layout.whole(self.ranks.mesh, tuple(tensor.shape))
 
 
 class InitialShards:
-    """``parts``: this rank's parts by canonical names. ``prints``: numbers that must be alike on all ranks, of the
-    whole initial values (of the first elements, where a rank makes its part only), or of the files that they are in."""
+    """The initial ``parts`` of this rank, by canonical names. ``prints``: numbers that must be equal on all ranks:
+    fingerprints of values (of the first elements, if ranks compute only their parts) or sizes of the files' tensors."""
 
     def __init__(self, holder: ShardMaterializer, precision: Precision, device: torch.device) -> None:
         self.parts: dict[str, torch.Tensor] = {}
@@ -58,7 +58,7 @@ class InitialShards:
         self._holder, self._stored, self._device = holder, precision.stored, device
 
     def fill(self, module: torch.nn.Module, seed: int | None, init: Init | None, weights: str | Path | None) -> None:
-        """Raises ShardwiseError for values that are missing or do not fit."""
+        """Compute or read all parts. Raises ShardwiseError for values that are missing or do not fit."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         tensors = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
         dtypes = {name: self._stored(x.dtype) if name in parameters else x.dtype for name, x in tensors.items()}
@@ -83,7 +83,7 @@ class InitialShards:
             if by_parts is None:
                 full = value.whole() if isinstance(value, PartialTensor) else value
                 part, printed = shard(full, layout, coordinates).detach(), full
-                if isinstance(value, PartialTensor):  # another rank's part may be made without the rest
+                if isinstance(value, PartialTensor):  # another rank may compute its part alone
                     printed = full[tuple(slice(_PRINTED) for _ in full.shape)]
                     whole += [name] if full.numel() >= _LARGE else []
             else:
@@ -100,8 +100,8 @@ class InitialShards:
             warnings.warn(f"{what} ({fix})", PlanWarning, stacklevel=6)
 
     def _parts(self, name: str, value: PartialTensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(this rank's part of a tensor, its first elements, which all ranks make alike); None where it is not made by
-        parts."""
+        """Return (this rank's part of a tensor, its first elements, which are equal on all ranks); None if it cannot be
+        computed by parts."""
         coordinates, shape = self._holder.ranks.coordinates, value.ref.shape
         try:
             first = value.box((0,) * len(shape), tuple(min(size, _PRINTED) for size in shape))

@@ -1,8 +1,8 @@
-"""Weights in safetensors files: a rank reads the boxes of each tensor that it holds, and nothing else.
+"""Weights in safetensors files: a rank reads only the boxes of each tensor that it holds.
 
-Files are those of Hugging Face: ``model.safetensors``, or several with ``model.safetensors.index.json``, which says in
-which of them a name is. Names are those of the module, perhaps without (or with) the prefix of a transformers model's
-base (``base_model_prefix``).
+Files are those of Hugging Face: ``model.safetensors``, or several files with ``model.safetensors.index.json``, which
+maps names to files. Names are those of the module, possibly without (or with) the prefix of a transformers model's base
+(``base_model_prefix``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ INDEX = "model.safetensors.index.json"
 
 
 class WeightFiles:
-    """The tensors of a file, or of a folder of files, matched with a module's. Use as a context. Raises ShardwiseError
-    for files that are missing or no safetensors, for tensors of other shapes or kinds of dtype than the module's, and,
-    if they are to be ``complete``, for tensors without values that are not in them.
+    """The tensors of a file, or of a folder of files, matched with a module's; a context manager. Raises ShardwiseError
+    for files that are missing or not safetensors, and for tensors whose shape or kind of dtype differs from the
+    module's. If ``complete``, it also raises for tensors without values that are not in the files.
 
     ``stored_names``: first name of a parameter or buffer -> its name in the files; ``missing``: names that are not in
-    them, those of non-persistent buffers excepted; ``unexpected``: names in the files that the module does not have.
+    them, except those of non-persistent buffers; ``unexpected``: names in the files that the module does not have.
     """
 
     def __init__(self, path: str | Path, module: torch.nn.Module, complete: bool = True) -> None:
@@ -40,7 +40,7 @@ class WeightFiles:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._open = ExitStack()
-        self._files: dict[str, Any] = {}  # by the names of their tensors
+        self._files: dict[str, Any] = {}  # tensor name -> its file
         try:
             for file in _files_of(self.path):
                 opened = self._open.enter_context(safe_open(str(file), framework="pt"))
@@ -77,7 +77,7 @@ class WeightFiles:
 
     @property
     def prints(self) -> dict[str, int]:
-        """What must be alike on all ranks: the names in the files with their shapes, as numbers."""
+        """Return numbers that must be the same on all ranks: names in the files -> numbers of elements."""
         shapes = ((name, file.get_slice(name).get_shape()) for name, file in self._files.items())
         return {f"{name} in {self.path}": prod(shape) for name, shape in shapes}
 
@@ -116,7 +116,7 @@ class WeightFiles:
             )
 
     def _misfit(self, name: str, tensor: torch.Tensor, stored: str) -> list[str]:
-        """Why a tensor of the files is not that of the module."""
+        """Return the reason why a tensor of the files does not match the module's, as a list of at most one message."""
         piece = self._files[stored].get_slice(stored)
         shape, kind = tuple(piece.get_shape()), piece.get_dtype()
         is_floating_point = kind.startswith(("F", "BF"))
@@ -126,7 +126,7 @@ class WeightFiles:
         return [f"{name} is {present} in the module and {kind}{list(shape)} in the files"]
 
     def announce(self) -> None:
-        """A warning for names on one side only."""
+        """Warn about names on one side only."""
         said = []
         if self.missing:
             said.append(f"they lack {listed(self.missing)} ({len(self.missing)}), which keep the module's values")
@@ -137,7 +137,7 @@ class WeightFiles:
 
 
 def _is_computed(module: torch.nn.Module, name: str) -> bool:
-    """Whether it is a buffer that is not saved."""
+    """Return whether the tensor is a non-persistent buffer."""
     path, _, key = name.rpartition(".")
     return key in module.get_submodule(path)._non_persistent_buffers_set
 
