@@ -23,7 +23,7 @@ _RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32
 
 
 def rate_dtype(dtype: str, flops: Container[str]) -> str:
-    """Of the dtypes with a rate, the one that stands for a dtype; empty where none does."""
+    """Return the dtype whose rate stands for ``dtype``; empty if none does."""
     tried: list[str] = []
     while dtype and dtype not in flops and dtype not in tried:
         tried.append(dtype)
@@ -88,7 +88,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """What the tensors of a plan can have."""
+        """Return the bytes available to a plan's tensors: device memory less the reserve."""
         return self.memory_bytes - self.reserve_bytes
 
     def peak_flops(self, dtype: str) -> float:
@@ -342,7 +342,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 
 def _least_shares(devices: Sequence[Device]) -> Figures:
-    """Of every kind of kernel that some device has a figure for, the least of any; a device without one is as fast as
-    its large kernels, which the others are not slower than."""
+    """Return the lowest figure of any device per kind of kernel. A device without a figure counts as 1.0, the rate of
+    its large kernels."""
     kinds = {kind for device in devices for kind in device.kernels}
     return Figures({kind: min(device.kernels.get(kind, 1.0) for device in devices) for kind in sorted(kinds)})

@@ -212,7 +212,7 @@ class _FigureReader:
         return entry
 
     def source(self, entry: object, where: str) -> str:
-        """Where a figure comes from: a text, or a number or date."""
+        """Return the source of a figure as text; it may be a text, a number or a date."""
         if isinstance(entry, (dict, list)):
             self.complain(where, f"{shorten_repr(entry)} is not a text")
         return str(entry) if isinstance(entry, str) else shorten_repr(entry)

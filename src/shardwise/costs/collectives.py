@@ -69,7 +69,7 @@ class Span:
         return self.size / self.units[level]
 
     def branches(self, level: int) -> float:
-        """How many units of the level below are connected to one unit of this level."""
+        """Return the number of units of the level below connected to one unit of this level."""
         return self.units[level] / self.units[level + 1]
 
     def used(self) -> tuple[int, ...]:
@@ -129,8 +129,7 @@ class Links:
         return algorithms
 
     def span(self, axes: Iterable[str]) -> Span:
-        """Where the members of the groups over some sub-axes (or whole axes) are; of the group that is spread most, if
-        they differ."""
+        """Return where the members of the groups over some (sub-)axes lie; of the most spread group if they differ."""
         group = [self._strides[part] for axis in axes for part in self.mesh.expand(axis)]
         rest = [stride for part, stride in self._strides.items() if stride not in group]
         units, unit = [prod(size for _, size in group)], 1
@@ -148,7 +147,7 @@ class Links:
         return names
 
     def price(self, itemsize: int) -> LinkPrice:
-        """What ``redistribute(price=...)`` takes, for tensors of this many bytes per element."""
+        """Return the ``price`` for ``redistribute``, for tensors of ``itemsize`` bytes per element."""
         return LinkPrice(self, itemsize)
 
     @cached_property
@@ -195,7 +194,7 @@ class LinkPrice:
 def _num_units(
     group: list[tuple[int, int]], rest: list[tuple[int, int]], unit: int, ranks: tuple[int, ...] = ()
 ) -> int:
-    """How many blocks of ``unit`` neighbouring ranks a group touches, whose sub-axes are (stride, size) pairs.
+    """Return the number of blocks of ``unit`` neighbouring ranks that a group of (stride, size) sub-axes touches.
     ``ranks``: those of the devices, where they are not counted from 0."""
     if ranks:
         members, starts = _offsets(group), _offsets(rest)

@@ -89,7 +89,7 @@ class _Fusion:
         return KernelWork(kind, num_bytes=float(num_bytes))
 
     def _users(self, node: fx.Node) -> Iterable[fx.Node]:
-        """What reads a value, views of it looked through."""
+        """Yield the readers of a value, looking through its views."""
         for user in node.users:
             if user in self.root and user.op == "call_function":
                 yield from self._users(user)

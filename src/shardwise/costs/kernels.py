@@ -149,7 +149,7 @@ class PricedKernel(Protocol):
 
 @lru_cache(maxsize=4096)
 def is_view(target: Any) -> bool:
-    """Whether the operator's result is another view of its operand's memory: it takes no time on the device."""
+    """Return whether the operator's result is another view of its operand's memory: it takes no time on the device."""
     if not isinstance(target, OpOverload):
         return False
     if target in (aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.alias.default):
@@ -233,7 +233,7 @@ def _scalars(name: str, operands: Sequence[Form], results: Sequence[Form]) -> fl
 
 
 def is_dense(form: Form) -> bool:
-    """Whether the elements lie one after the other in memory, in any order of dims."""
+    """Return whether the elements lie one after the other in memory, in any order of dims."""
     step = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(form.stride, form.shape, strict=True) if size > 1

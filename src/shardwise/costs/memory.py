@@ -153,7 +153,7 @@ class _Walk:
         )
 
     def _persistent(self) -> None:
-        """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
+        """Record the memory before a pass: sources, optimizer states, and gradients of earlier passes."""
         states, on_host = states_of(self.prices.optimizer), is_on_host(self.prices.optimizer)
         for source in self.graph.sources:
             form = self.program.forms[source.value]
@@ -252,7 +252,7 @@ class _Walk:
         self._name_results(instruction.results, self.messages.through(landed, after, backward=instruction.backward))
 
     def _copy(self, copy: Copy) -> None:
-        """What is on the host takes nothing of the device, unless that is the host."""
+        """Record a copy; one on the host takes no device memory unless the device is the host."""
         away = copy.to == "host" and self.prices.device.host_bandwidth > 0
         self.host_bytes += copy.form.num_bytes * away
         self._name(copy.result, LedgerTensor(copy.form, self.ledger.new(0 if away else copy.form.num_bytes)))

@@ -222,7 +222,7 @@ def _is_leading(sharded: Layout, whole: Layout, axes: Sequence[str], coordinates
 
 
 def _is_narrow(after: Layout, axes: Sequence[str]) -> bool:
-    """Whether a slice is a window on the tensor: no atom inside a dim is cut."""
+    """Return whether a slice is a window on the tensor: no atom inside a dim is cut."""
     return all(
         not {*atom.axes} & {*axes} or prod(outer.size for outer in dim[:i]) == 1
         for dim in after.dims

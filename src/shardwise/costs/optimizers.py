@@ -54,7 +54,7 @@ HELD: Mapping[str, OptimizerMemory] = {
 
 
 def is_on_host(optimizer: str) -> bool:
-    """Whether the states are on the host from step to step."""
+    """Return whether the states are on the host from step to step."""
     return isinstance(optimizer, str) and optimizer.endswith(ON_HOST)
 
 
@@ -83,7 +83,7 @@ def parse_optimizer(optimizer: str) -> tuple[str, str]:
 
 
 def states_of(optimizer: str) -> int:
-    """How many states an optimizer keeps per element of a parameter."""
+    """Return the number of states an optimizer keeps per parameter element."""
     return HELD[parse_optimizer(optimizer)[0]].states
 
 
@@ -121,7 +121,7 @@ _PASSES_OF_KERNEL = 2.5
 
 
 def update_of(optimizer: str, *, foreach: bool) -> Update:
-    """What an update does per element. ``foreach``: whether that is the device's default."""
+    """Return the work of an update per element. ``foreach``: whether that is the device's default."""
     name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     once = 3 + 2 * need.states  # parameter, gradient and states are read, parameter and states written

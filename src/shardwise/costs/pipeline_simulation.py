@@ -74,7 +74,7 @@ class StagePrediction:
 
     @property
     def seconds(self) -> StageSeconds:
-        """As they were simulated."""
+        """Return the simulated seconds of the stage."""
         return StageSeconds(self.forward, self.backward - self.weight, self.weight, self.send, self.update)
 
 

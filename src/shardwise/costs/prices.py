@@ -61,7 +61,7 @@ class Prices:
 
     @property
     def states_on_device(self) -> int:
-        """Of the optimizer's states, those that a device holds from step to step."""
+        """Return the number of optimizer states that stay on the device from step to step."""
         on_host = is_on_host(self.optimizer) and self.device.host_bandwidth
         return 0 if on_host else states_of(self.optimizer)
 

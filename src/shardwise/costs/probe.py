@@ -70,7 +70,7 @@ def room(index: int) -> tuple[int, int]:
 
 
 def smi_gpus() -> dict[str, SmiGpu]:
-    """What nvidia-smi knows, by uuid; empty where there is none."""
+    """Return the GPUs that nvidia-smi lists, by uuid; empty if there are none."""
     by_uuid = {}
     for line in _smi("--query-gpu=uuid,index,memory.total,memory.used", "--format=csv,noheader,nounits").splitlines():
         uuid, *numbers = (part.strip() for part in line.split(","))

@@ -34,7 +34,7 @@ class Saved:
 
 
 def saved_for_backward(op: Op, operands: Sequence[Value]) -> Saved:
-    """What is kept of a call with operands of these shapes."""
+    """Return the tensors saved for backward by a call with operands of these shapes."""
     if not any(value.requires_grad for value in operands):
         return Saved()
     position = count()

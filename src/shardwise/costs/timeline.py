@@ -75,7 +75,7 @@ class SimulatedStep:
 
 
 def accumulation_name(source: Source) -> str:
-    """What the addition of a pass's gradient is called."""
+    """Return the name of the addition of a pass's gradient."""
     return f"gradient of {source.names[0]}, added up"
 
 
@@ -291,8 +291,8 @@ class Timeline:
         self.now += taken
 
     def _beside_messages(self, seconds: float) -> float:
-        """How long so many seconds of work take, of which only the device's ``overlap`` gets done while messages are on
-        their way. What it loses counts as exposed."""
+        """Return the duration of ``seconds`` of work that runs at the device's ``overlap`` rate while messages are in
+        flight. The time lost counts as exposed."""
         sent, rate = max(self.free.values(), default=0.0) - self.now, self.prices.device.overlap
         if sent <= 0:
             return seconds

@@ -104,7 +104,7 @@ class ShardPositions:
         return _places_of(OpRule(rule.factors, rule.operands, rule.results, rule.linear, windows=rule.windows))
 
     def operand(self, position: int, choice: AxisChoice) -> Where:
-        """Where an operand must be."""
+        """Return the placement required of an operand."""
         if isinstance(choice, Split):
             return self.operands[position].get(choice.factor, "R")
         if isinstance(choice, Repeat):
@@ -112,7 +112,7 @@ class ShardPositions:
         return "P" if position in self.linear[choice.group] else "R"
 
     def result(self, position: int, choice: AxisChoice) -> Where:
-        """Where a result is."""
+        """Return the placement of a result."""
         if isinstance(choice, Split):
             place = self.results[position].get(choice.factor)
             return REDUCTION_STATES.get(self.kinds[choice.factor], "I") if place is None else place

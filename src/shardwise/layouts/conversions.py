@@ -100,7 +100,7 @@ class Move:
 
     @cached_property
     def reverse(self) -> Move | None:
-        """Of a move that closes windows: the one that cuts them."""
+        """Return the move that cuts the windows that this move closes, or None."""
         closes = len(self.source.windows) > len(self.target.windows)
         return Move(self.target, self.source, self.axes) if closes else None
 

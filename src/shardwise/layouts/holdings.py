@@ -76,7 +76,7 @@ def _least_kept(before: Layout, after: Layout) -> int:
 
 
 def _same_counts(before: Layout, after: Layout) -> bool:
-    """Whether both divide every atom into as many parts, so that what one device wants, one device has."""
+    """Return whether both divide every atom into as many parts, so that what one device wants, one device has."""
     return all(
         before.mesh.size_of(old.axes) == before.mesh.size_of(new.axes)
         for dim, other in zip(before.dims, after.dims, strict=True)
@@ -85,6 +85,6 @@ def _same_counts(before: Layout, after: Layout) -> bool:
 
 
 def _places(layout: Layout, axes: list[str]) -> Iterator[dict[str, int]]:
-    """All coordinates along some axes, 0 along the others."""
+    """Yield all coordinates along some axes, 0 along the others."""
     for values in product(*(range(layout.mesh.sizes[axis]) for axis in axes)):
         yield {**dict.fromkeys(layout.mesh.sub_axes, 0), **dict(zip(axes, values, strict=True))}

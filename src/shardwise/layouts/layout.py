@@ -59,7 +59,7 @@ class Windows:
         return Windows(dim, atom, tuple(((a, b),) if b > a else () for a, b in itertools.pairwise(bounds)))
 
     def tile(self, size: int) -> bool:
-        """Whether every row of the atom is on one device, and the devices hold them one behind the other."""
+        """Return whether every row of the atom is on one device, and the devices hold them one behind the other."""
         ends = [0, *itertools.chain.from_iterable(window for ranges in self.ranges for window in ranges), size]
         return all(len(ranges) <= 1 for ranges in self.ranges) and all(
             a == b for a, b in zip(ends[::2], ends[1::2], strict=True)
@@ -310,7 +310,7 @@ def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, 
 
 
 def _ones(sizes: tuple[int, ...]) -> Counter[int]:
-    """How many atoms of size 1 there are at each stride."""
+    """Count the atoms of size 1 at each stride."""
     return Counter(prod(sizes[i + 1 :]) for i, size in enumerate(sizes) if size == 1)
 
 

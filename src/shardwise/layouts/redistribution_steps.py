@@ -164,7 +164,7 @@ class RedistributionSteps:
                     yield (rest, with_state(states, dropped, other)), "S", other, dropped
 
     def _placements(self, arrangement: Arrangement, units: tuple[int, ...]) -> list[Arrangement]:
-        """All ways to let units shard atoms in addition, as the minor ones."""
+        """Return all ways to let units shard atoms in addition, as the minor ones."""
         placements = self._placed.get((arrangement, units))
         if placements is None:
             fixed = tuple(len(sharding) for sharding in arrangement)
@@ -181,7 +181,7 @@ class RedistributionSteps:
         return placements
 
     def is_free(self, arrangement: Sequence[Sequence[int]], p: int) -> bool:
-        """Whether no unit shards the other division of the dim of position ``p``."""
+        """Return whether no unit shards the other division of the dim of position ``p``."""
         return not any(arrangement[other] for other in self.rival.get(p, ()))
 
     # ------------------------------------------------------------------------------------------------ what they send
@@ -261,7 +261,7 @@ Sharded = tuple[tuple[int, tuple[int, ...]], ...]  # a dim or a part of it: the 
 def _numbers_of_rows(
     grid: tuple[tuple[int, int], ...], before: Sharded, after: Sharded
 ) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
-    """How many rows every device of the grid (units, sizes) holds before, after and both times."""
+    """Return how many rows each device of the grid (units, sizes) holds before, after and both times."""
     sizes, counts = dict(grid), []
     for values in product(*(range(size) for _, size in grid)):
         coordinates = dict(zip(sizes, values, strict=True))
@@ -306,7 +306,7 @@ def moved_units(before: Arrangement, after: Arrangement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def communicates(source: str, target: str) -> bool:
-    """Whether a move of this cell sends anything, in forward or in backward."""
+    """Return whether a move of this cell sends anything, in forward or in backward."""
     entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
     return entry.forward in COLLECTIVES or entry.backward in COLLECTIVES
 

@@ -154,7 +154,7 @@ class Routes:
         return -1
 
     def where(self, code: int) -> Where:
-        """Where the tensor is on an axis of a code."""
+        """Return the placement of the tensor that an axis code stands for."""
         if code < SHARDED:
             return STATES[code]
         dim, atom = self.positions[code - SHARDED]
@@ -291,7 +291,7 @@ class Routes:
         return sources[kept], targets[kept]
 
     def _is_prefix(self, before: Ints, after: Ints, chosen: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Whether on every atom the axes that stay are major to those that come or go."""
+        """Return whether on every atom the axes that stay are major to those that come or go."""
         good = np.ones(len(before), dtype=np.bool_)
         for axis in chosen:
             for other in range(axis + 1, len(self.axes.groups)):

@@ -139,7 +139,7 @@ class _AStar:
         return Path((*_back(parent, start), *(step.after for step in route)), cost, SETTLED_UP_TO)
 
     def _cost(self, before: State, step: RedistributionStep) -> Cost:
-        """Of both directions of a step, and its tie-breakers."""
+        """Return the cost of both directions of a step, and its tie-breakers."""
         if self.price is None:
             if self.differentiable:
                 return (step.sent_forward + step.sent_backward, step.num_messages, step.largest_local, 1)

@@ -59,7 +59,7 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_size(context: LocalContext, factor: str) -> int:
-    """How many indices of the factor this rank holds."""
+    """Return the number of indices of the factor on this rank."""
     return prod(piece.length for piece in context.pieces[factor])
 
 

@@ -34,11 +34,11 @@ class Band:
         return Band(max(self.least, other.least), min(self.most, other.most))
 
     def meets(self, least: int, most: int) -> bool:
-        """Whether a distance of these may be seen."""
+        """Return whether a distance of these may be seen."""
         return self.least <= most and least <= self.most
 
     def share(self, queries: int, keys: int) -> float:
-        """Which part of all pairs of a query and a key lies at such distances."""
+        """Return the share of all query-key pairs that lie at such distances."""
         row = torch.arange(queries, dtype=torch.float64)
         first, last = ((row + end).clamp(0, keys) for end in (self.least, self.most + 1))
         return float((last - first).clamp(min=0).sum()) / (queries * keys)

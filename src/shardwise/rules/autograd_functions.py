@@ -90,7 +90,7 @@ class _FunctionKernels(DispatchMode):
         self.known = True
 
     def elementwise(self, shape: tuple[int, ...]) -> bool:
-        """Whether all kernels work on each element of tensors of this shape alone."""
+        """Return whether all kernels work on each element of tensors of this shape alone."""
         return self.known and self.shapes <= {shape, ()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

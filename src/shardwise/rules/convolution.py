@@ -101,7 +101,7 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
 
 
 def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
-    """How the windows slide along every spatial dim."""
+    """Return how the windows slide along every spatial dim."""
     args = arguments(op)
     sizes, kernel = (graph.by_name[name].shape[-count:] for name in op.operands[:2])
     strides, dilations = (per_dim(args[name], count) for name in ("stride", "dilation"))

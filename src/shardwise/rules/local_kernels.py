@@ -139,7 +139,7 @@ def _place_of_indices(dims: Sequence[int]) -> int:
 
 
 def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What stands between the brackets."""
+    """Return the index expression between the brackets."""
     chosen: list[Any] = [slice(None)] * rank
     for dim, index in zip(dims, indices, strict=True):
         chosen[dim] = index

@@ -254,7 +254,7 @@ def _handed_on(k: Tensor, v: Tensor, number: int, run: int, band: Band) -> Itera
     come before it by turning round are handed on in the steps in which one of them is seen."""
 
     def is_seen(offset: int) -> bool:
-        """Whether a block may see one that lies so many blocks behind it (negative: before it)."""
+        """Return whether a block may see one that lies so many blocks behind it (negative: before it)."""
         return band.meets(offset * run - run + 1, offset * run + run - 1)
 
     before = [step for step in range(1, number) if is_seen(-step)]

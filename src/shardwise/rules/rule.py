@@ -107,7 +107,7 @@ Lowering = Callable[..., Any]
 
 
 def takes_runs(lowering: Lowering) -> bool:
-    """Whether the lowering wants to know the runs."""
+    """Return whether the lowering wants to know the runs."""
     return "runs" in signature(lowering).parameters
 
 
@@ -149,7 +149,7 @@ class OpRule:
 
     @property
     def is_product(self) -> bool:
-        """Whether it sums over a factor that operands have in common: matmul, convolution, attention."""
+        """Return whether it sums over a factor that operands have in common: matmul, convolution, attention."""
         summed = {name for dims in self.operands for dim in dims for name in dim}
         summed -= {name for dims in self.results for dim in dims for name in dim}
         return any(sum(any(name in dim for dim in dims) for dims in self.operands) > 1 for name in summed)

@@ -85,7 +85,7 @@ class CustomRules:
         self.version += 1
 
     def remove(self, target: OpOverload) -> bool:
-        """Whether there was one."""
+        """Remove the rule of an operator; return whether there was one."""
         self.version += 1
         return self.rules.pop(target, None) is not None
 

@@ -104,7 +104,7 @@ def _conv_transpose_window(
 
 
 def _kept(y: Tensor, fronts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Of the last dims the rows from ``fronts`` on."""
+    """Keep the given number of rows of the last dims, from ``fronts`` on."""
     for i, (front, length) in enumerate(zip(fronts, lengths, strict=True)):
         y = y.narrow(y.dim() - len(fronts) + i, front, length)
     return y

@@ -119,7 +119,7 @@ class FoldedSteps:
         return {op.name: number for number, block in enumerate(self.folding.blocks) for op in block.ops}
 
     def _region(self, run: range, op: str) -> str:
-        """Where an operator is, seen from a run of blocks; outside of blocks it is a region of its own."""
+        """Return the region of an operator relative to a run of blocks; outside of blocks it is a region of its own."""
         number = self._block_of.get(op)
         if number is None:
             return op

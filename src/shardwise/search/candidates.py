@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def unhidden_seconds(self) -> float:
-        """Where nothing hides behind anything."""
+        """Return the seconds if nothing overlaps."""
         return float(self.components[[EXPOSED, COMPUTE, TRAFFIC]].sum())
 
 

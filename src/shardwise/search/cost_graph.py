@@ -104,7 +104,7 @@ class CostGraph:
 
     @cached_property
     def solutions(self) -> dict[tuple[Solver, CostWeights], Solution]:
-        """What was solved: searches under several limits begin with the same weights."""
+        """Cache solutions: searches under several limits begin with the same weights."""
         return {}
 
     @cached_property

@@ -179,8 +179,8 @@ class Tables:
             self._share(name, variable, nodes, traffic=traffic)
 
     def _fold(self, op: Op) -> bool:
-        """Whether the operator only renames the dims of its operand, so that a layout of one is a layout of the other
-        and conversions cost the same before and after it. It then needs no variable."""
+        """Return whether the operator only renames the dims of its operand, so that a layout of one is a layout of the
+        other and conversions cost the same before and after it. It then needs no variable."""
         domains, (name, *others) = self.domains, op.operands
         if others or op.name in self.fixed or len(op.results) != 1 or not is_view(op.target):
             return False
@@ -262,7 +262,7 @@ class Tables:
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str, levers: _TableConditions) -> bool:
-        """Whether what is converted of a value is not held for backward."""
+        """Return whether what is converted of a value is not held for backward."""
         return name in levers.dropped or (levers.gathered == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
@@ -423,7 +423,7 @@ class Tables:
         self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), _always, table)
 
     def _window(self, name: str, static: Hashable, seconds: Callable[[], Floats]) -> float:
-        """What messages of a parameter can hide behind; inf where no conversion of these is longer."""
+        """Return the seconds that messages of a parameter can hide behind; inf if no conversion takes longer."""
         if static not in self._longest:
             self._longest[static] = float(seconds().max(initial=0.0))
         window = self.domains.windows[name]

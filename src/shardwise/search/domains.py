@@ -157,7 +157,7 @@ class SearchSpace:
         return number
 
     def is_blocked(self, op: Op, factor: str) -> bool:
-        """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
+        """Return whether a factor is a part of a divided one that some operator must keep whole or lower."""
         return base_name(factor) != factor and self._num_blockers[op.name, factor] > 0
 
     @cached_property
@@ -165,7 +165,7 @@ class SearchSpace:
         return num_blockers(self.graph, self.rules, ("whole", "lowered"))
 
     def _kind_of(self, op: Op) -> object:
-        """What the domain of an operator depends on."""
+        """Return the key of everything that the domain of an operator depends on."""
         rule = self.rules[op.name]
 
         def tensor(name: str) -> object:
@@ -426,7 +426,7 @@ class Domains:
 
 
 def _reduces(rule: OpRule) -> bool:
-    """Whether a factor of an operator is in none of its results."""
+    """Return whether a factor of an operator is in none of its results."""
     kept = {factor for dims in rule.results for dim in dims for factor in dim}
     return any(factor.size > 1 and factor.name not in kept for factor in rule.factors)
 

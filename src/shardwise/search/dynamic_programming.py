@@ -60,7 +60,7 @@ class SearchOutcome:
 
     @property
     def gap(self) -> float:
-        """How much slower than the bound, as a share of the bound; 0: proven optimal; infinite: not known."""
+        """Return the relative gap to the bound; 0: proven optimal; infinite: not known."""
         if self.bound <= 0:
             return float("inf") if self.seconds > 0 else 0.0
         gap = self.seconds / self.bound - 1
@@ -187,8 +187,8 @@ class _ExactSearch:
         return bound if per_byte > TIE else bound - TIE * max(low.components[BYTES], high.components[BYTES])
 
     def _is_beaten(self, bound: float, per_byte: float) -> bool:
-        """Whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties (bytes
-        that have a price are in the bound, too)."""
+        """Return whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties
+        (bytes that have a price are in the bound, too)."""
         return per_byte == TIE and bound > self.cutoff * (1 + EXACT)
 
     @staticmethod

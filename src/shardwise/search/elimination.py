@@ -170,7 +170,7 @@ class Elimination:
             self._at[variable][scope] = number
 
     def _signed(self, variable: int) -> tuple[_Least, Scope]:
-        """What eliminating the variable depends on, and its neighbours."""
+        """Return the signature of eliminating the variable, and its neighbours."""
         tables = self._at[variable]
         neighbours = tuple(sorted({v for scope in tables for v in scope if v != variable}))
         place = {v: i for i, v in enumerate(neighbours)} | {variable: OWN}

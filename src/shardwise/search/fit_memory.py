@@ -139,7 +139,7 @@ def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
 
 
 def _times(settings: SearchConfig) -> int:
-    """How many such passes a step has, at least, one after the other."""
+    """Return the least number of such passes that a step runs one after the other."""
     return settings.passes * settings.together
 
 
@@ -192,12 +192,12 @@ class _PolicyResult:
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
     def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
-        """Whether it makes more again than another does, at no lower price than the least of that one's plans that are
-        known to fit."""
+        """Return whether it makes more again than another does, at no lower price than the least of that one's plans
+        that are known to fit."""
         return any(self._makes_more_again(other) and price >= other.least_that_fits for other in fitting)
 
     def _makes_more_again(self, other: _PolicyResult) -> bool:
-        """Whether it does all that another does, and more."""
+        """Return whether it does all that another does, and more."""
         levers, weaker = self.planner.settings.levers, other.planner.settings.levers
         if self.how not in STRENGTH or other.how not in STRENGTH or levers.offloads != weaker.offloads:
             return False
@@ -248,5 +248,5 @@ def _eased(
 
 
 def _seconds(ranking: CandidateRanking) -> float:
-    """Of a pass, as prices are."""
+    """Return the seconds of a pass, simulated where it was; otherwise as predicted."""
     return ranking.prediction.pass_seconds if ranking.best.step is None else ranking.best.step.seconds

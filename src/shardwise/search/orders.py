@@ -259,7 +259,7 @@ class _Construction:
         return max(map(sum, zip(self.free, self.table.updates, strict=True)))
 
     def order(self) -> Order:
-        """What was made."""
+        """Return the resulting order."""
         return tuple(
             tuple(Action(stage, _KINDS[kind], number) for stage, kind, number in actions) for actions in self.actions
         )
@@ -319,7 +319,7 @@ class _Construction:
 
 
 def _change(kind: Kind) -> int:
-    """What an action adds to the micro-batches that are kept."""
+    """Return the change in the number of stored micro-batches after an action."""
     return {"forward": 1, "input": 0, "weight": -1, "backward": -1}[kind]
 
 
@@ -342,7 +342,7 @@ def _tails(work: OrderProblem) -> tuple[list[float], list[float]]:
 
 
 def least_seconds(work: OrderProblem) -> float:
-    """What no order can take less than, whatever the room."""
+    """Return a lower bound on the seconds of any order, whatever the memory."""
     # A micro-batch goes through a chain of actions: forward of all stages, then their input parts back.
     last = len(work.stages) - 1
     chain = [(stage, _FORWARD) for stage in range(last + 1)] + [(stage, _INPUT) for stage in range(last, -1, -1)]

@@ -324,7 +324,7 @@ class Planner:
         return SimulatedCandidate(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
-        """What an assignment stands for, whatever is made again."""
+        """Return the choice that an assignment stands for, independent of recomputation."""
         key = search.mesh, tuple(assignment)
         if key not in self.choices:
             self.choices[key] = search.choice(assignment)

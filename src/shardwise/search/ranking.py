@@ -65,7 +65,7 @@ class CandidateRanking:
 
     @property
     def prediction(self) -> Prediction:
-        """What is predicted for the best."""
+        """Return the prediction for the best candidate."""
         best = self.best
         return replace(
             self.search.prediction(),

@@ -93,7 +93,7 @@ def _weigh(graph: Graph, prices: Prices) -> _OperatorCosts:
 
 
 def _positions(weights: _OperatorCosts, num_stages: int) -> list[int]:
-    """Where stages may begin, and the end."""
+    """Return the positions where stages may begin, and the end."""
     count = len(weights.names)
     inner = list(range(1, count))
     most = max(MOST_POSITIONS, num_stages)

@@ -64,7 +64,7 @@ class ProgramWithPolicy:
         return finished(replace(self.stored.kept, spmd=self.spmd))
 
     def prediction(self, prices: Prices) -> Prediction:
-        """What a pass takes, of a plan that is compared with no others."""
+        """Predict a pass of a plan that is compared with no others."""
         price, program = price_program(self.spmd, prices), self.busiest
         exposed, compute, traffic = price.exposed + price.update, price.compute, price.traffic
         if len(self.spmd.graph.ops) > MAX_OPERATORS:

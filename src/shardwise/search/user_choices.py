@@ -195,7 +195,7 @@ def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:
 
 
 def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
-    """Whether the operator adds a parameter to the result of another operator of the same scope (a bias)."""
+    """Return whether the operator adds a parameter to the result of another operator of the same scope (a bias)."""
     names = {result for other in inside for result in other.results}
     sources = [name for name in op.operands if name in graph.source_of and graph.source_of[name].kind == "parameter"]
     return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)

@@ -42,7 +42,7 @@ class Zero:
 
     @property
     def gathered(self) -> Gathered:
-        """What becomes of gathered parameters."""
+        """Return the reshard-after-forward mode of gathered parameters."""
         ways: dict[int, Gathered] = {1: "once", 2: "held", 3: "again"}
         return ways[self.stage]
 
@@ -119,7 +119,7 @@ def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule
 
 
 def _may_have_gradient(graph: Graph, parameter: str) -> bool:
-    """Whether a parameter is to be trained, and nothing says that no gradient reaches it."""
+    """Return whether a parameter is to be trained, and nothing says that no gradient reaches it."""
     results = [name for op in graph.consumers[parameter] for name in op.results]
     return graph.by_name[parameter].requires_grad and (
         not results or any(graph.by_name[name].requires_grad for name in results)

@@ -13,7 +13,7 @@ from shardwise.rules.lowerings.precision import cast
 
 
 def count_of(x: Tensor, dims: Sequence[int]) -> int:
-    """How many elements ``dims`` have together."""
+    """Return the number of elements of ``dims`` together."""
     return prod(x.shape[dim] for dim in dims)
 
 
