@@ -2,7 +2,7 @@
 
 **Which links.** Ranks are numbered row-major over the mesh, the last axis closest, and neighbours fill nodes. With
 nodes of 8, a group over the outer axis of ``Mesh(dp=16, tp=8)`` has one member in each of 16 nodes; a group over ``tp``
-has all its members in one. ``Span`` says so in numbers. All groups over the same axes communicate at the same time, so
+has all its members in one. ``Span`` holds these numbers. All groups over the same axes communicate at the same time, so
 of the links of a level a group has the share of its members: eight groups over ``dp`` have one of a node's eight
 network cards each (or an eighth of the only one).
 

@@ -255,7 +255,7 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level
 
     The slope of a line gives the bandwidth of its kind and group size; intercepts are ``launch + steps x latency``. For
     groups that were measured the level keeps the lines themselves; the figures are for all others.
-    ``like``: a level with the same links; group sizes that it names and nobody measured get its bandwidths, scaled as
+    ``like``: a level with the same links; group sizes that it names but were not measured get its bandwidths, scaled as
     the measured ones are.
     A level without measurements (one device) is ``like``.
     """

@@ -45,7 +45,7 @@ class MessageLedger:
     def converted(
         self, tensor: LedgerTensor, conversion: Conversion, *, backward: bool, in_place: bool
     ) -> LedgerTensor:
-        """A tensor (or cotangent) after the moves of a conversion. Nobody holds the result yet."""
+        """Return a tensor (or cotangent) after a conversion. The result has no owner yet."""
         current: Storage | None = None
         moves = conversion.moves[::-1] if backward else conversion.moves
         for move in moves:
@@ -60,7 +60,7 @@ class MessageLedger:
                 current = self.ledger.hold(after.storage)
             tensor = after
         if current is not None:
-            current.owners -= 1  # handed over: whoever asked holds it from here
+            current.owners -= 1  # handed over: the caller owns it from here
         return tensor
 
     def _one_move(self, tensor: LedgerTensor, move: Move, backward: bool, in_place: bool) -> LedgerTensor:
@@ -127,7 +127,7 @@ class MessageLedger:
     def land(
         self, flight: Flight, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool
     ) -> list[LedgerTensor]:
-        """The tensors that a message brought, which nobody holds yet."""
+        """Return the tensors that a message brought, which have no owner yet."""
         for parcel in flight:
             if parcel.sent is not None:
                 self.ledger.drop(parcel.sent)

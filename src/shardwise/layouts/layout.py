@@ -98,7 +98,7 @@ class Layout:
 
     @staticmethod
     def whole(mesh: Mesh, shape: tuple[int, ...], state: str = "I") -> Layout:
-        """The whole tensor on every device, in the same state on every axis."""
+        """Return the layout with the whole tensor on every device, in the same state on every axis."""
         states = () if state == "I" else tuple((axis, state) for axis in mesh.sub_axes)
         return Layout(mesh, tuple((Atom(size),) for size in shape), states)
 
@@ -125,7 +125,7 @@ class Layout:
         return tuple(axis for axis, state in self.states if state in PARTIAL_KINDS)
 
     def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
-        """(offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
+        """Return (offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
         for window in self.windows:
             if (window.dim, window.atom) == (dim, atom):
                 ranges = window.ranges[self.index_along(dim, atom, coordinates)]
@@ -140,14 +140,14 @@ class Layout:
         return start, (index + 1) * size // count - start
 
     def index_along(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> int:
-        """The position of a device among those that share an atom."""
+        """Return the position of a device among those that share an atom."""
         index = 0
         for axis in self.dims[dim][atom].axes:
             index = index * self.mesh.sizes[axis] + coordinates[axis]
         return index
 
     def local_atoms(self, coordinates: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-        """The sizes of all atoms on a device, per dim."""
+        """Return the sizes of all atoms on a device, per dim."""
         plain = self.without_windows
         sizes = [[plain.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))] for d, dim in enumerate(self.dims)]
         for window in self.windows:
@@ -157,7 +157,7 @@ class Layout:
         return tuple(map(tuple, sizes))
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the local tensor on a device."""
+        """Return the shape of the local tensor on a device."""
         return tuple(prod(sizes) for sizes in self.local_atoms(coordinates))
 
     @cached_property
@@ -166,7 +166,7 @@ class Layout:
         return prod(self.max_rows(d, i) for d, dim in enumerate(self.dims) for i in range(len(dim)))
 
     def max_rows(self, dim: int, atom: int) -> int:
-        """Rows of an atom on the device that holds most."""
+        """Return the rows of an atom on the device that holds most."""
         for window in self.windows:
             if (window.dim, window.atom) == (dim, atom):
                 return window.largest
@@ -210,7 +210,7 @@ class Layout:
         return self.moved({axis: "P" if state == "R" else "I" for axis, state in self.states})
 
     def canonical(self) -> Layout:
-        """Atoms merged wherever the merged dim places its elements in the same way."""
+        """Merge atoms wherever the merged dim places its elements in the same way."""
         if self.windows:
             kept = {window.dim for window in self.windows}
             dims = (dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
@@ -218,7 +218,7 @@ class Layout:
         return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
 
     def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
-        """The same placement written over finer atoms (their sizes, per dim). Raises LayoutError where there is
+        """Write the same placement over finer atoms (their sizes, per dim). Raises LayoutError where there is
         none."""
         if tuple(map(prod, atoms)) != self.shape or self.windows:
             raise LayoutError(f"a layout of shape {list(self.shape)} does not describe {[list(a) for a in atoms]}")

@@ -98,7 +98,7 @@ class Mesh:
         return {axis: i for i, axis in enumerate(self.sub_axes)}
 
     def expand(self, name: str) -> tuple[str, ...]:
-        """The sub-axes of an axis (``tp`` -> ``("tp.0", "tp.1")``) or of a sub-axis (itself).
+        """Return the sub-axes of an axis (``tp`` -> ``("tp.0", "tp.1")``) or of a sub-axis (itself).
 
         Raises LayoutError for a name that the mesh does not have.
         """
@@ -110,7 +110,7 @@ class Mesh:
         raise LayoutError(f"unknown mesh axis {shorten_repr(name)}: the mesh is ({known})")
 
     def size_of(self, axes: Iterable[str]) -> int:
-        """Number of devices along the product of sub-axes."""
+        """Return the number of devices along the product of sub-axes."""
         return prod(self.sizes[axis] for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -123,7 +123,7 @@ class Mesh:
         return {axis: coordinate_of[axis] for axis in self.sub_axes}
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at coordinates. Raises LayoutError for those that the mesh does not have."""
+        """Return the rank at coordinates. Raises LayoutError for those that the mesh does not have."""
         rank = 0
         for axis in self.sub_axes:
             if not 0 <= coordinates[axis] < self.sizes[axis]:
@@ -134,14 +134,14 @@ class Mesh:
         return rank
 
     def index_along(self, axes: Iterable[str], rank: int) -> int:
-        """Position of a rank along the product of sub-axes, the first of them major."""
+        """Return the position of a rank along the product of sub-axes, the first of them major."""
         coordinates, index = self.coordinates(rank), 0
         for axis in axes:
             index = index * self.sizes[axis] + coordinates[axis]
         return index
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axes`` only, ordered by their position along them. Raises
+        """Return the ranks that differ from ``rank`` along ``axes`` only, by their position along them. Raises
         LayoutError for a rank or an axis that the mesh does not have."""
         base = self.coordinates(rank)
         axes = tuple(part for axis in axes for part in self.expand(axis))

@@ -53,21 +53,30 @@ def rule(
     localize: Localize | None = None,
     lowering: Lowering | None = None,
 ) -> RegisteredRule:
-    """Say how an operator of your own may be split: ``sw.rule("mylib::scale", "b n, n -> b n", linear=((0,), (1,)))``.
+    """Register how a custom operator may be split: ``sw.rule("mylib::scale", "b n, n -> b n", linear=((0,), (1,)))``.
 
-    ``operator``: what ``torch.library.custom_op`` returned, ``torch.ops.mylib.scale`` (of an operator with several
-    overloads one of them), or its name. ``how``: the factors of every tensor operand and result in notation, in the
-    order of the schema; or, when they depend on the arguments, a function of the op and its graph that returns an
-    ``OpRule`` (``shardwise.rules.binding.build`` makes it), or None for calls that run unsplit.
+    A factor is parallel unless ``reduction``, ``lowered`` or ``whole`` names it. The page on adding a rule explains
+    each argument. Every rank needs the rule.
 
-    A factor is parallel unless it is named: in ``reduction`` (``{"k": "sum"}``: each part computes a summand),
-    ``lowered`` (``lowering``, a function with the operator's arguments, stands in when it is split) or ``whole``.
-    ``linear``: groups of operand positions in which the operator is jointly linear. ``localize``: the call on a shard,
-    when sizes or positions are among the arguments. The page on adding a rule explains each; every rank needs the
-    rule.
+    Args:
+        operator: The result of ``torch.library.custom_op``, ``torch.ops.mylib.scale`` (one overload, if it has
+            several), or the operator's name.
+        how: The factors of every tensor operand and result in notation, in the order of the schema. If they depend on
+            the arguments: a function of the op and its graph that returns an ``OpRule`` (see
+            ``shardwise.rules.binding.build``), or None for calls that run unsplit.
+        reduction: Reduced factors with their kind; ``{"k": "sum"}``: each part computes a summand.
+        lowered: Factors for which ``lowering`` replaces the operator when they are split.
+        whole: Factors that cannot be split.
+        linear: Groups of operand positions in which the operator is jointly linear.
+        localize: Returns the call on a shard, when sizes or positions are among the arguments.
+        lowering: A function with the operator's arguments that replaces it when a lowered factor is split.
 
-    Raises NotationError or LayoutError when the rule contradicts itself or the operator's schema, ShardwiseError when
-    the operator has a rule already (``.remove()`` on what this returned forgets it).
+    Returns:
+        The registered rule; its ``.remove()`` forgets the rule, and as a context manager it holds for the block only.
+
+    Raises:
+        NotationError, LayoutError: The rule contradicts itself or the operator's schema.
+        ShardwiseError: The operator has a rule already.
     """
     target = overload_of(operator)
     if target in RULES or target in CUSTOM.rules:

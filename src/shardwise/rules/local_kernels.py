@@ -134,7 +134,7 @@ def _index_rows(
 
 
 def _place_of_indices(dims: Sequence[int]) -> int:
-    """Where the dims of the indices stand in ``x[indices]``: in place of adjacent dims, in front of scattered ones."""
+    """Return the first dim of the indices in ``x[indices]``: in place of adjacent dims, in front of scattered ones."""
     return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
 
 

@@ -100,7 +100,7 @@ Localize = Callable[[Op, LocalContext], LocalOpCall]
 # A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the
 # same result with operators that all have rules. It is traced with fake tensors; its operators are then split like any
 # others.
-# One that has a parameter ``runs`` is told how the first operand is split: per dim the length of the contiguous runs
+# One that has a parameter ``runs`` gets the split of the first operand: per dim the length of the contiguous runs
 # that every rank holds (the whole dim where it is not split, or unevenly). It may work on runs first and on what they
 # gave afterwards: ``x.unflatten(dim, (n // run, run))`` splits what is in one rank from what is not.
 Lowering = Callable[..., Any]

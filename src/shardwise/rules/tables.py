@@ -75,7 +75,7 @@ RULES: RuleTable = join(
 @dataclass
 class CustomRules:
     """Rules of operators that are not ours, by ``shardwise.rule`` (custom.py). ``version``: another one whenever a rule
-    comes or goes, for whoever remembers what rules said."""
+    comes or goes, for caches of rules."""
 
     rules: dict[OpOverload, RuleTemplate | RuleFunction] = field(default_factory=dict)
     version: int = 0

@@ -1,6 +1,6 @@
 """A step of a program of many equal blocks, from programs of few of them.
 
-Where blocks that follow each other are equal, and a plan treats them alike, every further one adds the same seconds and
+Where consecutive blocks are equal, and a plan treats them equally, every further one adds the same seconds and
 the same bytes. So a program with two of each such run is simulated, and for every run one with a third, unless it is
 known of another program what such a block adds; that counts as often as there are blocks beyond two. Of the peak it is
 the bytes while each operator runs that are carried on, as the peak of a short model may be somewhere else; by what most

@@ -1,7 +1,7 @@
 """Which assignments of a search are worth a simulation: those whose additive price is within a stated share of the
 least.
 
-An additive price knows no order. Plans that it prices alike can differ much on a timeline, where traffic is hidden only
+An additive price knows no order. Plans of equal price can differ much on a timeline, where traffic is hidden only
 by the operators that happen to run beside it. So not only the cheapest assignment is looked at, but also what other
 searches find: the least sum where nothing hides, the greedy search, and the next best; and data parallelism, whatever
 its price.
@@ -28,7 +28,7 @@ from shardwise.search.recursive_programming import recursive_search
 
 # The stated share: assignments of a higher additive price than this times the least are not looked at.
 NEAR = 1.05
-# The same where values are made again, gathered again or wait on the host, as prices know less of what hides these:
+# The same where values are recomputed, gathered again or wait on the host, as prices know less of what hides these:
 # steps of a block of Llama-3-405B are simulated at 0.95 to 1.25 times their prices, and the fastest had a price of 1.06
 # to 1.2 times the least.
 NEAR_WITH_LEVERS = 1.2

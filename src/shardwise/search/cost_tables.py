@@ -1,6 +1,6 @@
 """Builds the cost graphs of a model on one mesh: which choices are variables, and the tables of their prices.
 
-Variables and what tables are over depend on no lever. What is made again decides what some of the tables hold, so that
+Variables and what tables are over depend on no lever. Recomputation decides what some of the tables hold, so that
 a cost graph of a further lever is a few looks into what is known (``Tables.priced``).
 """
 
@@ -42,7 +42,7 @@ def build(domains: Domains, fixed: Choices, again: RecomputeSpec | None = None) 
 
 class _TableConditions:
     """What tables depend on besides choices. ``in_flight``: passes whose values are kept for backward at once;
-    ``dropped``: values that are made again, or wait on the host; ``local``: those of them that are kept where a message
+    ``dropped``: values that are recomputed, or wait on the host; ``local``: those of them that are kept where a message
     brought them."""
 
     def __init__(self, graph: Graph, again: RecomputeSpec, in_flight: int) -> None:
@@ -447,7 +447,7 @@ class Tables:
 
     def _resent(self, once: Components, seconds: Floats, again: Floats, is_beside: bool) -> Components:
         """The components of conversions with the messages of some (``again``: 1) sent a second time. ``is_beside``:
-        beside the backward ahead of their operators, which are not made again themselves."""
+        beside the backward ahead of their operators, which are not recomputed themselves."""
         if not again.any():
             return once
         exposed, compute, traffic, kept_bytes = once

@@ -240,7 +240,7 @@ class Elimination:
         return least
 
     def assignment(self, tables: Sequence[Table], last_value: int | None = None) -> list[int]:
-        """An assignment of least value; of those that give the last variable a value, where that is said. No arg-min is
+        """Return an assignment of least value, with ``last_value`` for the last variable if given. No arg-min is
         kept: tables are minimised again on the way back, once for equal values of equal neighbours."""
         assignment = [0] * len(self.sizes)
         if self.last is not None:

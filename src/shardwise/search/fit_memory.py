@@ -1,6 +1,6 @@
 """How little a plan makes again in order to fit: the levers in the order of what they cost.
 
-Where a model fits as it is, and the limit costs it next to nothing, nothing is made again. Otherwise every rung of the
+Where a model fits as it is, and the limit costs it next to nothing, nothing is recomputed. Otherwise every rung of the
 ladder is searched as a problem of its own, operators, mesh and storage together. Programs are made for these in the
 order of their price, until the next has a higher price than a step that was found; what makes more again than a plan
 that fits, at no lower price, is passed over. The fastest in the simulation is taken, after as many of its segments were

@@ -4,7 +4,7 @@ A column ``x[v, i]`` says that variable ``v`` has value ``i``; a table gets one 
 with the ``x`` of its variables (their marginals). This local polytope is what elimination avoids: it is larger and
 slower, but knows no width, so densely connected graphs can be solved, and it is an independent check of the optimum.
 
-Tables are kept small: values that look alike in all tables over several variables are one value (the cheapest of them),
+Tables are kept small: values that are equal in all tables over several variables are one value (the cheapest of them),
 and rows of one table that are equal share their columns.
 """
 

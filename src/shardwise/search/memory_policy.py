@@ -1,7 +1,7 @@
 """What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, values that
 wait on the host, parameters that are gathered again in backward.
 
-``full``: of a segment what comes in and goes out is kept, everything between is made again (``all``: what goes out,
+``full``: of a segment what comes in and goes out is kept, everything between is recomputed (``all``: what goes out,
 too). ``cheap``: of its values as few bytes are kept as there are ways to make the others again without a product (a
 minimum cut, as in torch.compile's partitioner). ``gathers``: in the same cut what messages brought may be
 brought again, and nothing be computed again; ``cheap+gathers``: both."""
@@ -38,7 +38,7 @@ LEAST_SAVED = 64  # a message is sent again where that saves more than the large
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """``segments``: parts of the model that are made again, or wait on the host; ``gathered``: whether gathered
+    """``segments``: parts of the model that are recomputed, or wait on the host; ``gathered``: whether gathered
     parameters are held from forward to backward, gathered again, or gathered once a step (``search.recompute_spec``);
     ``offloads``: whether what is kept of the repeated blocks waits on the host."""
 
@@ -98,8 +98,8 @@ class MemoryPolicy:
         return MemoryPolicy((*segments, *(block for block in blocks if block.operators)), gathered, offloads)
 
     def priced(self, graph: Graph) -> RecomputeSpec:
-        """What the search prices as made again: of full segments all that stays inside, of cheap ones what is no
-        product. The program decides what is made again in truth."""
+        """Return the recomputation that the search prices: of full segments all inner values, of cheap ones all but
+        products. The program decides what is actually recomputed."""
         operators: set[str] = set()
         local: set[str] = set()
         resent: set[str] = set()
@@ -193,7 +193,7 @@ def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) ->
 
 
 def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
-    """The operators of a segment whose results somebody outside reads in forward."""
+    """Return the operators of a segment whose results are read outside of it in forward."""
     delivered = {*refs(graph.outputs), *(value for _, value in graph.mutations)}
 
     def leaves(result: str) -> bool:
@@ -223,7 +223,7 @@ class _MinimumCuts:
                 self.work.add(instruction.origin.op)
 
     def made_again(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
-        """Those operators of a segment, and results of conversions, that are made again where it holds the fewest bytes
+        """Return the operators and conversion results of a segment to recompute so that it holds the fewest bytes
         for backward, and no product is done twice. ``kernels``: whether others are; ``messages``: whether messages are
         sent twice."""
         import networkx as nx  # takes .3 s, and few plans ask for it

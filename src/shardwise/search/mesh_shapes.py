@@ -14,7 +14,7 @@ from shardwise.layouts.mesh import Mesh, prime_factors
 
 def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
     """The meshes that a search tries where the user names none: axes are called after the level that they lie in. The
-    last is that of one axis: what shapes of several price alike may take two messages there (a gather over one axis,
+    last is that of one axis: what shapes of several price equally may take two messages there (a gather over one axis,
     then over the other), of which the second waits for the first, and neither leaves early."""
     meshes = []
     shapes = mesh_shapes(cluster, max_axes)

@@ -6,7 +6,7 @@ keeps until its weight part is done.
 
 *Construction.* Places are simulated side by side (list scheduling). A free place takes, of the forwards and input parts
 that have what they need, the one of the highest priority. Where none is there it fills the time with weight parts, for
-which nobody waits. A forward waits until its place has room for it and for the later stages of the place: so the
+which no action waits. A forward waits until its place has room for it and for the later stages of the place: so the
 micro-batch that is the furthest can always end, which makes room.
 
 *Improvement.* Priorities come from a few numbers (``_Policy``), of which many are tried, and from the positions in

@@ -17,7 +17,7 @@ class UnsplitWarning(UserWarning):
 
 def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -> dict[str, OpRule]:
     """The rule of every op; operators without one are kept whole, with one warning that names them all, once per kind.
-    ``known``: ops that a plan has decided already; nothing is said about them. ``stacklevel``: of the user's call."""
+    ``known``: ops that a plan has decided already; they cause no warning. ``stacklevel``: of the user's call."""
     rules: dict[str, OpRule] = {}
     missing: dict[str, Op] = {}
     for op in graph.ops:

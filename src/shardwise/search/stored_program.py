@@ -37,7 +37,7 @@ class StoredProgram:
 
     @cached_property
     def kept(self) -> RankProgram:
-        """The step of the rank that holds most, before anything is said of lifetimes."""
+        """The step of the rank that holds most, before lifetimes are known."""
         return keeping_all(localize(self.spmd, busiest_rank(self.spmd)), self.kinds)
 
     def with_lifetimes(self, graph: Graph, settings: SearchConfig) -> ProgramWithPolicy:
