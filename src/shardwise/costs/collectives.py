@@ -287,7 +287,7 @@ def _tree(levels: tuple[Level, ...], span: Span) -> Affine:
 
 
 def _switch(level: Level, ring: Affine, span: Span) -> Affine:
-    """Of its message every device sends all to be added and, of the sum, the share that it asked for to all: 1 + 1/n
+    """Return the line of an in-switch all-reduce: each device sends its message and its share of the sum, 1 + 1/n
     against the 2 (n - 1) / n of a ring. It starts no sooner than a ring does."""
     return ring[0], (1 + 1 / span.size) * level.shared_by / (level.in_switch * level.link_bandwidth(span.size))
 

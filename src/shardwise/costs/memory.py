@@ -41,7 +41,7 @@ class MemoryEstimate:
 
     @property
     def rests(self) -> dict[str, int]:
-        """What a stage holds between two micro-batches, with one saved, by category: no more than while it works."""
+        """Return the bytes held between two micro-batches, with one saved, by category: at most those at work."""
         fullest = max(self.peak_of.values(), key=static_bytes)
         stays: dict[str, int] = {name: fullest.parts.get(name, 0) for name in STAYING}
         return {**stays, "saved": min(self.kept_bytes, self.peak.num_bytes - sum(stays.values()))}
@@ -170,7 +170,7 @@ class _Walk:
                     self.sums[source.value] = self.ledger.hold(self.ledger.new(kept.num_bytes, "gradients"))
 
     def _once(self, instructions: tuple[Instruction, ...], stays: Iterable[str]) -> None:
-        """What a step does once, ahead of its passes or behind them. ``stays``: the names of what is kept."""
+        """Run instructions once, before or after the passes of a step. ``stays``: names of values to keep."""
         last = {name: i for i, entry in enumerate(instructions) for name in (*entry.operands, *entry.results)}
         kept = {*stays, *self.graph.source_of}
         for index, instruction in enumerate(instructions):

@@ -211,7 +211,7 @@ def parts_of(
 
 
 def _is_leading(sharded: Layout, whole: Layout, axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
-    """Whether the slices of a tensor over some axes, one behind the other, are the tensor as it lies in memory."""
+    """Return whether a tensor's slices over some axes, one after the other, are the tensor in memory."""
     places = [(d, i) for d, dim in enumerate(sharded.dims) for i, atom in enumerate(dim) if {*atom.axes} & {*axes}]
     if len(places) != 1:
         return False

@@ -111,7 +111,7 @@ class Prices:
         return self.moved(3 * num_bytes) * (1 - 1 / self.passes)
 
     def update_kernels(self, value: Value, numel: float) -> float:
-        """Of that, the update alone. What it takes to start kernels counts where each parameter has its own."""
+        """Return the seconds of the update alone. Kernel start-up counts where each parameter has its own."""
         update, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
         work = KernelWork("update", num_bytes=size * update.passes, scalars=numel * update.scalars)
         seconds = self.kernel(work) + (update.kernels - 1) * self.device.kernel_latency

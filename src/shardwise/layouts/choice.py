@@ -79,8 +79,8 @@ class ShardPosition(NamedTuple):
 
     @staticmethod
     def of(dim: int, sizes: Sequence[int], index: int) -> ShardPosition:
-        """That of an atom of a dim, whose atoms have these sizes. Empty atoms count as one in strides, so that their
-        neighbours stay apart."""
+        """Return the position of an atom of a dim, whose atoms have these sizes. Empty atoms count as one in strides,
+        so that their neighbours stay distinct."""
         return ShardPosition(dim, prod(max(size, 1) for size in sizes[index + 1 :]), sizes[index])
 
 
@@ -157,8 +157,8 @@ def _split_at(places: Mapping[str, ShardPosition], place: ShardPosition) -> Spli
 
 
 def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout:
-    """Where a tensor is on every sub-axis (invariant on those not named), as a layout over its atoms. Axes that share a
-    place are major first, in the order of ``where``. Raises LayoutError for a place that is no atom."""
+    """Return the layout over the given atoms that has the states in ``where`` (invariant on axes not named). Axes that
+    share a position are major first, in the order of ``where``. Raises LayoutError for a position that is no atom."""
     axes: dict[tuple[int, int], list[str]] = {}
     states: list[tuple[str, str]] = []
     for axis, at in where.items():

@@ -47,7 +47,7 @@ class Placement:
 
     @staticmethod
     def whole(mesh: Mesh) -> Placement:
-        """All ranks of a job that has as many as the mesh has devices."""
+        """Return the placement on all ranks of a job with as many ranks as the mesh has devices."""
         return Placement(mesh, tuple(range(mesh.num_devices)))
 
     def device_of(self, rank: int) -> int:

@@ -137,9 +137,9 @@ def window_moves(current: Layout, target: Layout) -> tuple[Move, ...]:
 def price_of_redistribution(
     source: Layout, target: Layout, *, differentiable: bool = True, price: Price | None = None
 ) -> Cost:
-    """What ``redistribute`` pays, without the moves: the sum over moves and directions, component by component. Empty
-    for equal layouts. By default (elements sent by the busiest rank, messages); uneven tensors that are searched as if
-    they divided evenly are priced so, too."""
+    """Return the cost of ``redistribute`` without the moves: the sum over moves and directions, component by component.
+    Empty for equal layouts. By default (elements sent by the busiest rank, messages); uneven tensors that are searched
+    as if they divided evenly are priced so, too."""
     if source.windows or target.windows:
         moves = _through_windows(source, target, differentiable, price)
         if not moves:

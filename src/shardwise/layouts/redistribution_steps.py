@@ -85,8 +85,8 @@ class RedistributionSteps:
         self._exchanges_of: dict[Arrangement, list[tuple[Arrangement, int, int]]] = {}
 
     def everywhere(self, state: State, exchanged: bool) -> list[RedistributionStep]:
-        """All steps from a state. ``exchanged``: it was reached by an exchange, which another one need not follow (what
-        both together bring, one brings, and no rank sends more)."""
+        """Return all steps from a state. ``exchanged``: it was reached by an exchange, which another one need not
+        follow (one exchange does what both do, and no rank sends more)."""
         return self._others(state) if exchanged else [*self._exchanges(state), *self._others(state)]
 
     def step(self, before: State, after: State, source: str, target: str, units: tuple[int, ...]) -> RedistributionStep:

@@ -51,8 +51,8 @@ class StepPrice(Protocol):
     """Prices in the terms of the search, compared by value."""
 
     def of(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
-        """What one direction of a step costs, in which the busiest rank sends so many elements (times the devices).
-        Summed component by component."""
+        """Return the cost of one direction of a step in which the busiest rank sends so many elements (times the
+        devices). Summed component by component."""
         ...
 
     def at_least(self, elements: float) -> Cost:

@@ -151,7 +151,7 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
 
 
 def _within(part: Ranges, whole: Ranges) -> Ranges:
-    """Where some rows are among those that a device holds; ranges that follow one another there are one."""
+    """Return the positions of some rows among those that a device holds; adjacent ranges are merged."""
     positions: list[tuple[int, int]] = []
     offset, pending = 0, list(part)
     for start, stop in whole:

@@ -143,7 +143,7 @@ def build(
 
 
 def kind_fault(name: str, kind: FactorKind, in_results: Sequence[bool], lowering: Lowering | None) -> str:
-    """What contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
+    """Return what contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
     if kind == "parallel" and not all(in_results):
         return f'{name} is parallel but not in all results: is it reduction={{"{name}": "sum"}}, lowered or whole?'
     if kind in ("sum", "max", "min", "any") and any(in_results):

@@ -143,7 +143,7 @@ def overload_of(operator: Any) -> OpOverload:
 
 
 def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
-    """What can be said without a call: numbers of tensors, kinds and linear groups."""
+    """Check what needs no call: numbers of tensors, kinds and linear groups."""
     pattern, faults = template.pattern, []
     for tensors_word, tensors, declared in (
         ("operands", pattern.operands, target._schema.arguments),

@@ -185,8 +185,8 @@ def _with_spare(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _spare_row(local: Tensor, mine: Tensor, spare: int) -> Tensor:
-    """What ``local_index`` gave, with row ``spare`` for rows of other ranks and one behind it for what is in no row (so
-    that it fails as it does on one device)."""
+    """Return the result of ``local_index``, with row ``spare`` for rows of other ranks and the one behind it for
+    indices in no row (so that it fails as on one device)."""
     return torch.where(mine, local, torch.where(local == 0, spare, spare + 1))
 
 
@@ -349,7 +349,7 @@ def _cumulated(
     offsets: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """What the addends given by sizes, offsets, lengths contribute to the given rows of a cumulative sum."""
+    """Return what the addends given by sizes, offsets, lengths contribute to the given rows of a cumulative sum."""
     total = torch.cumsum(x, dim, dtype=dtype)
     total = torch.cat([total.new_zeros([1 if i == dim else n for i, n in enumerate(total.shape)]), total], dim)
     addends = global_index(sizes, offsets, lengths, x.device)

@@ -218,7 +218,7 @@ def _nothing(q: Tensor) -> _SoftmaxState:
 def _met(
     seen: _SoftmaxState, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, mask: Tensor | None = None
 ) -> _SoftmaxState:
-    """What rows have seen after they met other keys, but for those that are ``hidden`` or that the mask hides."""
+    """Update the softmax state with other keys, except those that are ``hidden`` or that the mask hides."""
     scores = torch.matmul(q, k.transpose(-2, -1))
     if hidden is not None:
         scores = scores.masked_fill(hidden, -inf)

@@ -126,7 +126,7 @@ class Sliding:
         return clip_rows(start, max(self.bounds(offset, length)[1], start + self.span), self.size)
 
     def position_in_aligned(self, offset: int, length: int) -> int:
-        """Which row of that computation is the first of the part."""
+        """Return the row of that computation that is the first of the part."""
         return offset - self._aligned_start(offset, length) // self.stride
 
     def _aligned_start(self, offset: int, length: int) -> int:

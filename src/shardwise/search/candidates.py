@@ -71,8 +71,8 @@ class Candidate:
 
 
 def candidates(searches: Sequence[MeshSearch], name: str, limit: float, share: float = NEAR) -> list[Candidate]:
-    """Of searches on several meshes, the cheapest candidate first. Their prices are within ``share`` of its, their
-    bytes within ``limit``; ``name``: of the search."""
+    """Return candidates of searches on several meshes, the cheapest first. Their prices are within ``share`` of its,
+    their bytes within ``limit``; ``name``: of the search."""
     ordered = sorted(searches, key=lambda search: search.outcome.seconds)
     most = share * ordered[0].outcome.seconds
     size = max(len(ordered[0].cost.domains.graph.ops), 1)

@@ -57,7 +57,7 @@ How = tuple[bool, ...]
 
 
 def _always(levers: _TableConditions) -> How:
-    """Of a table that depends on no lever."""
+    """Return the conditions of a table that depends on none: an empty tuple."""
     return ()
 
 
@@ -277,7 +277,7 @@ class Tables:
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def _edge(self, name: str, op: Op, variable: int, domain: Domain) -> None:
-        """What a consumer's layouts of a value cost, from where the value is."""
+        """Add the costs of a consumer's layouts of a value, from the layouts of the value."""
         home, starts = self.cost.home[name]
         routes = self.domains.routes(name)
         positions = tuple(i for i, operand in enumerate(op.operands) if operand == name)

@@ -265,8 +265,8 @@ def eliminated_minimum(step: _Least, tables: Sequence[Table], neighbours: Sequen
 
 
 def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT) -> Elimination:
-    """How a problem is eliminated; those that leave no variable to the last are remembered. Raises TooWide when a joint
-    table would have more than ``max_joint`` combinations, or all tables more than ``MAX_BYTES``."""
+    """Return the elimination of a problem; those without ``last`` are cached. Raises TooWide when a joint table would
+    have more than ``max_joint`` combinations, or all tables more than ``MAX_BYTES``."""
     key = tuple(problem.sizes), tuple(problem.factors)
     elimination = problem.known.get(key) if last is None else None
     if elimination is None:

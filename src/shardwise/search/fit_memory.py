@@ -206,8 +206,8 @@ class _PolicyResult:
 
     @cached_property
     def answer(self) -> SearchResult:
-        """What is found, for which programs are made. Bytes that add up may be a few more than the peak, so that some
-        fit which were refused."""
+        """Return the search result from the programs of the searches. Bytes that add up may be a few more than the
+        peak, so that some that were refused fit."""
         return self.planner.answer_of(*self.searches)
 
 

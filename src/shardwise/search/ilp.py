@@ -105,7 +105,7 @@ class _IntegerProgram:
         self.values = self._distinct()
 
     def _distinct(self) -> list[Ints]:
-        """Of the values that are in the same classes everywhere only the cheapest, and none that is forbidden."""
+        """Keep the cheapest of the values that are in the same classes everywhere, and none that is forbidden."""
         seen: list[list[Ints]] = [[] for _ in self.problem.sizes]
         for joint in self.joints:
             for variable, classes in zip(joint.scope, joint.classes, strict=True):

@@ -281,7 +281,7 @@ class _MinimumCuts:
         return computed - once - self.products, converted
 
     def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
-        """Of doing an instruction again, infinite where that is not wanted."""
+        """Return the price of recomputing an instruction; infinite where that is not wanted."""
         op = instruction.origin.op
         if isinstance(instruction, Compute):
             may = op not in self.products and (kernels or op not in self.work)

@@ -36,7 +36,7 @@ class MicroBatchOutcome:
 def batches_of(
     samples: int | None, global_batch: int | None, micro_batch: int | None, num_devices: int, *, chooses: bool
 ) -> MicroBatchOptions | None:
-    """What the sizes that the user gave mean, for example inputs of some ``samples``; None: one pass over them.
+    """Return the options for the sizes that the user gave, for example inputs of some ``samples``; None: one pass.
 
     ``chooses``: whether plans are compared by price. Raises ShardwiseError where they contradict each other.
     """

@@ -368,7 +368,7 @@ def least_seconds(work: OrderProblem) -> float:
 
 
 def _heads(lasts: Sequence[float], gaps: Sequence[float], begin: float, count: int) -> list[list[float]]:
-    """Of every action of the chain, and of every one of ``count`` equal micro-batches in order, the least time before
+    """Return, for every action of the chain and each of ``count`` equal micro-batches in order, the least time before
     it begins: as many micro-batches have gone through each earlier action by then, one after another."""
     ready = [begin] * count
     heads = []

@@ -145,7 +145,7 @@ class Planner:
         return planned
 
     def answer(self) -> SearchResult:
-        """As ``plan``; what it is the plan of."""
+        """Return the search result, from which ``plan`` is made."""
         return self.answer_of(*self.searches())
 
     def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:

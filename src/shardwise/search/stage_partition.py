@@ -157,7 +157,7 @@ def _least_slowest(spans: Sequence[Floats]) -> float:
 
 
 def _parts(graph: Graph, weights: _OperatorCosts, starts: Sequence[int]) -> list[list[str]]:
-    """All operators, those that are repeated beside the one before them."""
+    """Split all operators into stages; repeated ones go with the one before them."""
     begins = {weights.names[start]: number for number, start in enumerate(starts)}
     parts: list[list[str]] = [[] for _ in starts]
     current = 0

@@ -25,9 +25,9 @@ NUM_CAPS = 6
 
 
 def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSearch]:
-    """What the search finds where moments are capped, the most promising first: those that should fit, by their
-    seconds, then those that should not, by how much they hold. ``name``: of the search. Every one is the fastest under
-    its cap, or where nothing fits so the one of least memory."""
+    """Return the searches with capped transients, the most promising first: those that should fit, by their seconds,
+    then the others, by how much they hold. ``name``: of the search. Every one is the fastest under its cap, or where
+    nothing fits so the one of least memory."""
     cost, ordered = search.cost, []
     moments = {number: table() for number, table in cost.transients.items()}
     for cap in _caps(cost, moments, search.outcome.assignment):

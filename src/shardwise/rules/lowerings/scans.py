@@ -19,7 +19,7 @@ def _by_runs(x: Tensor, dim: int, runs: Sequence[int]) -> tuple[int, Tensor | No
 
 
 def _starts(x: Tensor, dim: int) -> Tensor:
-    """Where the runs of ``x`` begin, to be added to indices within them."""
+    """Return the starts of the runs of ``x``, to be added to indices within them."""
     return dim_indices(x, dim) * x.shape[dim + 1]
 
 
@@ -73,7 +73,7 @@ def cummin(self: Tensor, dim: int, *, runs: Sequence[int] = ()) -> tuple[Tensor,
 
 
 def _cumulative_extreme(x: Tensor, largest: bool, dim: int, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of equal values the later one counts, and nan beats numbers, as in PyTorch."""
+    """Compute cummax or cummin over runs; the later of equal values counts, and nan beats numbers, as in PyTorch."""
     scan = torch.cummax if largest else torch.cummin
     dim, parts = _by_runs(x, dim, runs)
     if parts is None:
