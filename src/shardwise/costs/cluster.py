@@ -177,11 +177,15 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``num_devices`` equal devices on levels, innermost first.
+    """Hardware description: equal devices on network levels.
 
-    ``mixed``: (device name, number), when the devices are not equal; ``device`` then has the worst of each figure,
-    which is what a step that waits for all of them gets. ``price_per_hour``: of a device, in any currency (0: not
-    known); of several kinds in the mean. ``sources``: figure -> where it comes from.
+    Args:
+        name: Name of the cluster.
+        device: One device; for a mixed cluster with the worst of each figure, as a step waits for all devices.
+        levels: Network levels, innermost first; ``num_devices`` is the product of their sizes.
+        mixed: (device name, number) per kind, if the devices are not equal.
+        price_per_hour: Price of a device in any currency (0: not known); the mean over several kinds.
+        sources: (figure, source of the figure) pairs.
     """
 
     name: str

@@ -246,7 +246,7 @@ def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
 
 
 def _only_on(units: Sequence[int], level: int) -> bool:
-    """Return whether a group lies in one unit of this level, with one member in each unit of the level below."""
+    """Return whether a group lies in one unit of this level, with one member in each of several units below."""
     return units[level] == units[0] and units[level + 1] == 1
 
 

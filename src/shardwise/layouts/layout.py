@@ -77,11 +77,16 @@ def num_rows(ranges: Ranges) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """One state per sub-axis. ``dims``: the atoms of every tensor dim (at least one each). ``states``: the sub-axes
-    that are neither sharding an atom nor invariant, with ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, in device order.
-    ``windows``: of the atoms that are held in windows instead of slices, by dim and atom.
+    """Placement of a tensor on a mesh: one state per sub-axis.
 
     Layouts compare by value; ``canonical()`` gives equal results for layouts that place every element equally.
+
+    Args:
+        mesh: The mesh.
+        dims: Atoms of every tensor dim (at least one each).
+        states: (sub-axis, state) of the sub-axes that neither shard an atom nor are invariant, in device order; the
+            state is ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``.
+        windows: Windows of the atoms that are held in windows instead of slices, by dim and atom.
     """
 
     mesh: Mesh
@@ -179,8 +184,14 @@ class Layout:
         )
 
     def moved(self, axis_states: Mapping[str, str | tuple[int, int]]) -> Layout:
-        """The layout with some sub-axes put elsewhere: a state, or a position (dim, atom) where it is appended as the
-        minor-most."""
+        """Return the layout with some sub-axes moved.
+
+        Args:
+            axis_states: Sub-axis -> new state, or the position (dim, atom) where it is appended as the minor-most.
+
+        Returns:
+            The new layout.
+        """
         dims = [[list(atom.axes) for atom in dim] for dim in self.dims]
         for dim in dims:
             for axes in dim:
@@ -218,8 +229,17 @@ class Layout:
         return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
 
     def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
-        """Write the same placement over finer atoms (their sizes, per dim). Raises LayoutError where there is
-        none."""
+        """Return the same placement over finer atoms.
+
+        Args:
+            atoms: Sizes of the finer atoms, per dim.
+
+        Returns:
+            The refined layout.
+
+        Raises:
+            LayoutError: The atoms do not describe this layout.
+        """
         if tuple(map(prod, atoms)) != self.shape or self.windows:
             raise LayoutError(f"a layout of shape {list(self.shape)} does not describe {[list(a) for a in atoms]}")
         dims = tuple(_refine(dim, sizes, self.mesh) for dim, sizes in zip(self.dims, atoms, strict=True))

@@ -68,7 +68,7 @@ def any_split(context: LocalContext, factors: Sequence[str]) -> bool:
 
 
 def block_offset(pieces: Sequence[Piece]) -> int | None:
-    """Where the shard starts in the flattened factor when it is one contiguous block, else None.
+    """Return the offset of the shard in the flattened factor when it is one contiguous block, else None.
 
     A shard of the atoms (3, 8), major first, is contiguous when the major part is one index, or the minor one is whole.
     """

@@ -75,8 +75,9 @@ def rule(
         The registered rule; its ``.remove()`` forgets the rule, and as a context manager it holds for the block only.
 
     Raises:
-        NotationError, LayoutError: The rule contradicts itself or the operator's schema.
-        ShardwiseError: The operator has a rule already.
+        NotationError: The notation does not parse, or ``how`` is neither text nor function.
+        LayoutError: The rule contradicts itself or the operator's schema.
+        ShardwiseError: The operator has a rule already, is not one registered overload, or keywords go with a function.
     """
     target = overload_of(operator)
     if target in RULES or target in CUSTOM.rules:

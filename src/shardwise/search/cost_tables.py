@@ -383,8 +383,8 @@ class Tables:
     def _whole_sums(
         self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
     ) -> tuple[Floats, Floats] | None:
-        """Of a parameter's gradient that adds up over the passes in a larger layout than that in which it is stored, in
-        the dtype of what is stored: ``larger_gradients``, of which a step has some more seconds to add."""
+        """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the passes in a
+        larger layout than the stored one, which takes a step more seconds."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
         if not is_once or is_one_pass or not routes.tensor.differentiable or levers.gathered != "once":
             return None
@@ -408,8 +408,8 @@ class Tables:
                 self._send(name)
 
     def _send(self, name: str) -> None:
-        """What another stage reads leaves as that takes it. Where this is not known: as it is; sums and what is
-        replicated in the layout that takes least."""
+        """Price sending a value in the layout that the other stage takes. If that is unknown, sums and replicated
+        values go in the cheapest layout, others as they are."""
         (home, starts), routes = self.cost.home[name], self.domains.routes(name)
         node = routes.node_of(self.taken[name]) if name in self.taken else None
         nodes = sendable(routes) if node is None else np.array([node])

@@ -259,7 +259,7 @@ class _ExactSearch:
         return sorted(moved, key=lambda variable: -moved[variable])[:BRANCHES]
 
     def mix(self, first: _VisitedAssignments, second: _VisitedAssignments) -> None:
-        """All assignments that agree with one up to some variable and with the other from there; the best that fits.
+        """Try all assignments that follow one up to some variable and the other from there; the best that fits.
         The last column counts what is forbidden."""
         if first is second:
             return

@@ -136,8 +136,8 @@ class Planner:
         return self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes
 
     def plan(self) -> PlannerResult:
-        """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
-        the one that needs least."""
+        """Return the fastest plan over all meshes that keeps the user's choices and fits; if none does
+        (``ranking.excess``) the one that needs least memory."""
         answer = self.answer()
         planned = self.planned(answer)
         if self.folded is not None and planned.ranking.excess and not answer.ranking.excess:
@@ -331,8 +331,8 @@ class Planner:
         return self.choices[key]
 
     def _others(self, peak: Peak, kept_bytes: int) -> int:
-        """What is kept of the passes in flight beside one that keeps so much, less what is there for a moment and is
-        not this stage's alone."""
+        """Return the bytes kept for the other passes in flight, less the transient bytes that the stages of a rank
+        share."""
         moment = max(0, peak.num_bytes - static_bytes(peak) - kept_bytes) if peak.parts else 0
         return (self.settings.in_flight - 1) * kept_bytes - moment + moment // self.settings.turns
 

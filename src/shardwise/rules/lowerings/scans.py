@@ -24,7 +24,7 @@ def _starts(x: Tensor, dim: int) -> Tensor:
 
 
 def _before(totals: Tensor, dim: int, neutral: float) -> Tensor:
-    """What precedes every run, given the totals up to its end: ``neutral`` for the first; with a dim for the run."""
+    """Return the total before every run from those up to its end: ``neutral`` for the first; with a run dim."""
     first = torch.full_like(totals.narrow(dim, 0, 1), neutral)
     return torch.cat([first, totals.narrow(dim, 0, totals.shape[dim] - 1)], dim).unsqueeze(dim + 1)
 
