@@ -73,12 +73,12 @@ class Span:
         return self.units[level] / self.units[level + 1]
 
     def used(self) -> tuple[int, ...]:
-        """The levels on which members meet: whose units have several of the units below."""
+        """Return the levels on which members meet: whose units have several of the units below."""
         return tuple(level for level in range(len(self.units) - 1) if self.units[level] > self.units[level + 1])
 
     def passed(self) -> tuple[int, ...]:
-        """The levels whose links messages take. What leaves a pod has left a node before, by the same network; the
-        links inside a node are others."""
+        """Return the levels whose links messages take. What leaves a pod has left a node before, by the same network;
+        the links inside a node are others."""
         farthest = self.used()[-1]
         return tuple(level for level in range(farthest + 1) if level > 0 or self.used()[0] == 0)
 
@@ -97,7 +97,7 @@ class Links:
 
     @staticmethod
     def of(cluster: Cluster, place: Placement) -> Links:
-        """The links that the groups of a placement use."""
+        """Return the links that the groups of a placement use."""
         return Links(cluster, place.mesh, () if len(place.ranks) == cluster.num_devices else place.ranks)
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Links:
         return Span((*units, 1))
 
     def level_names(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The names of the levels that a group over these sub-axes spans, innermost first."""
+        """Return the names of the levels that a group over these sub-axes spans, innermost first."""
         names = self._levels.get(axes)
         if names is None:
             used = self.span(axes).used()
@@ -221,7 +221,7 @@ def num_steps(kind: str, num_members: int) -> int:
 
 
 def share_sent(kind: str, num_members: int) -> float:
-    """The part of a message that a device sends in a collective inside one level."""
+    """Return the part of a message that a device sends in a collective inside one level."""
     if kind in ("collective_permute", "halo_exchange"):
         return 1.0
     return _PASSES.get(kind, 1) * (num_members - 1) / num_members

@@ -27,7 +27,7 @@ _LEAST_BYTES = 2**16  # of a value that two kernels are joined for because both 
 
 
 def fused_works(module: fx.GraphModule) -> tuple[KernelWork, ...]:
-    """The kernels of a graph whose nodes have their fake tensors as ``meta["val"]``."""
+    """Return the kernels of a graph whose nodes have their fake tensors as ``meta["val"]``."""
     return _Fusion(module.graph).run()
 
 

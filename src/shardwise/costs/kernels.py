@@ -127,7 +127,7 @@ class KernelWork:
     made: float = 0.0
 
     def scaled(self, size: float, flops: float, written: float) -> KernelWork:
-        """The same kernel on other sizes: by which factors bytes, FLOPs and what is zeroed change."""
+        """Return the same kernel on other sizes: by which factors bytes, FLOPs and what is zeroed change."""
         return replace(
             self,
             flops=self.flops * flops,
@@ -167,8 +167,8 @@ class KernelCall:
 
 
 def work_of(call: KernelCall, operands: Sequence[Form], results: Sequence[Form]) -> KernelWork:
-    """The work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch only what
-    it moves is known."""
+    """Return the work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch
+    only what it moves is known."""
     return replace(
         _work_of(call, operands, results), made=max((float(form.num_bytes) for form in results), default=0.0)
     )

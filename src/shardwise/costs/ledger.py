@@ -75,7 +75,7 @@ class Ledger:
     over: list[Peak] | None = None
 
     def new(self, num_bytes: int, category: Category = "temporaries") -> Storage:
-        """A storage that someone is about to hold."""
+        """Create a storage that has no owner yet."""
         storage = Storage(num_bytes, category)
         self.live[category] += num_bytes
         self.note()

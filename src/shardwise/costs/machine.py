@@ -63,7 +63,7 @@ def local(num_devices: int) -> Cluster:
 
 
 def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, bool]:
-    """The bundled family of a GPU, and whether its name told it (else it is one like it).
+    """Return the bundled family of a GPU, and whether its name told it (else it is one like it).
 
     >>> family_of("NVIDIA H100 80GB HBM3"), family_of("NVIDIA A100-SXM4-40GB"), family_of("NVIDIA L40S", (8, 9))
     (('h100', True), ('a100-40', True), ('l4', False))

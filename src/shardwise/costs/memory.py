@@ -48,21 +48,21 @@ class MemoryEstimate:
 
 
 def busiest_program(spmd: SpmdProgram, kinds: VjpCache) -> RankProgram:
-    """The step of the rank that holds most: what memory and time are those of."""
+    """Return the step of the rank that holds most, whose memory and time are reported."""
     return differentiate(localize(spmd, busiest_rank(spmd)), kinds)
 
 
 def memory_of(spmd: SpmdProgram, prices: Prices, *, kinds: VjpCache | None = None) -> MemoryEstimate:
-    """The memory of a training step of the rank that holds most. ``kinds``: those traced already, which many programs
-    of a model share."""
+    """Return the memory of a training step of the rank that holds most. ``kinds``: those traced already, which many
+    programs of a model share."""
     return memory_of_program(busiest_program(spmd, kinds or VjpCache()), prices)
 
 
 def memory_of_program(
     program: RankProgram, prices: Prices, parts: ProgramParts | None = None, *, over_time: bool = False
 ) -> MemoryEstimate:
-    """The memory of one rank's training step. ``parts``: those of it, where they are there already; ``over_time``:
-    whether to keep what is held at every operator, and not only the most."""
+    """Return the memory of one rank's training step. ``parts``: those of it, where they are there already;
+    ``over_time``: whether to keep what is held at every operator, and not only the most."""
     parts = parts or ProgramParts.of(program, prices)
     ledger = Ledger(over=[] if over_time else None)
     return _Walk(parts.each, prices, parts.constants, parts.once, ledger=ledger).run()

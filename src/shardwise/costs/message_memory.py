@@ -140,7 +140,7 @@ class MessageLedger:
     def _land(
         self, buffer: Storage, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool
     ) -> list[LedgerTensor]:
-        """The tensors that a buffer brought."""
+        """Return the tensors that a buffer brought."""
         landed: list[LedgerTensor] = []
         fresh: list[Storage] = []
         size = self.mesh.size_of(moves[0].axes)
@@ -196,7 +196,7 @@ def _primitive(move: Move, backward: bool) -> str:
 
 
 def stages_of(conversions: Sequence[Conversion], *, backward: bool) -> list[list[Move]]:
-    """The moves of conversions that travel together, one list per stage, in the order of execution."""
+    """Return the moves of conversions that travel together, one list per stage, in the order of execution."""
     stages = [list(moves) for moves in zip(*(c.moves for c in conversions), strict=True)]
     return stages[::-1] if backward else stages
 

@@ -59,7 +59,7 @@ def is_on_host(optimizer: str) -> bool:
 
 
 def parse_optimizer(optimizer: str) -> tuple[str, str]:
-    """The name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
+    """Return the name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
     torch's default on the device. Raises ShardwiseError."""
     if not isinstance(optimizer, str):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
@@ -88,8 +88,8 @@ def states_of(optimizer: str) -> int:
 
 
 def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) -> int:
-    """The most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters, in
-    their order; ``foreach``: whether that is the device's default."""
+    """Return the most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters,
+    in their order; ``foreach``: whether that is the device's default."""
     name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     if variant == "foreach":

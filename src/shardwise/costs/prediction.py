@@ -99,7 +99,7 @@ class Prediction:
         return Interval(*(self.passes * end for end in (own.value, own.low, own.high)))
 
     def memory_interval(self, cluster: Cluster) -> Interval:
-        """The peak, in bytes."""
+        """Return the peak, in bytes."""
         return between_bytes(self.peak_bytes, cluster)
 
     @property

@@ -39,7 +39,7 @@ class SmiGpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that torch sees, in its order. No context is created on any of them."""
+    """Return the GPUs that torch sees, in its order. No context is created on any of them."""
     import torch  # here: a cluster of another machine needs none of it
 
     if not torch.cuda.is_available():
@@ -81,7 +81,7 @@ def smi_gpus() -> dict[str, SmiGpu]:
 
 
 def topology() -> str:
-    """The table of ``nvidia-smi topo -m``; empty where there is none."""
+    """Return the table of ``nvidia-smi topo -m``; empty where there is none."""
     return _smi("topo", "-m")
 
 

@@ -80,13 +80,13 @@ def accumulation_name(source: Source) -> str:
 
 
 def simulate(spmd: SpmdProgram, prices: Prices, kinds: VjpCache | None = None) -> SimulatedStep:
-    """A step of the busiest rank. ``kinds``: those traced already."""
+    """Simulate a step of the busiest rank. ``kinds``: those traced already."""
     return simulate_program(busiest_program(spmd, kinds or VjpCache()), prices)
 
 
 def simulate_program(program: RankProgram, prices: Prices) -> SimulatedStep:
-    """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well. Of several
-    passes it is one of them, with its share of what the step does once."""
+    """Simulate the step of a rank from its list; of a compiled program, whose sections were priced, as well. Of
+    several passes it is one of them, with its share of what the step does once."""
     parts = ProgramParts.of(program, prices)
     timeline = Timeline(program, prices, parts)
     timeline.run()

@@ -119,7 +119,7 @@ class ShardPositions:
         return choice.state if isinstance(choice, Repeat) else "P"
 
     def choice_of_operand(self, position: int, where: Where) -> AxisChoice | None:
-        """The choice that wants an operand there; None if there is none."""
+        """Return the choice that wants an operand there; None if there is none."""
         if isinstance(where, ShardPosition):
             return _split_at(self.operands[position], where)
         if where in ("I", "R"):
@@ -127,7 +127,7 @@ class ShardPositions:
         return next((PassSum(i) for i, group in enumerate(self.linear) if where == "P" and position in group), None)
 
     def split_of_result(self, position: int, place: ShardPosition) -> Split | None:
-        """The split that leaves a result split at a place; None if there is none."""
+        """Return the split that leaves a result split at a place; None if there is none."""
         return _split_at(self.results[position], place)
 
 
@@ -181,7 +181,7 @@ def _atom_at(atoms: tuple[tuple[int, ...], ...], place: ShardPosition) -> tuple[
 
 
 def where_of(layout: Layout) -> dict[str, Where]:
-    """The inverse of ``layout_of``: sub-axis -> state or place; those that share a place are major first."""
+    """Invert ``layout_of``: sub-axis -> state or place; those that share a place are major first."""
     where: dict[str, Where] = {}
     for axis, (dim, atom) in layout.positions.items():
         where[axis] = ShardPosition.of(dim, layout.atoms[dim], atom)

@@ -160,7 +160,7 @@ class Collective:
 
 
 def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Collective | None:
-    """The collective that a move performs in forward or backward, or None."""
+    """Return the collective that a move performs in forward or backward, or None."""
     if move.reverse is not None:
         return collective_of(move.reverse, itemsize, backward=not backward)
     primitive = move.entry.backward if backward else move.entry.forward

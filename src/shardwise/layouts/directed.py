@@ -36,7 +36,7 @@ class Directed:
         self.largest = sorted(range(len(steps.atoms)), key=lambda p: -steps.atoms[p])
 
     def steps(self, state: State) -> list[RedistributionStep]:
-        """A few steps from a state: at least those of the direct route, wherever one is on it."""
+        """Return a few steps from a state: at least those of the direct route, wherever one is on it."""
         arrangement, states = state
         return [
             *self._begin(arrangement, states),
@@ -45,7 +45,7 @@ class Directed:
         ]
 
     def route(self, state: State) -> tuple[RedistributionStep, ...]:
-        """The direct route from a state to the target."""
+        """Return the direct route from a state to the target."""
         path: list[RedistributionStep] = []
         while state != self.target:
             path.append(self._next(state))
@@ -166,7 +166,7 @@ class Directed:
         return sharding[:kept]
 
     def _stripped(self, arrangement: Arrangement) -> Arrangement:
-        """The arrangement without the units that end their atoms and do not stay."""
+        """Return the arrangement without the units that end their atoms and do not stay."""
         stripped = []
         for sharding in arrangement:
             kept = len(sharding)

@@ -13,7 +13,7 @@ COUNTED_UP_TO = 1024  # devices that are looked at one by one, where sizes do no
 
 
 def held_rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
-    """The global rows of a dim that a device holds, in the order in which it holds them."""
+    """Return the global rows of a dim that a device holds, in the order in which it holds them."""
     indices = [0]
     for position, atom in enumerate(layout.dims[dim]):
         start, length = layout.atom_pieces(dim, position, coordinates)

@@ -54,7 +54,7 @@ class Windows:
 
     @staticmethod
     def of_lengths(dim: int, atom: int, lengths: Sequence[int]) -> Windows:
-        """An uneven split: one device after the other holds so many rows."""
+        """Return an uneven split: one device after the other holds so many rows."""
         bounds = [0, *itertools.accumulate(lengths)]
         return Windows(dim, atom, tuple(((a, b),) if b > a else () for a, b in itertools.pairwise(bounds)))
 
@@ -313,7 +313,7 @@ def _spread(atom: Atom, sizes: tuple[int, ...], mesh: Mesh) -> list[Atom]:
 
 @lru_cache(maxsize=100_000)
 def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The coarsest division of a dim that refines both, or None when their cut points do not nest.
+    """Return the coarsest division of a dim that refines both, or None when their cut points do not nest.
 
     An atom of size 1 (which only matters when it is sharded) keeps its place among the others.
     """

@@ -210,7 +210,7 @@ class Mesh:
         return names[0] if len(names) == 1 else "(" + ",".join(names) + ")"
 
     def parse_axes(self, text: str) -> tuple[str, ...]:
-        """The inverse of ``format_axes``; spaces are allowed."""
+        """Invert ``format_axes``; spaces are allowed."""
         names = text.strip().removeprefix("(").removesuffix(")").split(",")
         if len(names) > _MOST_AXES:
             raise LayoutError(f"{len(names):,} axes in {shorten_repr(text)}, more than {_MOST_AXES}")

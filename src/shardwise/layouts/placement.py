@@ -51,7 +51,7 @@ class Placement:
         return Placement(mesh, tuple(range(mesh.num_devices)))
 
     def device_of(self, rank: int) -> int:
-        """The position in the mesh of a global rank. Raises LayoutError for a rank that is elsewhere."""
+        """Return the position in the mesh of a global rank. Raises LayoutError for a rank that is elsewhere."""
         device = bisect_left(self.ranks, rank)
         if self.ranks[device : device + 1] != (rank,):
             raise LayoutError(problem(f"rank {rank} has no place in {self}", fix="ask on one of these ranks"))

@@ -90,7 +90,7 @@ class RedistributionSteps:
         return self._others(state) if exchanged else [*self._exchanges(state), *self._others(state)]
 
     def step(self, before: State, after: State, source: str, target: str, units: tuple[int, ...]) -> RedistributionStep:
-        """The step from ``before`` to ``after``, in which ``units`` go from one state to another."""
+        """Return the step from ``before`` to ``after``, in which ``units`` go from one state to another."""
         entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
         largest = self.numel(after[0])
         if entry.forward == "all_to_all":
@@ -226,7 +226,7 @@ class RedistributionSteps:
         return kept
 
     def _counted(self, before: Arrangement, after: Arrangement) -> tuple[int, int] | None:
-        """The same, not scaled, device by device. None where that takes too long."""
+        """Return the same, not scaled, device by device. None where that takes too long."""
         rest, changed = 1, []
         for spans in self.spans:
             old = new = spans[0]
@@ -276,7 +276,7 @@ def _numbers_of_rows(
 
 
 def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) -> range | list[int]:
-    """The rows of a dim that a device holds."""
+    """Return the rows of a dim that a device holds."""
     rows: range | list[int] = range(1)
     for size, units in sharded:
         n, index = 1, 0
@@ -289,7 +289,7 @@ def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) 
 
 
 def _used(spans: tuple[range, ...], arrangement: Arrangement) -> range | None:
-    """The division of a dim that units shard, if any do."""
+    """Return the division of a dim that units shard, if any do."""
     return next((span for span in spans if any(arrangement[p] for p in span)), None)
 
 
@@ -319,7 +319,7 @@ def _subsets(units: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def with_state(states: tuple[str, ...], units: Iterable[int], state: str) -> tuple[str, ...]:
-    """The states with some units in another one."""
+    """Return the states with some units in another one."""
     changed = list(states)
     for unit in units:
         changed[unit] = state

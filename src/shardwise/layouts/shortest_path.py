@@ -126,7 +126,7 @@ class _AStar:
     def _give_up(
         self, directed: Directed, settled: Iterable[State], parent: dict[State, State], best: dict[State, Cost]
     ) -> Path:
-        """The cheapest of the direct routes from all settled states (the source is one)."""
+        """Return the cheapest of the direct routes from all settled states (the source is one)."""
         nearest: tuple[Cost, State, tuple[RedistributionStep, ...]] | None = None
         for start in settled:
             route, cost, state = directed.route(start), best[start], start

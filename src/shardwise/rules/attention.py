@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def attention_rule(op: Op, graph: Graph) -> OpRule | None:
-    """The rule, and its variants for rings."""
+    """Return the rule, and its variants for rings."""
     rule = _BY_PARTS(op, graph)
     query, key = (graph.by_name[name].shape for name in op.operands[:2])
     if rule is None or query[-2] != key[-2]:

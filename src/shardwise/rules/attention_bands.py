@@ -76,8 +76,8 @@ def band_of(mask: str, graph: Graph) -> Band:
 
 
 def band_between(first: Arg, end: Arg, graph: Graph) -> Band:
-    """The band of queries that each see the keys from ``first`` up to ``end`` (names, or None): known of bounds that
-    grow with the query."""
+    """Return the band of queries that each see the keys from ``first`` up to ``end`` (names, or None): known of bounds
+    that grow with the query."""
     least, behind = (
         op.args[0] if op is not None and op.target is aten.arange.start else limit
         for op, limit in ((_producer(first, graph), -inf), (_producer(end, graph), inf))
@@ -91,7 +91,7 @@ def _producer(bound: Arg, graph: Graph) -> Op | None:
 
 @lru_cache(maxsize=256)
 def _band(mask: str, ops: tuple[Op, ...], values: tuple[Value, ...]) -> Band:
-    """The band of a mask that some operators make: layers that share one ask for it again and again."""
+    """Return the band of a mask that some operators make: layers that share one ask for it again and again."""
     graph = Graph(values, (), ops, ())
     return _within(mask, graph, evaluate_known_values(graph, {mask}, {}))
 
@@ -108,7 +108,7 @@ def _within(name: str, graph: Graph, known: Mapping[str, Abstract]) -> Band:
 
 
 def _band_of(seen: Intervals) -> Band:
-    """The distances of the keys that queries see."""
+    """Return the distances of the keys that queries see."""
     some = seen.sees_none.logical_not()
     if not some.any():
         return EVERYTHING

@@ -120,7 +120,7 @@ def rule(
 
 
 def overload_of(operator: Any) -> OpOverload:
-    """The one overload that is meant. Raises ShardwiseError if none is, or if there are several."""
+    """Return the one overload that is meant. Raises ShardwiseError if none is, or if there are several."""
     if isinstance(operator, str):
         namespace, separator, name = operator.partition("::")
         name, _, overload = name.partition(".")

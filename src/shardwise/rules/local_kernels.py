@@ -31,7 +31,7 @@ def _define(schema: str, function: Callable[..., Any]) -> Any:
 
 
 def global_index(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: Any) -> Tensor:
-    """The global indices of a shard, int64 ``[prod(lengths)]``."""
+    """Return the global indices of a shard, int64 ``[prod(lengths)]``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, offset, length in zip(sizes, offsets, lengths, strict=True):
         digit = torch.arange(offset, offset + length, dtype=torch.int64, device=device)

@@ -283,7 +283,7 @@ def _shifted(x: Tensor, number: int) -> Tensor:
 
 
 def _chunks(x: Tensor, order: Sequence[int], chunk: int) -> Tensor:
-    """The chunks of rows in another order."""
+    """Return the chunks of rows in another order."""
     count = len(order)
     moved: Tensor = torch.ops.shardwise.copied_runs(
         x, [x.dim() - 2], [count], [chunk] * count, [i * chunk for i in order], [1] * count
@@ -302,7 +302,7 @@ def _in_blocks(mask: Tensor, number: int, run: int, length: int) -> Tensor:
 
 
 def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
-    """The columns of the blocks of keys ``origin``, one for each block of rows."""
+    """Return the columns of the blocks of keys ``origin``, one for each block of rows."""
     if mask.shape[-2] == 1:
         return mask.squeeze(-2)
     chosen = torch.arange(number, device=mask.device) == origin.unsqueeze(-1)  # blocks of rows, blocks of columns

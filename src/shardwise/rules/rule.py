@@ -30,7 +30,7 @@ FactorKind = Literal[
 
 
 def base_name(factor: str) -> str:
-    """The undivided factor that a part belongs to: ``n.1`` -> ``n``."""
+    """Return the undivided factor that a part belongs to: ``n.1`` -> ``n``."""
     return factor.partition(".")[0]
 
 
@@ -144,7 +144,7 @@ class OpRule:
         raise KeyError(name)
 
     def parts_of(self, base: str) -> tuple[Factor, ...]:
-        """The atoms of an undivided factor, major first."""
+        """Return the atoms of an undivided factor, major first."""
         return tuple(factor for factor in self.factors if base_name(factor.name) == base)
 
     @property
@@ -155,7 +155,7 @@ class OpRule:
         return any(sum(any(name in dim for dim in dims) for dims in self.operands) > 1 for name in summed)
 
     def with_kinds(self, kinds: dict[str, FactorKind]) -> OpRule:
-        """The rule with the kinds of some factors replaced."""
+        """Return the rule with the kinds of some factors replaced."""
         factors = tuple(replace(f, kind=kinds.get(f.name, f.kind)) for f in self.factors)
         return replace(self, factors=factors)
 

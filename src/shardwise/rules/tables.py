@@ -94,7 +94,7 @@ CUSTOM = CustomRules()
 
 
 def rule_of(op: Op, graph: Graph) -> OpRule | None:
-    """The rule of ``op``, or None: nothing is known about the operator, or not with these arguments.
+    """Return the rule of ``op``, or None: nothing is known about the operator, or not with these arguments.
 
     Raises LayoutError when the shapes in the graph contradict the rule.
     """

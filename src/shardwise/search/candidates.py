@@ -82,8 +82,8 @@ def candidates(searches: Sequence[MeshSearch], name: str, limit: float, share: f
 
 
 def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterator[Candidate]:
-    """The search's own first, then those of other searches, then the next best by what they take unhidden. Of those
-    that have the same components only one: they are the same plan but for its mirror images."""
+    """Yield the search's own first, then those of other searches, then the next best by what they take unhidden. Of
+    those that have the same components only one: they are the same plan but for its mirror images."""
     outcome = search.outcome
     first = Candidate(search, outcome.assignment, outcome.components)
     yield first
@@ -106,7 +106,7 @@ def _candidate(search: MeshSearch, assignment: list[int]) -> Candidate:
 
 
 def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
-    """The least sum where nothing hides, and what the greedy search finds."""
+    """Yield the least sum where nothing hides, and what the greedy search finds."""
     yield from _least(search, NOTHING_HIDES, 1)
     if len(search.cost.domains.graph.ops) <= MAX_OTHERS:
         with suppress(DoesNotFit):
@@ -125,13 +125,13 @@ def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
 
 
 def _listed(search: MeshSearch) -> list[list[int]]:
-    """The next best assignments, by their bound and where nothing hides."""
+    """Return the next best assignments, by their bound and where nothing hides."""
     count = min(NUM_LISTED, MAX_LISTED // max(len(search.cost.variables), 1))
     return _least(search, search.bounding_weights, count) + _least(search, NOTHING_HIDES, count)
 
 
 def _least(search: MeshSearch, weights: CostWeights, count: int) -> list[list[int]]:
-    """The assignments of least weighted sum; none where an elimination is too wide."""
+    """Return the assignments of least weighted sum; none where an elimination is too wide."""
     try:
         return [assignment for _, assignment in k_best(search.cost.weighted(weights), count)]
     except TooWide:

@@ -36,7 +36,7 @@ from shardwise.search.variables import OperatorVariable, ReceivedVariable, Share
 
 
 def build(domains: Domains, fixed: Choices, again: RecomputeSpec | None = None) -> CostGraph:
-    """The cost graph. ``fixed``: what the user decided."""
+    """Return the cost graph. ``fixed``: what the user decided."""
     return Tables(domains, fixed).priced(again or RecomputeSpec())
 
 
@@ -111,7 +111,7 @@ class Tables:
         self._deliver()
 
     def priced(self, again: RecomputeSpec, in_flight: int = 1) -> CostGraph:
-        """The cost graph under some levers. ``in_flight``: passes whose values are kept for backward at once."""
+        """Return the cost graph under some levers. ``in_flight``: passes whose values are kept for backward at once."""
         cost, levers = (
             replace(self.cost, factors=[], kinds=[], transients={}),
             _TableConditions(self.graph, again, in_flight),
@@ -266,7 +266,7 @@ class Tables:
         return name in levers.dropped or (levers.gathered == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
-        """The operators that keep a value for their backward."""
+        """Return the operators that keep a value for their backward."""
         return {
             op.name
             for op in self.consumers[name]
@@ -446,8 +446,8 @@ class Tables:
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
     def _resent(self, once: Components, seconds: Floats, again: Floats, is_beside: bool) -> Components:
-        """The components of conversions with the messages of some (``again``: 1) sent a second time. ``is_beside``:
-        beside the backward ahead of their operators, which are not recomputed themselves."""
+        """Return the components of conversions with the messages of some (``again``: 1) sent a second time.
+        ``is_beside``: beside the backward ahead of their operators, which are not recomputed themselves."""
         if not again.any():
             return once
         exposed, compute, traffic, kept_bytes = once

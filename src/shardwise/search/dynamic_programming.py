@@ -149,8 +149,8 @@ class _ExactSearch:
         return self.add(solution.assignment)
 
     def overlapped(self, per_byte: float) -> float:
-        """The best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the assignment
-        of least seconds and bytes so priced, in ``bracket`` the two that the bound lies between."""
+        """Return the best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the
+        assignment of least seconds and bytes so priced, in ``bracket`` the two that the bound lies between."""
 
         def weights(multiplier: float) -> CostWeights:
             return CostWeights(1.0, 1.0 - multiplier, multiplier, per_byte)
@@ -193,11 +193,11 @@ class _ExactSearch:
 
     @staticmethod
     def _without_ties(value: float, item: _VisitedAssignments, per_byte: float) -> float:
-        """A bound without what the bytes were weighed with to settle ties."""
+        """Return a bound without what the bytes were weighed with to settle ties."""
         return value if per_byte > TIE else value - float(item.components[BYTES]) * TIE
 
     def within_memory(self) -> float:
-        """The best bound over the price of a byte, and assignments around the limit."""
+        """Return the best bound over the price of a byte, and assignments around the limit."""
         assert self.memory_bytes is not None, "no limit"
         large = self.best_of_last
         small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
@@ -247,7 +247,7 @@ class _ExactSearch:
         self.descend()
 
     def deciding(self, low: _VisitedAssignments, high: _VisitedAssignments) -> list[int]:
-        """The few variables whose values in two assignments differ most in traffic."""
+        """Return the few variables whose values in two assignments differ most in traffic."""
         moved: dict[int, float] = {}
         for scope, kind in self.cost.factors:
             table = self.cost.kinds[kind][TRAFFIC]

@@ -231,7 +231,7 @@ def _memory_policies(
 def _eased(
     rung: _PolicyResult, segments: Sequence[Segment], fastest: float
 ) -> Iterator[tuple[Planner, CandidateRanking]]:
-    """A rung with as many of its last blocks eased as the limit allows, in every way that may be faster than
+    """Yield a rung with as many of its last blocks eased as the limit allows, in every way that may be faster than
     ``fastest``."""
     ranking, planner = rung.answer.ranking, rung.planner
     if rung.how is None or ranking.best.step is None:

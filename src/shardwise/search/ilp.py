@@ -128,7 +128,7 @@ class _IntegerProgram:
         return ENTRY_BYTES * entries
 
     def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
-        """The assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
+        """Return the assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
         assignment is optimal, or without one there is none."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -189,7 +189,7 @@ class _IntegerProgram:
 
 
 def _collapsed(table: Table) -> tuple[Table, tuple[Ints, ...]]:
-    """The table with equal slices along every axis once, and which of them each value has."""
+    """Return the table with equal slices along every axis once, and which of them each value has."""
     classes = []
     for axis in range(table.ndim):
         slices = np.moveaxis(table, axis, 0)

@@ -68,8 +68,8 @@ class MemoryPolicy:
         gathered: Gathered = "held",
         offload: Offload = "auto",
     ) -> MemoryPolicy:
-        """The levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is done
-        with its repeated blocks besides (None: what the model asks for, and no more); ``offload``: whether
+        """Return the levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is
+        done with its repeated blocks besides (None: what the model asks for, and no more); ``offload``: whether
         what is kept of the blocks waits on the host (``"all"``), or nothing does. Raises ShardwiseError where it has
         none."""
         offloads = offload == "all"
@@ -129,7 +129,7 @@ class MemoryPolicy:
 
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:
-    """The repeated blocks of a model."""
+    """Return the repeated blocks of a model."""
     members: dict[str, set[str]] = {}
     for op in graph.ops:
         if block_of(op.name):
@@ -138,8 +138,8 @@ def blocks_of(graph: Graph) -> tuple[Segment, ...]:
 
 
 def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """The operators ahead of all repeated blocks, and those behind them, where they read parameters: each can be a
-    stage of its own."""
+    """Return the operators ahead of all repeated blocks, and those behind them, where they read parameters: each can be
+    a stage of its own."""
     inside = [number for number, op in enumerate(graph.ops) if block_of(op.name)]
     if not inside:
         return (), ()
@@ -152,8 +152,8 @@ def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
 
 
 def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) -> SpmdProgram:
-    """The program of all ranks with the lifetimes that the levers ask for. ``kept``: that of the busiest one, which
-    keeps all; ``graph``: the model's (not lowered). Only what backward really makes again is listed."""
+    """Return the program of all ranks with the lifetimes that the levers ask for. ``kept``: that of the busiest one,
+    which keeps all; ``graph``: the model's (not lowered). Only what backward really makes again is listed."""
     spmd = kept.spmd
     operators: set[str] = set()
     conversions: set[str] = set()

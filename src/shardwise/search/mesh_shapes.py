@@ -63,7 +63,7 @@ def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _merged(levels: tuple[int, ...], max_axes: int) -> Iterator[tuple[int, ...]]:
-    """The levels, or neighbours of them multiplied so that at most ``max_axes`` are left."""
+    """Yield the levels, or neighbours of them multiplied so that at most ``max_axes`` are left."""
     if len(levels) <= max_axes:
         yield levels
         return

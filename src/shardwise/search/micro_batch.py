@@ -93,8 +93,8 @@ def _check_size(name: str, size: Any) -> None:
 
 
 def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
-    """The divisors of a batch that may be worth a try, largest first: all of it by powers of two, powers of two, and
-    what divides over all devices."""
+    """Return the divisors of a batch that may be worth a try, largest first: all of it by powers of two, powers of two,
+    and what divides over all devices."""
 
     def is_power(number: int) -> bool:
         return number & (number - 1) == 0

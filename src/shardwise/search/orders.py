@@ -65,7 +65,7 @@ class OrderProblem:
         return sum(self.stages[stage].update for stage in self.stages_of(place))
 
     def peaks(self, order: Order) -> tuple[float, ...]:
-        """The most bytes that every place keeps at once."""
+        """Return the most bytes that every place keeps at once."""
         peaks = []
         for actions in order:
             kept = most = 0.0
@@ -146,7 +146,7 @@ _Bumps = list[list[tuple[float, float]]]
 def _searched(
     work: OrderProblem, known: Sequence[Order], best: tuple[float, Order] | None, bound: float
 ) -> tuple[float, Order] | None:
-    """The fastest order of many within the room; ``best`` where none is faster."""
+    """Return the fastest order of many within the room; ``best`` where none is faster."""
     random = Random(0)
     table = _Table(work)
     unit = max(stage.of(kind) for stage in work.stages for kind in _KINDS) or 1.0
@@ -265,7 +265,7 @@ class _Construction:
         )
 
     def _choose(self, place: int, now: float) -> tuple[tuple[int, int] | None, float]:
-        """The stage and kind that a free place takes, or when there may be one."""
+        """Return the stage and kind that a free place takes, or when there may be one."""
         policy, tails = self.policy, self.table.tails
         best, highest, wakes = None, -inf, inf
         first = self.table.stages_at[place][0]
@@ -289,7 +289,7 @@ class _Construction:
         return best, wakes
 
     def _filler(self, place: int, wait: float) -> tuple[int, int] | None:
-        """The oldest weight part of a place, if the wait is long enough for it."""
+        """Return the oldest weight part of a place, if the wait is long enough for it."""
         ready = [stage for stage in self.table.stages_at[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
         if not ready:
             return None
@@ -384,8 +384,8 @@ def _heads(lasts: Sequence[float], gaps: Sequence[float], begin: float, count: i
 
 
 def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """The seconds of Jackson's preemptive schedule on one machine: at any time, of the jobs (time before, seconds, time
-    after) that may run, the one with the longest time after it."""
+    """Return the seconds of Jackson's preemptive schedule on one machine: at any time, of the jobs (time before,
+    seconds, time after) that may run, the one with the longest time after it."""
     waiting: list[list[float]] = []
     upcoming = sorted(jobs)
     now = longest = 0.0

@@ -110,8 +110,8 @@ def _best(
     limit: float,
     in_flight: Sequence[int],
 ) -> tuple[list[int], bool]:
-    """The positions at which stages begin, and whether memory costs no time: first the least seconds of the slowest
-    stage are found, then the fewest bytes of the cuts that come near."""
+    """Return the positions at which stages begin, and whether memory costs no time: first the least seconds of the
+    slowest stage are found, then the fewest bytes of the cuts that come near."""
     summed = (weights.seconds, weights.parameters, weights.values, weights.reads)
     seconds, parameters, values, reads = (np.concatenate([[0.0], np.cumsum(weight)])[positions] for weight in summed)
     sent = np.array([weights.sent[p] if 0 < p < len(weights.names) else 0.0 for p in positions])
@@ -148,7 +148,7 @@ def _best(
 
 
 def _least_slowest(spans: Sequence[Floats]) -> float:
-    """The seconds of the slowest stage where it is as fast as can be. ``spans``: of every stage [begin, end]."""
+    """Return the seconds of the slowest stage where it is as fast as can be. ``spans``: of every stage [begin, end]."""
     slowest = np.full(len(spans[0]), inf)
     slowest[0] = 0.0
     for of_stage in spans:
