@@ -26,8 +26,7 @@ _OF_LEVELS = {
 
 
 def assumed_figures(content: Mapping[str, Any]) -> list[str]:
-    """What the tables of a cluster file, which was read without a fault, leave out, each with what is assumed. Nothing
-    of a file that was measured, which has what there is."""
+    """List the figures that a valid cluster file leaves out, each with the assumed value. Empty for a measured file."""
     if "measured" in content:
         return []
     devices = [content["device"]] if "device" in content else content.get("devices", [])

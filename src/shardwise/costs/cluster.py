@@ -2,8 +2,8 @@
 
 A *device* computes and holds memory. A *level* connects units of the level below it: GPUs to a node, nodes to a
 cluster (or to pods, and pods to a cluster). Ranks are numbered so that neighbours are close: with nodes of 8, rank
-``r`` sits in node ``r // 8``. Figures are in SI base units: bytes, seconds, FLOP/s, B/s (one direction). Where each of
-them comes from is said in ``sources``. ``costs/cluster_file.py`` reads and writes the TOML files, the page on clusters
+``r`` sits in node ``r // 8``. Figures are in SI base units: bytes, seconds, FLOP/s, B/s (one direction). ``sources``
+names the source of each figure. ``costs/cluster_file.py`` reads and writes the TOML files, the page on clusters
 describes them.
 """
 
@@ -23,7 +23,7 @@ _RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32
 
 
 def rate_dtype(dtype: str, flops: Container[str]) -> str:
-    """Of the dtypes with a rate, the one that stands for a dtype; empty where none does."""
+    """Return the dtype whose rate stands for ``dtype``; empty if none does."""
     tried: list[str] = []
     while dtype and dtype not in flops and dtype not in tried:
         tried.append(dtype)
@@ -88,7 +88,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """What the tensors of a plan can have."""
+        """Return the bytes available to a plan's tensors: device memory less the reserve."""
         return self.memory_bytes - self.reserve_bytes
 
     def peak_flops(self, dtype: str) -> float:
@@ -177,11 +177,15 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``num_devices`` equal devices on levels, innermost first.
+    """Hardware description: equal devices on network levels.
 
-    ``mixed``: (device name, number), when the devices are not equal; ``device`` then has the worst of each figure,
-    which is what a step that waits for all of them gets. ``price_per_hour``: of a device, in any currency (0: not
-    known); of several kinds in the mean. ``sources``: figure -> where it comes from.
+    Args:
+        name: Name of the cluster.
+        device: One device; for a mixed cluster with the worst of each figure, as a step waits for all devices.
+        levels: Network levels, innermost first; ``num_devices`` is the product of their sizes.
+        mixed: (device name, number) per kind, if the devices are not equal.
+        price_per_hour: Price of a device in any currency (0: not known); the mean over several kinds.
+        sources: (figure, source of the figure) pairs.
     """
 
     name: str
@@ -197,10 +201,17 @@ class Cluster:
 
     @staticmethod
     def load(name: str | Path, *, hosts: str | Path | None = None) -> Cluster:
-        """A bundled cluster (``"h100-16x8"``: 16 nodes of 8; ``"h100"``: one node) or a TOML file.
+        """Load a bundled cluster or a cluster file.
 
-        ``hosts``: a hostfile or a rank table (``.json``), which says how many nodes and devices there are.
-        Raises ShardwiseError with all that is wrong.
+        Args:
+            name: A bundled cluster (``"h100-16x8"``: 16 nodes of 8; ``"h100"``: one node), or a TOML file.
+            hosts: A hostfile or a rank table (``.json``) that gives the numbers of nodes and devices.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ShardwiseError: The cluster cannot be read; the message lists all faults.
         """
         from shardwise.costs.cluster_file import load
 
@@ -208,8 +219,17 @@ class Cluster:
 
     @staticmethod
     def of(cluster: Cluster | str | int) -> Cluster:
-        """A cluster as it is, by the name that ``load`` takes, or so many devices of this machine (``local``). Raises
-        ShardwiseError for anything else."""
+        """Return a cluster, given as itself, by name or as a number of devices.
+
+        Args:
+            cluster: A Cluster, a name or file for ``load``, or a number of devices of this machine (``local``).
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ShardwiseError: ``cluster`` is anything else.
+        """
         if isinstance(cluster, Cluster):
             return cluster
         if isinstance(cluster, str):
@@ -221,21 +241,36 @@ class Cluster:
 
     @staticmethod
     def local(num_devices: int) -> Cluster:
-        """Devices of this machine: its GPUs, with their own memory, the links between them and the figures of the
-        bundled cluster of their name; where there is none, CPU ranks, which share the machine's memory (or what control
-        groups leave of it) and have the figures of ``clusters/local.toml``. More devices than GPUs: so many machines
-        like this one. What was assumed is printed; ``shardwise calibrate`` measures.
+        """Describe the devices of this machine.
 
-        Raises ShardwiseError for a number that is no multiple of the GPUs here, and for a GPU without free memory.
+        GPUs have their own memory, the links between them and the figures of the bundled cluster of their name. Without
+        GPUs the devices are CPU ranks, which share the machine's memory (or what control groups leave of it) and have
+        the figures of ``clusters/local.toml``. Assumptions are printed; ``shardwise calibrate`` measures.
+
+        Args:
+            num_devices: Number of devices; more than there are GPUs stands for several machines like this one.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ShardwiseError: The number is not a multiple of the GPUs here, or a GPU has no free memory.
         """
         from shardwise.costs.machine import local
 
         return local(num_devices)
 
     def with_devices(self, num_devices: int) -> Cluster:
-        """The same hardware with fewer devices: inner levels are filled first.
+        """Return the same hardware with fewer devices; inner levels are filled first.
 
-        Raises ShardwiseError unless full units of all inner levels make that number, and there are so many.
+        Args:
+            num_devices: Number of devices.
+
+        Returns:
+            The smaller cluster.
+
+        Raises:
+            ShardwiseError: Full units of the inner levels do not make that number, or the cluster has fewer devices.
         """
         sizes = self._filled(self.levels[:-1], num_devices)
         if num_devices > self.num_devices:
@@ -244,8 +279,18 @@ class Cluster:
         return self.resized((*sizes, num_devices // prod(sizes))).renamed(f"{self.name} with {num_devices} devices")
 
     def with_nodes(self, num_nodes: int, devices_per_node: int) -> Cluster:
-        """The same hardware with another number of nodes, which are the units of the last level, and fewer devices in
-        each. Raises ShardwiseError if there are more than are described."""
+        """Return the same hardware with fewer nodes (units of the last level), or fewer devices in each.
+
+        Args:
+            num_nodes: Number of nodes.
+            devices_per_node: Number of devices in each node.
+
+        Returns:
+            The smaller cluster.
+
+        Raises:
+            ShardwiseError: The numbers exceed those that the cluster describes.
+        """
         nodes, inside = (self.levels[-1].size, self.levels[:-1]) if len(self.levels) > 1 else (1, self.levels)
         most = prod(level.size for level in inside)
         if not (1 <= devices_per_node <= most and 1 <= num_nodes <= nodes):
@@ -273,9 +318,16 @@ class Cluster:
         return tuple(sizes)
 
     def resized(self, sizes: Sequence[int]) -> Cluster:
-        """The same hardware with other sizes of levels, innermost first; outer levels of size 1 are left out.
+        """Return the same hardware with other level sizes; outer levels of size 1 are left out.
 
-        Raises ShardwiseError for a mixed cluster, which has the devices that it lists.
+        Args:
+            sizes: Number of units per level, innermost first.
+
+        Returns:
+            The resized cluster.
+
+        Raises:
+            ShardwiseError: The cluster is mixed and the number of devices changes.
         """
         if self.mixed and prod(sizes) != self.num_devices:
             kinds = ", ".join(f"{count} x {name}" for name, count in self.mixed)
@@ -342,7 +394,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 
 def _least_shares(devices: Sequence[Device]) -> Figures:
-    """Of every kind of kernel that some device has a figure for, the least of any; a device without one is as fast as
-    its large kernels, which the others are not slower than."""
+    """Return the lowest figure of any device per kind of kernel. A device without a figure counts as 1.0, the rate of
+    its large kernels."""
     kinds = {kind for device in devices for kind in device.kernels}
     return Figures({kind: min(device.kernels.get(kind, 1.0) for device in devices) for kind in sorted(kinds)})

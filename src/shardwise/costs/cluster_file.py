@@ -85,14 +85,14 @@ def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
 
 
 def families() -> tuple[str, ...]:
-    """The names of the bundled families."""
+    """Return the names of the bundled families."""
     folder = resources.files("shardwise.costs").joinpath("clusters")
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 @cache
 def family(name: str) -> Cluster:
-    """A bundled family at its largest."""
+    """Return a bundled family at its largest."""
     path = resources.files("shardwise.costs").joinpath("clusters", f"{name}.toml")
     return parse(path.read_text(encoding="utf-8"), f"{name}.toml")
 
@@ -111,7 +111,7 @@ def _bundled(name: str) -> Cluster:
 
 
 def on_hosts(cluster: Cluster, path: str | Path) -> Cluster:
-    """The cluster with as many nodes, and devices per node, as a hostfile or a rank table (``.json``) names.
+    """Return the cluster with as many nodes, and devices per node, as a hostfile or a rank table (``.json``) names.
 
     Raises ShardwiseError unless every host has as many ranks, and neighbouring ones.
     """
@@ -145,7 +145,7 @@ class _FigureReader:
         self.wrong.append((where, what))
 
     def figure(self, value: object, unit: str, where: str, may_be_zero: bool = False) -> float:
-        """A figure, or NaN with a complaint."""
+        """Return a figure, or NaN with a complaint."""
         try:
             number = parse_quantity(value, unit)
         except ShardwiseError as error:
@@ -172,7 +172,7 @@ class _FigureReader:
     def named(
         self, table: Mapping[str, Any], key: str, unit: str, where: str, names: tuple[str, ...], most: float = inf
     ) -> Figures:
-        """A table of figures by name: dtypes or kinds of collectives. Only times may be 0."""
+        """Return a table of figures by name: dtypes or kinds of collectives. Only times may be 0."""
         entries = self.table(table, key, where)
         for name in sorted(entries.keys() - set(names)):
             self.complain(f"{where}.{key}.{_key(name)}", f"is not one of {', '.join(names)}")
@@ -212,7 +212,7 @@ class _FigureReader:
         return entry
 
     def source(self, entry: object, where: str) -> str:
-        """Where a figure comes from: a text, or a number or date."""
+        """Return the source of a figure as text; it may be a text, a number or a date."""
         if isinstance(entry, (dict, list)):
             self.complain(where, f"{shorten_repr(entry)} is not a text")
         return str(entry) if isinstance(entry, str) else shorten_repr(entry)
@@ -253,12 +253,12 @@ class _FigureReader:
 
 
 def _key(name: str) -> str:
-    """A name of a file as messages show it."""
+    """Return a name of a file as messages show it."""
     return name if is_line(name, 60) else shorten_repr(name)
 
 
 def _content(text: str, path: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises ShardwiseError."""
+    """Return the tables of a TOML text. Raises ShardwiseError."""
     lines = text.splitlines()
     longest = max(map(len, lines), default=0)
     try:
@@ -279,7 +279,7 @@ def _content(text: str, path: str) -> dict[str, Any]:
 
 
 def parse(text: str, path: str = "cluster.toml") -> Cluster:
-    """The cluster that a TOML text describes. Raises ShardwiseError with all faults."""
+    """Return the cluster that a TOML text describes. Raises ShardwiseError with all faults."""
     return _cluster(_content(text, path), path)
 
 
@@ -367,7 +367,7 @@ def _device(reader: _FigureReader, table: Mapping[str, Any], where: str, also: s
 
 
 def _like(reader: _FigureReader, table: Mapping[str, Any], key: str, where: str) -> Device | None:
-    """The bundled device that a key names, or None."""
+    """Return the bundled device that a key names, or None."""
     if key not in table:
         return None
     if isinstance(table[key], str) and table[key] in families():
@@ -377,7 +377,7 @@ def _like(reader: _FigureReader, table: Mapping[str, Any], key: str, where: str)
 
 
 def _with_memory(reader: _FigureReader, device: Device, where: str) -> Device:
-    """The device, of which some memory must be left for plans."""
+    """Return the device, of which some memory must be left for plans."""
     if device.memory_bytes and device.usable_bytes <= 0:
         reserve, whole = format_quantity(device.reserve_bytes, "B"), format_quantity(device.memory_bytes, "B")
         reader.complain(f"{where}.reserve", f"{reserve} of a memory of {whole} leave nothing for a plan")
@@ -437,7 +437,7 @@ def _lines(reader: _FigureReader, table: Mapping[str, Any], where: str) -> tuple
 
 
 def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -> str:
-    """The TOML text of a cluster of equal devices; ``measured``: further facts for a table of that name (texts,
+    """Return the TOML text of a cluster of equal devices; ``measured``: further facts for a table of that name (texts,
     numbers, and lists of texts), which the reader leaves alone."""
     device = cluster.device
     lines = [f"name = {_quoted(cluster.name)}"]
@@ -481,7 +481,7 @@ def _named(title: str, figures: Mapping[str, float], unit: str) -> list[str]:
 
 
 def _figure(value: float, unit: str) -> str:
-    """A figure as text with a unit, where that is exactly the figure; else its plain number."""
+    """Return a figure as text with a unit, where that is exactly the figure; else its plain number."""
     text = format_quantity(value, unit)
     read = parse_quantity(text, unit) if unit else float(text)
     if read != value:

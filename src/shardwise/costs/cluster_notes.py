@@ -1,4 +1,4 @@
-"""What is said of the figures of a cluster, on stderr."""
+"""Notes on the figures of a cluster, printed on stderr."""
 
 from __future__ import annotations
 

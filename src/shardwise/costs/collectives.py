@@ -2,7 +2,7 @@
 
 **Which links.** Ranks are numbered row-major over the mesh, the last axis closest, and neighbours fill nodes. With
 nodes of 8, a group over the outer axis of ``Mesh(dp=16, tp=8)`` has one member in each of 16 nodes; a group over ``tp``
-has all its members in one. ``Span`` says so in numbers. All groups over the same axes communicate at the same time, so
+has all its members in one. ``Span`` holds these numbers. All groups over the same axes communicate at the same time, so
 of the links of a level a group has the share of its members: eight groups over ``dp`` have one of a node's eight
 network cards each (or an eighth of the only one).
 
@@ -69,16 +69,16 @@ class Span:
         return self.size / self.units[level]
 
     def branches(self, level: int) -> float:
-        """How many units of the level below are connected to one unit of this level."""
+        """Return the number of units of the level below connected to one unit of this level."""
         return self.units[level] / self.units[level + 1]
 
     def used(self) -> tuple[int, ...]:
-        """The levels on which members meet: whose units have several of the units below."""
+        """Return the levels on which members meet: whose units have several of the units below."""
         return tuple(level for level in range(len(self.units) - 1) if self.units[level] > self.units[level + 1])
 
     def passed(self) -> tuple[int, ...]:
-        """The levels whose links messages take. What leaves a pod has left a node before, by the same network; the
-        links inside a node are others."""
+        """Return the levels whose links messages take. What leaves a pod has left a node before, by the same network;
+        the links inside a node are others."""
         farthest = self.used()[-1]
         return tuple(level for level in range(farthest + 1) if level > 0 or self.used()[0] == 0)
 
@@ -97,7 +97,7 @@ class Links:
 
     @staticmethod
     def of(cluster: Cluster, place: Placement) -> Links:
-        """The links that the groups of a placement use."""
+        """Return the links that the groups of a placement use."""
         return Links(cluster, place.mesh, () if len(place.ranks) == cluster.num_devices else place.ranks)
 
     def __post_init__(self) -> None:
@@ -129,8 +129,7 @@ class Links:
         return algorithms
 
     def span(self, axes: Iterable[str]) -> Span:
-        """Where the members of the groups over some sub-axes (or whole axes) are; of the group that is spread most, if
-        they differ."""
+        """Return where the members of the groups over some (sub-)axes lie; of the most spread group if they differ."""
         group = [self._strides[part] for axis in axes for part in self.mesh.expand(axis)]
         rest = [stride for part, stride in self._strides.items() if stride not in group]
         units, unit = [prod(size for _, size in group)], 1
@@ -140,7 +139,7 @@ class Links:
         return Span((*units, 1))
 
     def level_names(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The names of the levels that a group over these sub-axes spans, innermost first."""
+        """Return the names of the levels that a group over these sub-axes spans, innermost first."""
         names = self._levels.get(axes)
         if names is None:
             used = self.span(axes).used()
@@ -148,7 +147,7 @@ class Links:
         return names
 
     def price(self, itemsize: int) -> LinkPrice:
-        """What ``redistribute(price=...)`` takes, for tensors of this many bytes per element."""
+        """Return the ``price`` for ``redistribute``, for tensors of ``itemsize`` bytes per element."""
         return LinkPrice(self, itemsize)
 
     @cached_property
@@ -195,7 +194,7 @@ class LinkPrice:
 def _num_units(
     group: list[tuple[int, int]], rest: list[tuple[int, int]], unit: int, ranks: tuple[int, ...] = ()
 ) -> int:
-    """How many blocks of ``unit`` neighbouring ranks a group touches, whose sub-axes are (stride, size) pairs.
+    """Return the number of blocks of ``unit`` neighbouring ranks that a group of (stride, size) sub-axes touches.
     ``ranks``: those of the devices, where they are not counted from 0."""
     if ranks:
         members, starts = _offsets(group), _offsets(rest)
@@ -222,7 +221,7 @@ def num_steps(kind: str, num_members: int) -> int:
 
 
 def share_sent(kind: str, num_members: int) -> float:
-    """The part of a message that a device sends in a collective inside one level."""
+    """Return the part of a message that a device sends in a collective inside one level."""
     if kind in ("collective_permute", "halo_exchange"):
         return 1.0
     return _PASSES.get(kind, 1) * (num_members - 1) / num_members
@@ -288,7 +287,7 @@ def _tree(levels: tuple[Level, ...], span: Span) -> Affine:
 
 
 def _switch(level: Level, ring: Affine, span: Span) -> Affine:
-    """Of its message every device sends all to be added and, of the sum, the share that it asked for to all: 1 + 1/n
+    """Return the line of an in-switch all-reduce: each device sends its message and its share of the sum, 1 + 1/n
     against the 2 (n - 1) / n of a ring. It starts no sooner than a ring does."""
     return ring[0], (1 + 1 / span.size) * level.shared_by / (level.in_switch * level.link_bandwidth(span.size))
 

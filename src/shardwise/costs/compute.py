@@ -85,8 +85,8 @@ def backward_seconds(
 
 
 def adds_bias(op: Op, operands: Sequence[Value]) -> bool:
-    """Whether the operator adds a vector along the last dim, as linear layers add their biases: inside of the product
-    (``programs.fuse_bias``), where it takes no time."""
+    """Return whether the operator adds a vector along the last dim, as linear layers add their biases: inside of the
+    product (``programs.fuse_bias``), where it takes no time."""
     if op.target is not aten.add.Tensor or op.kwargs or len(operands) != 2:
         return False
     vector, other = sorted(operands, key=lambda value: len(value.shape))
@@ -96,7 +96,7 @@ def adds_bias(op: Op, operands: Sequence[Value]) -> bool:
 
 
 def is_one_kernel(device: Device, op: Op) -> bool:
-    """Whether the operator is one kernel each way on this device, though it is traced as several."""
+    """Return whether the operator is one kernel each way on this device, though it is traced as several."""
     return ONE_KERNEL.get(op.target) in device.kernels
 
 
@@ -125,13 +125,13 @@ def _num_bytes(
     shapes: tuple[Sequence[Shape], Sequence[Shape]],
     rows: bool = False,
 ) -> float:
-    """Of operands and results; rows of a table that are not read do not count."""
+    """Return the bytes of operands and results; unread rows of a table do not count."""
     taken = [*zip(operands, shapes[0], strict=True), *zip(results, shapes[1], strict=True)][1 if rows else 0 :]
     return float(sum(prod(shape) * value.dtype.itemsize for value, shape in taken))
 
 
 def profile_of(op: Op, operands: Sequence[Value], results: Sequence[Value]) -> Profile:
-    """What an operator does on whole values."""
+    """Return the profile of an operator on unsharded values."""
     position = count()
 
     def numbered(arg: Arg) -> Arg:  # each occurrence by itself: it may be in a layout of its own
@@ -179,7 +179,7 @@ def _skipped(call: Call) -> int:
 
 
 def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
-    """What kernels do, in order. ``forms``: of what they read; those of what they make are added."""
+    """Return the work of the kernels in order. ``forms``: of the values read; those of the results are added."""
     works = []
     for kernel in kernels:
         forms |= dict(zip(kernel.results, kernel.forms, strict=True))

@@ -143,8 +143,8 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) -> Cluster:
-    """The cluster that was measured. ``like``: one of the same hardware, whose peaks are known and whose links have
-    the same shape, and are taken where none were measured (on one device); without, peaks are what was reached."""
+    """Return the cluster that was measured. ``like``: one of the same hardware, whose peaks are known and whose links
+    have the same shape, and are taken where none were measured (on one device); without, peaks are what was reached."""
     levels: list[Level] = []
     names = ("machine",) if len(measured.sizes) == 1 else ("node", "network", *("",) * len(measured.sizes))
     for index, size in enumerate(measured.sizes):
@@ -246,16 +246,16 @@ def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
 
 
 def _only_on(units: Sequence[int], level: int) -> bool:
-    """Whether a group has one member in each of several units of the level below, and all in one unit of this."""
+    """Return whether a group lies in one unit of this level, with one member in each of several units below."""
     return units[level] == units[0] and units[level + 1] == 1
 
 
 def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level | None = None) -> Level:
-    """The figures of one level from collectives that cross no other.
+    """Return the figures of one level from collectives that cross no other.
 
     The slope of a line gives the bandwidth of its kind and group size; intercepts are ``launch + steps x latency``. For
     groups that were measured the level keeps the lines themselves; the figures are for all others.
-    ``like``: a level with the same links; group sizes that it names and nobody measured get its bandwidths, scaled as
+    ``like``: a level with the same links; group sizes that it names but were not measured get its bandwidths, scaled as
     the measured ones are.
     A level without measurements (one device) is ``like``.
     """
@@ -350,7 +350,7 @@ def residuals(cluster: Cluster, measured: Measurements) -> tuple[Residual, ...]:
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest value that is not exceeded by ``part`` of them.
+    """Return the smallest value that is not exceeded by ``part`` of them.
 
     >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5), quantile([4.0, 1.0, 3.0, 2.0], 0.9)
     (2.0, 4.0)

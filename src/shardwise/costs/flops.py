@@ -31,14 +31,14 @@ ATTENTION_BACKWARD = 2.5
 
 
 def flops_of(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """The operations of ``op`` on operands and results of these shapes; 0 for operators that are not counted."""
+    """Return the operations of ``op`` on operands and results of these shapes; 0 for operators that are not counted."""
     count = FLOPS.get(op.target)
     return 0 if count is None else count(op, operands, results)
 
 
 def unmasked_share(call: AnyCall, query: tuple[int, ...], key: tuple[int, ...]) -> float:
-    """The share of its scores that attention computes: under a causal mask half of them, but all where the queries are
-    the last part of a sequence whose keys are whole (that device is waited for)."""
+    """Return the share of its scores that attention computes: under a causal mask half of them, but all where the
+    queries are the last part of a sequence whose keys are whole (that device is waited for)."""
     return 0.5 if arguments(call).get("is_causal") and query[-2] == key[-2] else 1.0
 
 
@@ -83,7 +83,7 @@ def _addbmm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
 
 
 def _einsum(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """The product of the sizes of all indices: one multiplication and one addition each."""
+    """Return the product of the sizes of all indices: one multiplication and one addition each."""
     terms, _ = terms_of(str(arguments(op)["equation"]))
     sizes: dict[str | int, int] = {}
     for term, shape in zip(terms, operands, strict=True):

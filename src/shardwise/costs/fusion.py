@@ -27,7 +27,7 @@ _LEAST_BYTES = 2**16  # of a value that two kernels are joined for because both 
 
 
 def fused_works(module: fx.GraphModule) -> tuple[KernelWork, ...]:
-    """The kernels of a graph whose nodes have their fake tensors as ``meta["val"]``."""
+    """Return the kernels of a graph whose nodes have their fake tensors as ``meta["val"]``."""
     return _Fusion(module.graph).run()
 
 
@@ -89,7 +89,7 @@ class _Fusion:
         return KernelWork(kind, num_bytes=float(num_bytes))
 
     def _users(self, node: fx.Node) -> Iterable[fx.Node]:
-        """What reads a value, views of it looked through."""
+        """Yield the readers of a value, looking through its views."""
         for user in node.users:
             if user in self.root and user.op == "call_function":
                 yield from self._users(user)

@@ -127,7 +127,7 @@ class KernelWork:
     made: float = 0.0
 
     def scaled(self, size: float, flops: float, written: float) -> KernelWork:
-        """The same kernel on other sizes: by which factors bytes, FLOPs and what is zeroed change."""
+        """Return the same kernel on other sizes: by which factors bytes, FLOPs and what is zeroed change."""
         return replace(
             self,
             flops=self.flops * flops,
@@ -149,7 +149,7 @@ class PricedKernel(Protocol):
 
 @lru_cache(maxsize=4096)
 def is_view(target: Any) -> bool:
-    """Whether the operator's result is another view of its operand's memory: it takes no time on the device."""
+    """Return whether the operator's result is another view of its operand's memory: it takes no time on the device."""
     if not isinstance(target, OpOverload):
         return False
     if target in (aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.alias.default):
@@ -167,8 +167,8 @@ class KernelCall:
 
 
 def work_of(call: KernelCall, operands: Sequence[Form], results: Sequence[Form]) -> KernelWork:
-    """The work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch only what
-    it moves is known."""
+    """Return the work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch
+    only what it moves is known."""
     return replace(
         _work_of(call, operands, results), made=max((float(form.num_bytes) for form in results), default=0.0)
     )
@@ -233,7 +233,7 @@ def _scalars(name: str, operands: Sequence[Form], results: Sequence[Form]) -> fl
 
 
 def is_dense(form: Form) -> bool:
-    """Whether the elements lie one after the other in memory, in any order of dims."""
+    """Return whether the elements lie one after the other in memory, in any order of dims."""
     step = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(form.stride, form.shape, strict=True) if size > 1

@@ -75,7 +75,7 @@ class Ledger:
     over: list[Peak] | None = None
 
     def new(self, num_bytes: int, category: Category = "temporaries") -> Storage:
-        """A storage that someone is about to hold."""
+        """Create a storage that has no owner yet."""
         storage = Storage(num_bytes, category)
         self.live[category] += num_bytes
         self.note()
@@ -92,7 +92,7 @@ class Ledger:
             self.live[storage.category] -= storage.num_bytes
 
     def note(self, transient: int = 0) -> None:
-        """What is live now, and ``transient`` bytes more, may be the most."""
+        """Record the live bytes plus ``transient`` as a candidate for the peak."""
         total = sum(self.live.values()) + transient
         where = self.phase, self.op
         if total > self.held.get(where, -1):
@@ -113,7 +113,7 @@ class Ledger:
         return Peak(total, self.phase, self.op, parts)
 
     def recategorize(self, storage: Storage, category: Category) -> None:
-        """What was one thing is from now on another: a cotangent the gradient of a parameter."""
+        """Move a storage to another category, such as a cotangent that becomes a parameter's gradient."""
         self.live[storage.category] -= storage.num_bytes
         storage.category = category
         self.live[storage.category] += storage.num_bytes

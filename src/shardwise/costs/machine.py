@@ -63,7 +63,7 @@ def local(num_devices: int) -> Cluster:
 
 
 def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, bool]:
-    """The bundled family of a GPU, and whether its name told it (else it is one like it).
+    """Return the bundled family of a GPU, and whether its name told it (else it is one like it).
 
     >>> family_of("NVIDIA H100 80GB HBM3"), family_of("NVIDIA A100-SXM4-40GB"), family_of("NVIDIA L40S", (8, 9))
     (('h100', True), ('a100-40', True), ('l4', False))
@@ -152,8 +152,7 @@ def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, as
 
 
 def _link_kinds(table: str, rows: Sequence[int]) -> list[list[str]] | None:
-    """How GPUs (by nvidia-smi's numbers) are joined two by two, as its table has it: NV18, PIX, SYS, ...; None where it
-    says nothing."""
+    """Parse the pairwise GPU links (NV18, PIX, SYS, ...) from nvidia-smi's table; None if rows are missing."""
     lines = [_ESCAPES.sub("", line).split() for line in table.splitlines()]
     cells = {
         line[0]: line[1:]
@@ -167,7 +166,7 @@ def _link_kinds(table: str, rows: Sequence[int]) -> list[list[str]] | None:
 
 
 def _levels(name: str, device: Device, size: int, links: list[list[str]] | None) -> tuple[list[Level], str]:
-    """What joins the GPUs of one machine, innermost first, and a sentence about it."""
+    """Return the link levels within one machine, innermost first, and a sentence about them."""
     like = replace(family(name).levels[0], size=size)
     if links is None:
         return [like], f"links between them as in {name} (nvidia-smi does not tell)"
@@ -195,7 +194,7 @@ def _levels(name: str, device: Device, size: int, links: list[list[str]] | None)
 
 
 def _joined(links: list[list[str]], island: int) -> bool:
-    """Whether neighbours in groups of this size are all joined by NVLink."""
+    """Return whether neighbours in groups of this size are all joined by NVLink."""
     places = range(len(links))
     return all(links[a][b].startswith("NV") for a in places for b in places if a != b and a // island == b // island)
 

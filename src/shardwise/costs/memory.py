@@ -41,28 +41,28 @@ class MemoryEstimate:
 
     @property
     def rests(self) -> dict[str, int]:
-        """What a stage holds between two micro-batches, with one saved, by category: no more than while it works."""
+        """Return the bytes held between two micro-batches, with one saved, by category: at most those at work."""
         fullest = max(self.peak_of.values(), key=static_bytes)
         stays: dict[str, int] = {name: fullest.parts.get(name, 0) for name in STAYING}
         return {**stays, "saved": min(self.kept_bytes, self.peak.num_bytes - sum(stays.values()))}
 
 
 def busiest_program(spmd: SpmdProgram, kinds: VjpCache) -> RankProgram:
-    """The step of the rank that holds most: what memory and time are those of."""
+    """Return the step of the rank that holds most, whose memory and time are reported."""
     return differentiate(localize(spmd, busiest_rank(spmd)), kinds)
 
 
 def memory_of(spmd: SpmdProgram, prices: Prices, *, kinds: VjpCache | None = None) -> MemoryEstimate:
-    """The memory of a training step of the rank that holds most. ``kinds``: those traced already, which many programs
-    of a model share."""
+    """Return the memory of a training step of the rank that holds most. ``kinds``: those traced already, which many
+    programs of a model share."""
     return memory_of_program(busiest_program(spmd, kinds or VjpCache()), prices)
 
 
 def memory_of_program(
     program: RankProgram, prices: Prices, parts: ProgramParts | None = None, *, over_time: bool = False
 ) -> MemoryEstimate:
-    """The memory of one rank's training step. ``parts``: those of it, where they are there already; ``over_time``:
-    whether to keep what is held at every operator, and not only the most."""
+    """Return the memory of one rank's training step. ``parts``: those of it, where they are there already;
+    ``over_time``: whether to keep what is held at every operator, and not only the most."""
     parts = parts or ProgramParts.of(program, prices)
     ledger = Ledger(over=[] if over_time else None)
     return _Walk(parts.each, prices, parts.constants, parts.once, ledger=ledger).run()
@@ -153,7 +153,7 @@ class _Walk:
         )
 
     def _persistent(self) -> None:
-        """What is there before a pass: sources, optimizer states, and gradients of earlier passes."""
+        """Record the memory before a pass: sources, optimizer states, and gradients of earlier passes."""
         states, on_host = states_of(self.prices.optimizer), is_on_host(self.prices.optimizer)
         for source in self.graph.sources:
             form = self.program.forms[source.value]
@@ -170,7 +170,7 @@ class _Walk:
                     self.sums[source.value] = self.ledger.hold(self.ledger.new(kept.num_bytes, "gradients"))
 
     def _once(self, instructions: tuple[Instruction, ...], stays: Iterable[str]) -> None:
-        """What a step does once, ahead of its passes or behind them. ``stays``: the names of what is kept."""
+        """Run instructions once, before or after the passes of a step. ``stays``: names of values to keep."""
         last = {name: i for i, entry in enumerate(instructions) for name in (*entry.operands, *entry.results)}
         kept = {*stays, *self.graph.source_of}
         for index, instruction in enumerate(instructions):
@@ -252,7 +252,7 @@ class _Walk:
         self._name_results(instruction.results, self.messages.through(landed, after, backward=instruction.backward))
 
     def _copy(self, copy: Copy) -> None:
-        """What is on the host takes nothing of the device, unless that is the host."""
+        """Record a copy; one on the host takes no device memory unless the device is the host."""
         away = copy.to == "host" and self.prices.device.host_bandwidth > 0
         self.host_bytes += copy.form.num_bytes * away
         self._name(copy.result, LedgerTensor(copy.form, self.ledger.new(0 if away else copy.form.num_bytes)))

@@ -45,7 +45,7 @@ class MessageLedger:
     def converted(
         self, tensor: LedgerTensor, conversion: Conversion, *, backward: bool, in_place: bool
     ) -> LedgerTensor:
-        """A tensor (or cotangent) after the moves of a conversion. Nobody holds the result yet."""
+        """Return a tensor (or cotangent) after a conversion. The result has no owner yet."""
         current: Storage | None = None
         moves = conversion.moves[::-1] if backward else conversion.moves
         for move in moves:
@@ -60,7 +60,7 @@ class MessageLedger:
                 current = self.ledger.hold(after.storage)
             tensor = after
         if current is not None:
-            current.owners -= 1  # handed over: whoever asked holds it from here
+            current.owners -= 1  # handed over: the caller owns it from here
         return tensor
 
     def _one_move(self, tensor: LedgerTensor, move: Move, backward: bool, in_place: bool) -> LedgerTensor:
@@ -127,7 +127,7 @@ class MessageLedger:
     def land(
         self, flight: Flight, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool
     ) -> list[LedgerTensor]:
-        """The tensors that a message brought, which nobody holds yet."""
+        """Return the tensors that a message brought, which have no owner yet."""
         for parcel in flight:
             if parcel.sent is not None:
                 self.ledger.drop(parcel.sent)
@@ -140,7 +140,7 @@ class MessageLedger:
     def _land(
         self, buffer: Storage, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool
     ) -> list[LedgerTensor]:
-        """The tensors that a buffer brought."""
+        """Return the tensors that a buffer brought."""
         landed: list[LedgerTensor] = []
         fresh: list[Storage] = []
         size = self.mesh.size_of(moves[0].axes)
@@ -196,7 +196,7 @@ def _primitive(move: Move, backward: bool) -> str:
 
 
 def stages_of(conversions: Sequence[Conversion], *, backward: bool) -> list[list[Move]]:
-    """The moves of conversions that travel together, one list per stage, in the order of execution."""
+    """Return the moves of conversions that travel together, one list per stage, in the order of execution."""
     stages = [list(moves) for moves in zip(*(c.moves for c in conversions), strict=True)]
     return stages[::-1] if backward else stages
 
@@ -211,7 +211,7 @@ def parts_of(
 
 
 def _is_leading(sharded: Layout, whole: Layout, axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
-    """Whether the slices of a tensor over some axes, one behind the other, are the tensor as it lies in memory."""
+    """Return whether a tensor's slices over some axes, one after the other, are the tensor in memory."""
     places = [(d, i) for d, dim in enumerate(sharded.dims) for i, atom in enumerate(dim) if {*atom.axes} & {*axes}]
     if len(places) != 1:
         return False
@@ -222,7 +222,7 @@ def _is_leading(sharded: Layout, whole: Layout, axes: Sequence[str], coordinates
 
 
 def _is_narrow(after: Layout, axes: Sequence[str]) -> bool:
-    """Whether a slice is a window on the tensor: no atom inside a dim is cut."""
+    """Return whether a slice is a window on the tensor: no atom inside a dim is cut."""
     return all(
         not {*atom.axes} & {*axes} or prod(outer.size for outer in dim[:i]) == 1
         for dim in after.dims

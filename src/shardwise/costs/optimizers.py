@@ -54,12 +54,12 @@ HELD: Mapping[str, OptimizerMemory] = {
 
 
 def is_on_host(optimizer: str) -> bool:
-    """Whether the states are on the host from step to step."""
+    """Return whether the states are on the host from step to step."""
     return isinstance(optimizer, str) and optimizer.endswith(ON_HOST)
 
 
 def parse_optimizer(optimizer: str) -> tuple[str, str]:
-    """The name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
+    """Return the name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
     torch's default on the device. Raises ShardwiseError."""
     if not isinstance(optimizer, str):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
@@ -83,13 +83,13 @@ def parse_optimizer(optimizer: str) -> tuple[str, str]:
 
 
 def states_of(optimizer: str) -> int:
-    """How many states an optimizer keeps per element of a parameter."""
+    """Return the number of states an optimizer keeps per parameter element."""
     return HELD[parse_optimizer(optimizer)[0]].states
 
 
 def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) -> int:
-    """The most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters, in
-    their order; ``foreach``: whether that is the device's default."""
+    """Return the most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters,
+    in their order; ``foreach``: whether that is the device's default."""
     name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     if variant == "foreach":
@@ -121,7 +121,7 @@ _PASSES_OF_KERNEL = 2.5
 
 
 def update_of(optimizer: str, *, foreach: bool) -> Update:
-    """What an update does per element. ``foreach``: whether that is the device's default."""
+    """Return the work of an update per element. ``foreach``: whether that is the device's default."""
     name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     once = 3 + 2 * need.states  # parameter, gradient and states are read, parameter and states written

@@ -36,7 +36,7 @@ def overlap_windows(graph: Graph, prices: Prices) -> dict[str, float]:
 
 
 def _call(op: Op) -> Hashable:
-    """A call without the names of its operands. ``repr`` tells numbers apart that are equal: 1, 1.0 and True."""
+    """Return a call without the names of its operands. ``repr`` tells numbers apart that are equal: 1, 1.0 and True."""
     number = count()
 
     def plain(arg: object) -> object:

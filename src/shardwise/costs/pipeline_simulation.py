@@ -50,7 +50,7 @@ class StageSeconds:
     update: float
 
     def of(self, kind: Kind) -> float:
-        """The seconds of an action."""
+        """Return the seconds of an action."""
         if kind == "backward":
             return self.input + self.weight
         return self.forward if kind == "forward" else self.input if kind == "input" else self.weight
@@ -74,7 +74,7 @@ class StagePrediction:
 
     @property
     def seconds(self) -> StageSeconds:
-        """As they were simulated."""
+        """Return the simulated seconds of the stage."""
         return StageSeconds(self.forward, self.backward - self.weight, self.weight, self.send, self.update)
 
 
@@ -102,7 +102,7 @@ class SimulatedPipeline:
     in_flight: tuple[int, ...]
 
     def bubble(self, place: int) -> float:
-        """The share of the step in which a place waits."""
+        """Return the share of the step in which a place waits."""
         return 1 - self.busy[place] / self.seconds if self.seconds else 0.0
 
     @property
@@ -112,7 +112,7 @@ class SimulatedPipeline:
 
 
 def simulate_pipeline(order: Order, stages: Sequence[StageSeconds]) -> SimulatedPipeline:
-    """A step in an order. Raises ValueError for one in which places wait for each other for ever."""
+    """Simulate a step in an order. Raises ValueError for one in which places wait for each other for ever."""
     place_of = {action.stage: place for place, actions in enumerate(order) for action in actions}
     ends: dict[tuple[int, Kind, int], float] = {}
     starts: list[list[float]] = [[] for _ in order]
@@ -172,7 +172,7 @@ def _between(stage: int, stages: Sequence[StageSeconds], place_of: dict[int, int
 
 
 def stage_seconds(spmd: SpmdProgram, prices: Prices, send: float, kinds: VjpCache) -> StageSeconds:
-    """The seconds of a stage's program on its busiest rank."""
+    """Return the seconds of a stage's program on its busiest rank."""
     program = busiest_program(spmd, kinds)
     timeline = Timeline(program, prices)
     forward, weight, backward, update = timeline.halves()

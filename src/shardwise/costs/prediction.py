@@ -21,8 +21,8 @@ class Interval:
 
 
 def between(seconds: float, compute: float, cluster: Cluster) -> Interval:
-    """Of so many seconds, of which operators take ``compute``: these are as uncertain as the device's figures, all else
-    as those of the level that is known least."""
+    """Return the interval of ``seconds``. The ``compute`` part has the device's uncertainty, the rest that of the least
+    certain level."""
     compute = min(compute, seconds)
     exposed = seconds - compute
     link_error = 1 + max((level.spread for level in cluster.levels), default=0.0)
@@ -32,7 +32,7 @@ def between(seconds: float, compute: float, cluster: Cluster) -> Interval:
 
 
 def between_bytes(num_bytes: float, cluster: Cluster) -> Interval:
-    """Of a peak of so many bytes."""
+    """Return the interval of a peak of ``num_bytes``."""
     share = 1 + cluster.device.memory_spread
     return Interval(num_bytes, num_bytes / share, num_bytes * share)
 
@@ -94,22 +94,22 @@ class Prediction:
         return self.interval(seconds, cluster)
 
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
-        """Of so many seconds of a pass, for all passes of a step."""
+        """Return the interval of a whole step, given the seconds of one pass."""
         own = between(seconds, self.compute, cluster)
         return Interval(*(self.passes * end for end in (own.value, own.low, own.high)))
 
     def memory_interval(self, cluster: Cluster) -> Interval:
-        """The peak, in bytes."""
+        """Return the peak, in bytes."""
         return between_bytes(self.peak_bytes, cluster)
 
     @property
     def planned_seconds(self) -> float:
-        """Of a step, simulated where it was."""
+        """Return the seconds of a step, simulated if available."""
         return self.passes * (self.simulated_seconds or self.pass_seconds)
 
     @property
     def memory_bytes(self) -> float:
-        """Of a device: the peak where it was simulated."""
+        """Return the peak bytes of a device, simulated if available."""
         return self.peak_bytes or self.num_bytes
 
     @property

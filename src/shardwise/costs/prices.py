@@ -61,7 +61,7 @@ class Prices:
 
     @property
     def states_on_device(self) -> int:
-        """Of the optimizer's states, those that a device holds from step to step."""
+        """Return the number of optimizer states that stay on the device from step to step."""
         on_host = is_on_host(self.optimizer) and self.device.host_bandwidth
         return 0 if on_host else states_of(self.optimizer)
 
@@ -100,26 +100,26 @@ class Prices:
         return backward_seconds(self.device, op, operands, results, shapes)
 
     def update(self, value: Value, numel: float) -> float:
-        """A pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter, and has their
-        states from the host where they wait there; and those in which the pass's gradient is added up."""
+        """Return a pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter, and
+        has their states from the host where they wait there; and those in which the pass's gradient is added up."""
         num_bytes = numel * value.kept_dtype.itemsize
         return self.update_kernels(value, numel) + self.states_moved(num_bytes) + self.added(num_bytes)
 
     def added(self, num_bytes: float) -> float:
-        """A pass's share of the seconds in which a gradient is added to that of earlier passes: both are read, the sum
-        is written. The first pass has none to add to."""
+        """Return a pass's share of the seconds in which a gradient is added to that of earlier passes: both are read,
+        the sum is written. The first pass has none to add to."""
         return self.moved(3 * num_bytes) * (1 - 1 / self.passes)
 
     def update_kernels(self, value: Value, numel: float) -> float:
-        """Of that, the update alone. What it takes to start kernels counts where each parameter has its own."""
+        """Return the seconds of the update alone. Kernel start-up counts where each parameter has its own."""
         update, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
         work = KernelWork("update", num_bytes=size * update.passes, scalars=numel * update.scalars)
         seconds = self.kernel(work) + (update.kernels - 1) * self.device.kernel_latency
         return (seconds + update.fresh * self.device.fresh_seconds(size)) / self.passes
 
     def states_moved(self, num_bytes: float) -> float:
-        """A pass's share of the seconds in which the states of a parameter of ``num_bytes`` come to the device, while
-        those of others leave it; 0 where they are there."""
+        """Return a pass's share of the seconds in which the states of a parameter of ``num_bytes`` come to the device,
+        while those of others leave it; 0 where they are there."""
         if not is_on_host(self.optimizer) or not is_offloaded(int(num_bytes)):
             return 0.0
         return self.device.host_seconds(states_of(self.optimizer) * num_bytes) / self.passes

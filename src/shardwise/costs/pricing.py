@@ -20,12 +20,12 @@ from shardwise.programs.spmd_steps import Conversion, OpStep
 
 
 def largest_shape(layout: Layout) -> tuple[int, ...]:
-    """The local shape on the device that holds most."""
+    """Return the local shape on the device that holds most."""
     return tuple(prod(-(-atom.size // layout.mesh.size_of(atom.axes)) for atom in dim) for dim in layout.dims)
 
 
 def priced_call(step: OpStep, graph: Graph) -> tuple[Op, list[Value], list[Value], LocalShapes]:
-    """An operator of a program as ``Prices`` takes it, on the device that holds most."""
+    """Return an operator of a program as ``Prices`` takes it, on the device that holds most."""
     op = step.placed.op
     operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
     shapes = tuple(map(largest_shape, step.operand_layouts)), tuple(map(largest_shape, step.result_layouts))

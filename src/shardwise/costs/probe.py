@@ -39,7 +39,7 @@ class SmiGpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that torch sees, in its order. No context is created on any of them."""
+    """Return the GPUs that torch sees, in its order. No context is created on any of them."""
     import torch  # here: a cluster of another machine needs none of it
 
     if not torch.cuda.is_available():
@@ -70,7 +70,7 @@ def room(index: int) -> tuple[int, int]:
 
 
 def smi_gpus() -> dict[str, SmiGpu]:
-    """What nvidia-smi knows, by uuid; empty where there is none."""
+    """Return the GPUs that nvidia-smi lists, by uuid; empty if there are none."""
     by_uuid = {}
     for line in _smi("--query-gpu=uuid,index,memory.total,memory.used", "--format=csv,noheader,nounits").splitlines():
         uuid, *numbers = (part.strip() for part in line.split(","))
@@ -81,7 +81,7 @@ def smi_gpus() -> dict[str, SmiGpu]:
 
 
 def topology() -> str:
-    """The table of ``nvidia-smi topo -m``; empty where there is none."""
+    """Return the table of ``nvidia-smi topo -m``; empty where there is none."""
     return _smi("topo", "-m")
 
 

@@ -33,7 +33,7 @@ class Router:
         self._routes: dict[tuple[RouteTensor, bool], Routes] = {}
 
     def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False) -> Routes:
-        """The layouts of a kind of value and the routes between them."""
+        """Return the layouts of a kind of value and the routes between them."""
         tensor = RouteTensor(
             atoms,
             value.dtype.itemsize,
@@ -47,7 +47,7 @@ class Router:
         return routes
 
     def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
-        """The moves that turn ``source`` into ``target``."""
+        """Return the moves that turn ``source`` into ``target``."""
         if source.windows or target.windows:
             return through_windows(source, target, value.requires_grad, lambda *ends: self(value, *ends))
         if source.canonical() == target.canonical():

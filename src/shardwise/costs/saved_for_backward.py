@@ -34,7 +34,7 @@ class Saved:
 
 
 def saved_for_backward(op: Op, operands: Sequence[Value]) -> Saved:
-    """What is kept of a call with operands of these shapes."""
+    """Return the tensors saved for backward by a call with operands of these shapes."""
     if not any(value.requires_grad for value in operands):
         return Saved()
     position = count()
@@ -70,8 +70,8 @@ def _saved_tensors(call: Call, operands: tuple[Form, ...]) -> Saved | None:
 
 
 def _empty(form: Form) -> torch.Tensor:
-    """A tensor without memory. One that needs a gradient is a view of a leaf, which operators in place may be called
-    on."""
+    """Return a tensor without memory. One that needs a gradient is a view of a leaf, which operators in place may be
+    called on."""
     tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
     return tensor.requires_grad_().as_strided(tensor.shape, tensor.stride()) if form.requires_grad else tensor
 

@@ -75,18 +75,18 @@ class SimulatedStep:
 
 
 def accumulation_name(source: Source) -> str:
-    """What the addition of a pass's gradient is called."""
+    """Return the name of the addition of a pass's gradient."""
     return f"gradient of {source.names[0]}, added up"
 
 
 def simulate(spmd: SpmdProgram, prices: Prices, kinds: VjpCache | None = None) -> SimulatedStep:
-    """A step of the busiest rank. ``kinds``: those traced already."""
+    """Simulate a step of the busiest rank. ``kinds``: those traced already."""
     return simulate_program(busiest_program(spmd, kinds or VjpCache()), prices)
 
 
 def simulate_program(program: RankProgram, prices: Prices) -> SimulatedStep:
-    """The step of a rank, as its list says; of a compiled program, whose sections were priced, as well. Of several
-    passes it is one of them, with its share of what the step does once."""
+    """Simulate the step of a rank from its list; of a compiled program, whose sections were priced, as well. Of
+    several passes it is one of them, with its share of what the step does once."""
     parts = ProgramParts.of(program, prices)
     timeline = Timeline(program, prices, parts)
     timeline.run()
@@ -291,8 +291,8 @@ class Timeline:
         self.now += taken
 
     def _beside_messages(self, seconds: float) -> float:
-        """How long so many seconds of work take, of which only the device's ``overlap`` gets done while messages are on
-        their way. What it loses counts as exposed."""
+        """Return the duration of ``seconds`` of work that runs at the device's ``overlap`` rate while messages are in
+        flight. The time lost counts as exposed."""
         sent, rate = max(self.free.values(), default=0.0) - self.now, self.prices.device.overlap
         if sent <= 0:
             return seconds

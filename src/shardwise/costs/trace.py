@@ -35,13 +35,13 @@ class Track:
         lines: Mapping[str, str] | None = None,
         over: Sequence[Peak] = (),
     ) -> Track:
-        """A step with one row per stream: operators, and each group of devices that exchanges messages. ``over``: the
-        most that is held at every operator, in turn (``Memory.over``)."""
+        """Return a step with one row per stream: operators, and each group of devices that exchanges messages.
+        ``over``: the most that is held at every operator, in turn (``Memory.over``)."""
         return Track(title, by_stream(events, mesh), lines or {}, peak_times(events, over))
 
 
 def by_stream(events: Sequence[Event], mesh: Mesh) -> dict[str, list[Event]]:
-    """The events of every stream."""
+    """Return the events of every stream."""
     rows: dict[str, list[Event]] = {}
     for event in events:
         stream = f"messages over {mesh.format_axes(event.stream)}" if event.stream else OPERATORS

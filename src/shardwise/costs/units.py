@@ -85,7 +85,7 @@ class Figures(Mapping[str, float]):
 
 
 def parse_quantity(value: object, unit: str) -> float:
-    """A figure in base units (``unit``: a key of ``UNITS``) from a number or a text.
+    """Return a figure in base units (``unit``: a key of ``UNITS``) from a number or a text.
 
     >>> parse_quantity("80 GiB", "B"), parse_quantity("200 Gb/s", "B/s"), parse_quantity(5e-6, "s")
     (85899345920.0, 25000000000.0, 5e-06)
@@ -117,8 +117,8 @@ def parse_quantity(value: object, unit: str) -> float:
 
 
 def format_quantity(number: float, unit: str) -> str:
-    """A figure as one reads it: 85899345920, B -> ``80 GiB``; 3.12e14, FLOP/s -> ``312 TFLOP/s``. With the digits that
-    it takes to read it back, if those are nine at most; others (measured ones) with four.
+    """Return a figure as one reads it: 85899345920, B -> ``80 GiB``; 3.12e14, FLOP/s -> ``312 TFLOP/s``. With the
+    digits that it takes to read it back, if those are nine at most; others (measured ones) with four.
 
     >>> format_quantity(85899345920, "B"), format_quantity(9e11, "B/s"), format_quantity(5e-6, "s")
     ('80 GiB', '900 GB/s', '5 us')

@@ -34,7 +34,7 @@ class Box:
         return Box(origin, tuple(shape), origin)
 
     def common(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
-        """What it has in common with other rows of the tensor; None if nothing."""
+        """Return the intersection with other rows of the tensor; None if empty."""
         starts = tuple(map(max, self.offsets, offsets))
         stops = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, offsets, sizes, strict=True))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -44,8 +44,8 @@ class Box:
 
 
 def boxes(layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
-    """What the device at ``coordinates`` holds in a layout without partial states, in the order in which it holds it;
-    none where it holds nothing."""
+    """Return the boxes of the device at ``coordinates`` in a layout without partial states, in storage order; none
+    where it holds nothing."""
     return _boxes(layout.canonical(), tuple(coordinates[axis] for axis in layout.mesh.sub_axes))
 
 

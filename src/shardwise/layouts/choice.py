@@ -79,8 +79,8 @@ class ShardPosition(NamedTuple):
 
     @staticmethod
     def of(dim: int, sizes: Sequence[int], index: int) -> ShardPosition:
-        """That of an atom of a dim, whose atoms have these sizes. Empty atoms count as one in strides, so that their
-        neighbours stay apart."""
+        """Return the position of an atom of a dim, whose atoms have these sizes. Empty atoms count as one in strides,
+        so that their neighbours stay distinct."""
         return ShardPosition(dim, prod(max(size, 1) for size in sizes[index + 1 :]), sizes[index])
 
 
@@ -104,7 +104,7 @@ class ShardPositions:
         return _places_of(OpRule(rule.factors, rule.operands, rule.results, rule.linear, windows=rule.windows))
 
     def operand(self, position: int, choice: AxisChoice) -> Where:
-        """Where an operand must be."""
+        """Return the placement required of an operand."""
         if isinstance(choice, Split):
             return self.operands[position].get(choice.factor, "R")
         if isinstance(choice, Repeat):
@@ -112,14 +112,14 @@ class ShardPositions:
         return "P" if position in self.linear[choice.group] else "R"
 
     def result(self, position: int, choice: AxisChoice) -> Where:
-        """Where a result is."""
+        """Return the placement of a result."""
         if isinstance(choice, Split):
             place = self.results[position].get(choice.factor)
             return REDUCTION_STATES.get(self.kinds[choice.factor], "I") if place is None else place
         return choice.state if isinstance(choice, Repeat) else "P"
 
     def choice_of_operand(self, position: int, where: Where) -> AxisChoice | None:
-        """The choice that wants an operand there; None if there is none."""
+        """Return the choice that wants an operand there; None if there is none."""
         if isinstance(where, ShardPosition):
             return _split_at(self.operands[position], where)
         if where in ("I", "R"):
@@ -127,7 +127,7 @@ class ShardPositions:
         return next((PassSum(i) for i, group in enumerate(self.linear) if where == "P" and position in group), None)
 
     def split_of_result(self, position: int, place: ShardPosition) -> Split | None:
-        """The split that leaves a result split at a place; None if there is none."""
+        """Return the split that leaves a result split at a place; None if there is none."""
         return _split_at(self.results[position], place)
 
 
@@ -157,8 +157,8 @@ def _split_at(places: Mapping[str, ShardPosition], place: ShardPosition) -> Spli
 
 
 def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout:
-    """Where a tensor is on every sub-axis (invariant on those not named), as a layout over its atoms. Axes that share a
-    place are major first, in the order of ``where``. Raises LayoutError for a place that is no atom."""
+    """Return the layout over the given atoms that has the states in ``where`` (invariant on axes not named). Axes that
+    share a position are major first, in the order of ``where``. Raises LayoutError for a position that is no atom."""
     axes: dict[tuple[int, int], list[str]] = {}
     states: list[tuple[str, str]] = []
     for axis, at in where.items():
@@ -181,7 +181,7 @@ def _atom_at(atoms: tuple[tuple[int, ...], ...], place: ShardPosition) -> tuple[
 
 
 def where_of(layout: Layout) -> dict[str, Where]:
-    """The inverse of ``layout_of``: sub-axis -> state or place; those that share a place are major first."""
+    """Invert ``layout_of``: sub-axis -> state or place; those that share a place are major first."""
     where: dict[str, Where] = {}
     for axis, (dim, atom) in layout.positions.items():
         where[axis] = ShardPosition.of(dim, layout.atoms[dim], atom)

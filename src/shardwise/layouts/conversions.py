@@ -100,7 +100,7 @@ class Move:
 
     @cached_property
     def reverse(self) -> Move | None:
-        """Of a move that closes windows: the one that cuts them."""
+        """Return the move that cuts the windows that this move closes, or None."""
         closes = len(self.source.windows) > len(self.target.windows)
         return Move(self.target, self.source, self.axes) if closes else None
 
@@ -160,7 +160,7 @@ class Collective:
 
 
 def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Collective | None:
-    """The collective that a move performs in forward or backward, or None."""
+    """Return the collective that a move performs in forward or backward, or None."""
     if move.reverse is not None:
         return collective_of(move.reverse, itemsize, backward=not backward)
     primitive = move.entry.backward if backward else move.entry.forward

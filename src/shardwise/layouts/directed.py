@@ -36,7 +36,7 @@ class Directed:
         self.largest = sorted(range(len(steps.atoms)), key=lambda p: -steps.atoms[p])
 
     def steps(self, state: State) -> list[RedistributionStep]:
-        """A few steps from a state: at least those of the direct route, wherever one is on it."""
+        """Return a few steps from a state: at least those of the direct route, wherever one is on it."""
         arrangement, states = state
         return [
             *self._begin(arrangement, states),
@@ -45,7 +45,7 @@ class Directed:
         ]
 
     def route(self, state: State) -> tuple[RedistributionStep, ...]:
-        """The direct route from a state to the target."""
+        """Return the direct route from a state to the target."""
         path: list[RedistributionStep] = []
         while state != self.target:
             path.append(self._next(state))
@@ -122,7 +122,7 @@ class Directed:
         return self.all.step((arrangement, states), after, current, "S", units)
 
     def _leave(self, arrangement: Arrangement, states: tuple[str, ...], letter: str) -> Iterator[RedistributionStep]:
-        """All units that end their atoms and go to one state."""
+        """Yield the step in which all units that end their atoms go to one state."""
         rest = tuple(self._without_last(sharding, letter) for sharding in arrangement)
         units = tuple(
             sorted(u for sharding, kept in zip(arrangement, rest, strict=True) for u in sharding[len(kept) :])
@@ -151,7 +151,7 @@ class Directed:
         return p if self.all.is_free(placed, p) else max(self.all.rival[p], key=self.all.atoms.__getitem__)
 
     def _fits(self, arrangement: Arrangement, unit: int, units: tuple[int, ...]) -> bool:
-        """Whether a unit, beginning to shard together with others, is at once in its final place."""
+        """Return whether a unit, beginning to shard together with others, is at once in its final place."""
         p = next(p for p, sharding in enumerate(self.places) if unit in sharding)
         before = self.places[p][: self.places[p].index(unit)]
         return self.all.is_free(arrangement, p) and before == (
@@ -166,7 +166,7 @@ class Directed:
         return sharding[:kept]
 
     def _stripped(self, arrangement: Arrangement) -> Arrangement:
-        """The arrangement without the units that end their atoms and do not stay."""
+        """Return the arrangement without the units that end their atoms and do not stay."""
         stripped = []
         for sharding in arrangement:
             kept = len(sharding)

@@ -13,7 +13,7 @@ COUNTED_UP_TO = 1024  # devices that are looked at one by one, where sizes do no
 
 
 def held_rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
-    """The global rows of a dim that a device holds, in the order in which it holds them."""
+    """Return the global rows of a dim that a device holds, in the order in which it holds them."""
     indices = [0]
     for position, atom in enumerate(layout.dims[dim]):
         start, length = layout.atom_pieces(dim, position, coordinates)
@@ -76,7 +76,7 @@ def _least_kept(before: Layout, after: Layout) -> int:
 
 
 def _same_counts(before: Layout, after: Layout) -> bool:
-    """Whether both divide every atom into as many parts, so that what one device wants, one device has."""
+    """Return whether both divide every atom into as many parts, so that what one device wants, one device has."""
     return all(
         before.mesh.size_of(old.axes) == before.mesh.size_of(new.axes)
         for dim, other in zip(before.dims, after.dims, strict=True)
@@ -85,6 +85,6 @@ def _same_counts(before: Layout, after: Layout) -> bool:
 
 
 def _places(layout: Layout, axes: list[str]) -> Iterator[dict[str, int]]:
-    """All coordinates along some axes, 0 along the others."""
+    """Yield all coordinates along some axes, 0 along the others."""
     for values in product(*(range(layout.mesh.sizes[axis]) for axis in axes)):
         yield {**dict.fromkeys(layout.mesh.sub_axes, 0), **dict(zip(axes, values, strict=True))}

@@ -54,12 +54,12 @@ class Windows:
 
     @staticmethod
     def of_lengths(dim: int, atom: int, lengths: Sequence[int]) -> Windows:
-        """An uneven split: one device after the other holds so many rows."""
+        """Return an uneven split: one device after the other holds so many rows."""
         bounds = [0, *itertools.accumulate(lengths)]
         return Windows(dim, atom, tuple(((a, b),) if b > a else () for a, b in itertools.pairwise(bounds)))
 
     def tile(self, size: int) -> bool:
-        """Whether every row of the atom is on one device, and the devices hold them one behind the other."""
+        """Return whether every row of the atom is on one device, and the devices hold them one behind the other."""
         ends = [0, *itertools.chain.from_iterable(window for ranges in self.ranges for window in ranges), size]
         return all(len(ranges) <= 1 for ranges in self.ranges) and all(
             a == b for a, b in zip(ends[::2], ends[1::2], strict=True)
@@ -77,11 +77,16 @@ def num_rows(ranges: Ranges) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """One state per sub-axis. ``dims``: the atoms of every tensor dim (at least one each). ``states``: the sub-axes
-    that are neither sharding an atom nor invariant, with ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``, in device order.
-    ``windows``: of the atoms that are held in windows instead of slices, by dim and atom.
+    """Placement of a tensor on a mesh: one state per sub-axis.
 
     Layouts compare by value; ``canonical()`` gives equal results for layouts that place every element equally.
+
+    Args:
+        mesh: The mesh.
+        dims: Atoms of every tensor dim (at least one each).
+        states: (sub-axis, state) of the sub-axes that neither shard an atom nor are invariant, in device order; the
+            state is ``R``, ``P``, ``Pmax``, ``Pmin`` or ``Pany``.
+        windows: Windows of the atoms that are held in windows instead of slices, by dim and atom.
     """
 
     mesh: Mesh
@@ -98,7 +103,7 @@ class Layout:
 
     @staticmethod
     def whole(mesh: Mesh, shape: tuple[int, ...], state: str = "I") -> Layout:
-        """The whole tensor on every device, in the same state on every axis."""
+        """Return the layout with the whole tensor on every device, in the same state on every axis."""
         states = () if state == "I" else tuple((axis, state) for axis in mesh.sub_axes)
         return Layout(mesh, tuple((Atom(size),) for size in shape), states)
 
@@ -125,7 +130,7 @@ class Layout:
         return tuple(axis for axis, state in self.states if state in PARTIAL_KINDS)
 
     def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
-        """(offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
+        """Return (offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
         for window in self.windows:
             if (window.dim, window.atom) == (dim, atom):
                 ranges = window.ranges[self.index_along(dim, atom, coordinates)]
@@ -140,14 +145,14 @@ class Layout:
         return start, (index + 1) * size // count - start
 
     def index_along(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> int:
-        """The position of a device among those that share an atom."""
+        """Return the position of a device among those that share an atom."""
         index = 0
         for axis in self.dims[dim][atom].axes:
             index = index * self.mesh.sizes[axis] + coordinates[axis]
         return index
 
     def local_atoms(self, coordinates: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-        """The sizes of all atoms on a device, per dim."""
+        """Return the sizes of all atoms on a device, per dim."""
         plain = self.without_windows
         sizes = [[plain.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))] for d, dim in enumerate(self.dims)]
         for window in self.windows:
@@ -157,7 +162,7 @@ class Layout:
         return tuple(map(tuple, sizes))
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the local tensor on a device."""
+        """Return the shape of the local tensor on a device."""
         return tuple(prod(sizes) for sizes in self.local_atoms(coordinates))
 
     @cached_property
@@ -166,7 +171,7 @@ class Layout:
         return prod(self.max_rows(d, i) for d, dim in enumerate(self.dims) for i in range(len(dim)))
 
     def max_rows(self, dim: int, atom: int) -> int:
-        """Rows of an atom on the device that holds most."""
+        """Return the rows of an atom on the device that holds most."""
         for window in self.windows:
             if (window.dim, window.atom) == (dim, atom):
                 return window.largest
@@ -179,8 +184,14 @@ class Layout:
         )
 
     def moved(self, axis_states: Mapping[str, str | tuple[int, int]]) -> Layout:
-        """The layout with some sub-axes put elsewhere: a state, or a position (dim, atom) where it is appended as the
-        minor-most."""
+        """Return the layout with some sub-axes moved.
+
+        Args:
+            axis_states: Sub-axis -> new state, or the position (dim, atom) where it is appended as the minor-most.
+
+        Returns:
+            The new layout.
+        """
         dims = [[list(atom.axes) for atom in dim] for dim in self.dims]
         for dim in dims:
             for axes in dim:
@@ -210,7 +221,7 @@ class Layout:
         return self.moved({axis: "P" if state == "R" else "I" for axis, state in self.states})
 
     def canonical(self) -> Layout:
-        """Atoms merged wherever the merged dim places its elements in the same way."""
+        """Merge atoms wherever the merged dim places its elements in the same way."""
         if self.windows:
             kept = {window.dim for window in self.windows}
             dims = (dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
@@ -218,8 +229,17 @@ class Layout:
         return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
 
     def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
-        """The same placement written over finer atoms (their sizes, per dim). Raises LayoutError where there is
-        none."""
+        """Return the same placement over finer atoms.
+
+        Args:
+            atoms: Sizes of the finer atoms, per dim.
+
+        Returns:
+            The refined layout.
+
+        Raises:
+            LayoutError: The atoms do not describe this layout.
+        """
         if tuple(map(prod, atoms)) != self.shape or self.windows:
             raise LayoutError(f"a layout of shape {list(self.shape)} does not describe {[list(a) for a in atoms]}")
         dims = tuple(_refine(dim, sizes, self.mesh) for dim, sizes in zip(self.dims, atoms, strict=True))
@@ -293,7 +313,7 @@ def _spread(atom: Atom, sizes: tuple[int, ...], mesh: Mesh) -> list[Atom]:
 
 @lru_cache(maxsize=100_000)
 def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The coarsest division of a dim that refines both, or None when their cut points do not nest.
+    """Return the coarsest division of a dim that refines both, or None when their cut points do not nest.
 
     An atom of size 1 (which only matters when it is sharded) keeps its place among the others.
     """
@@ -310,7 +330,7 @@ def common_atoms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, 
 
 
 def _ones(sizes: tuple[int, ...]) -> Counter[int]:
-    """How many atoms of size 1 there are at each stride."""
+    """Count the atoms of size 1 at each stride."""
     return Counter(prod(sizes[i + 1 :]) for i, size in enumerate(sizes) if size == 1)
 
 

@@ -41,7 +41,15 @@ class Mesh:
 
     ``sub_axes`` are the prime parts: an axis of prime size is its own sub-axis (``dp``), the others number theirs,
     major first (``tp.0``, ``tp.1``); axes of size 1 have none. Layouts and strategies name sub-axes; texts may name
-    whole axes. Raises LayoutError for more than ``texts.MAX_DEVICES`` devices, which bounds whatever is done for each.
+    whole axes.
+
+    Args:
+        axes: Mapping or (name, size) pairs, major first; the keyword arguments follow them.
+        sizes: Number of devices along each axis, by name.
+
+    Raises:
+        LayoutError: A name or size is invalid, a name occurs twice, or there are more than ``texts.MAX_DEVICES``
+            devices, which bounds the work done for each.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -98,9 +106,10 @@ class Mesh:
         return {axis: i for i, axis in enumerate(self.sub_axes)}
 
     def expand(self, name: str) -> tuple[str, ...]:
-        """The sub-axes of an axis (``tp`` -> ``("tp.0", "tp.1")``) or of a sub-axis (itself).
+        """Return the sub-axes of an axis (``tp`` -> ``("tp.0", "tp.1")``) or of a sub-axis (itself).
 
-        Raises LayoutError for a name that the mesh does not have.
+        Raises:
+            LayoutError: The mesh has no such name.
         """
         if name in self._parts:
             return self._parts[name]
@@ -110,11 +119,21 @@ class Mesh:
         raise LayoutError(f"unknown mesh axis {shorten_repr(name)}: the mesh is ({known})")
 
     def size_of(self, axes: Iterable[str]) -> int:
-        """Number of devices along the product of sub-axes."""
+        """Return the number of devices along the product of sub-axes."""
         return prod(self.sizes[axis] for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Sub-axis -> coordinate of a rank. Raises LayoutError for a rank that the mesh does not have."""
+        """Return the coordinate of a rank on every sub-axis.
+
+        Args:
+            rank: Rank, from 0 to ``num_devices - 1``.
+
+        Returns:
+            Sub-axis -> coordinate.
+
+        Raises:
+            LayoutError: The mesh has no such rank.
+        """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
             raise LayoutError(f"there is no rank {shorten_repr(rank)}: {self} has ranks 0 to {self.num_devices - 1}")
         coordinate_of: dict[str, int] = {}
@@ -123,7 +142,17 @@ class Mesh:
         return {axis: coordinate_of[axis] for axis in self.sub_axes}
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at coordinates. Raises LayoutError for those that the mesh does not have."""
+        """Return the rank at some coordinates.
+
+        Args:
+            coordinates: Sub-axis -> coordinate, for every sub-axis.
+
+        Returns:
+            The rank.
+
+        Raises:
+            LayoutError: The mesh has no such coordinates.
+        """
         rank = 0
         for axis in self.sub_axes:
             if not 0 <= coordinates[axis] < self.sizes[axis]:
@@ -134,15 +163,25 @@ class Mesh:
         return rank
 
     def index_along(self, axes: Iterable[str], rank: int) -> int:
-        """Position of a rank along the product of sub-axes, the first of them major."""
+        """Return the position of a rank along the product of sub-axes, the first of them major."""
         coordinates, index = self.coordinates(rank), 0
         for axis in axes:
             index = index * self.sizes[axis] + coordinates[axis]
         return index
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axes`` only, ordered by their position along them. Raises
-        LayoutError for a rank or an axis that the mesh does not have."""
+        """Return the ranks that differ from ``rank`` along ``axes`` only.
+
+        Args:
+            axes: Axes or sub-axes, the first major.
+            rank: A member of the group.
+
+        Returns:
+            The ranks of the group, ordered by their position along ``axes``.
+
+        Raises:
+            LayoutError: The mesh has no such rank or axis, or an axis is named twice.
+        """
         base = self.coordinates(rank)
         axes = tuple(part for axis in axes for part in self.expand(axis))
         if len(set(axes)) < len(axes):
@@ -171,7 +210,7 @@ class Mesh:
         return names[0] if len(names) == 1 else "(" + ",".join(names) + ")"
 
     def parse_axes(self, text: str) -> tuple[str, ...]:
-        """The inverse of ``format_axes``; spaces are allowed."""
+        """Invert ``format_axes``; spaces are allowed."""
         names = text.strip().removeprefix("(").removesuffix(")").split(",")
         if len(names) > _MOST_AXES:
             raise LayoutError(f"{len(names):,} axes in {shorten_repr(text)}, more than {_MOST_AXES}")

@@ -47,11 +47,11 @@ class Placement:
 
     @staticmethod
     def whole(mesh: Mesh) -> Placement:
-        """All ranks of a job that has as many as the mesh has devices."""
+        """Return the placement on all ranks of a job with as many ranks as the mesh has devices."""
         return Placement(mesh, tuple(range(mesh.num_devices)))
 
     def device_of(self, rank: int) -> int:
-        """The position in the mesh of a global rank. Raises LayoutError for a rank that is elsewhere."""
+        """Return the position in the mesh of a global rank. Raises LayoutError for a rank that is elsewhere."""
         device = bisect_left(self.ranks, rank)
         if self.ranks[device : device + 1] != (rank,):
             raise LayoutError(problem(f"rank {rank} has no place in {self}", fix="ask on one of these ranks"))

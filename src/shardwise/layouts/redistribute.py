@@ -47,7 +47,7 @@ class BoundedPrice(Protocol):
 def redistribute(
     source: Layout, target: Layout, *, differentiable: bool = True, price: Price | None = None
 ) -> tuple[Move, ...]:
-    """The cheapest moves that turn ``source`` into ``target``.
+    """Return the cheapest moves that turn ``source`` into ``target``.
 
     Both describe the same global tensor on the same mesh. ``differentiable``: whether backward is paid for as well.
     ``price``: by default elements sent by the busiest rank, then messages.
@@ -108,8 +108,8 @@ def through_windows(
 
 
 def before_windows(source: Layout, target: Layout, differentiable: bool) -> Layout:
-    """The layout from which the windows of ``target`` are cut: slices, or what is whole on every device anyway and
-    whose cotangents may be summands."""
+    """Return the layout from which the windows of ``target`` are cut: slices, or what is whole on every device anyway
+    and whose cotangents may be summands."""
     whole = ("R",) if differentiable else ("R", "I")
     current = target.without_windows
     for window in target.windows:
@@ -137,9 +137,9 @@ def window_moves(current: Layout, target: Layout) -> tuple[Move, ...]:
 def price_of_redistribution(
     source: Layout, target: Layout, *, differentiable: bool = True, price: Price | None = None
 ) -> Cost:
-    """What ``redistribute`` pays, without the moves: the sum over moves and directions, component by component. Empty
-    for equal layouts. By default (elements sent by the busiest rank, messages); uneven tensors that are searched as if
-    they divided evenly are priced so, too."""
+    """Return the cost of ``redistribute`` without the moves: the sum over moves and directions, component by component.
+    Empty for equal layouts. By default (elements sent by the busiest rank, messages); uneven tensors that are searched
+    as if they divided evenly are priced so, too."""
     if source.windows or target.windows:
         moves = _through_windows(source, target, differentiable, price)
         if not moves:
@@ -167,7 +167,7 @@ def _redistribute(source: Layout, target: Layout, differentiable: bool, price: P
 def _search(
     source: Layout, target: Layout, differentiable: bool, price: Price | None
 ) -> tuple[_Task | None, Path | None, Cost]:
-    """The question as the search saw it, its answer and what that costs."""
+    """Return the problem as the search saw it, its solution and the cost of that."""
     if source.shape != target.shape or source.mesh != target.mesh:
         raise LayoutError(f"no redistribution from {source} to {target}: not the same tensor on the same mesh")
     source, target = source.canonical(), target.canonical()
@@ -332,7 +332,7 @@ class _Task:
         return Layout(mesh, tuple(dims), tuple((axis, state_of[axis]) for axis in mesh.sub_axes if axis in state_of))
 
     def moves(self, states: tuple[State, ...]) -> tuple[Move, ...]:
-        """The path as moves; local steps of one kind are joined."""
+        """Return the path as moves; local steps of one kind are joined."""
         path: list[tuple[State, State, tuple[int, ...]]] = []
         for before, after in pairwise(states):
             units = tuple(u for u in range(len(self.units)) if before[1][u] != after[1][u])
@@ -370,8 +370,8 @@ def _align(
 
 
 def _units(source: Layout, target: Layout) -> tuple[tuple[str, ...], ...]:
-    """The sub-axes in runs that come from the same place and go to the same place, side by side in both. In the order
-    in which they shard an atom at one of the ends."""
+    """Return the sub-axes in runs that come from the same place and go to the same place, side by side in both. In the
+    order in which they shard an atom at one of the ends."""
 
     def neighbours(first: str, second: str) -> bool:
         for layout in (source, target):
@@ -402,8 +402,8 @@ def _positions(
     num_moving: int,
     rounding: Rounding,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[tuple[int, ...], ...], ...], bool]:
-    """The atoms that matter to the search, their sizes as it sees them (per dim and division), and whether all divide
-    evenly.
+    """Return the atoms that matter to the search, their sizes as it sees them (per dim and division), and whether all
+    divide evenly.
 
     An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL. Where ``rounding``
     is "all", so is the size of one that does not divide evenly. First come the atoms that an end shards. Then others,

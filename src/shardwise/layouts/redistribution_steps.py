@@ -85,12 +85,12 @@ class RedistributionSteps:
         self._exchanges_of: dict[Arrangement, list[tuple[Arrangement, int, int]]] = {}
 
     def everywhere(self, state: State, exchanged: bool) -> list[RedistributionStep]:
-        """All steps from a state. ``exchanged``: it was reached by an exchange, which another one need not follow (what
-        both together bring, one brings, and no rank sends more)."""
+        """Return all steps from a state. ``exchanged``: it was reached by an exchange, which another one need not
+        follow (one exchange does what both do, and no rank sends more)."""
         return self._others(state) if exchanged else [*self._exchanges(state), *self._others(state)]
 
     def step(self, before: State, after: State, source: str, target: str, units: tuple[int, ...]) -> RedistributionStep:
-        """The step from ``before`` to ``after``, in which ``units`` go from one state to another."""
+        """Return the step from ``before`` to ``after``, in which ``units`` go from one state to another."""
         entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
         largest = self.numel(after[0])
         if entry.forward == "all_to_all":
@@ -164,7 +164,7 @@ class RedistributionSteps:
                     yield (rest, with_state(states, dropped, other)), "S", other, dropped
 
     def _placements(self, arrangement: Arrangement, units: tuple[int, ...]) -> list[Arrangement]:
-        """All ways to let units shard atoms in addition, as the minor ones."""
+        """Return all ways to let units shard atoms in addition, as the minor ones."""
         placements = self._placed.get((arrangement, units))
         if placements is None:
             fixed = tuple(len(sharding) for sharding in arrangement)
@@ -181,7 +181,7 @@ class RedistributionSteps:
         return placements
 
     def is_free(self, arrangement: Sequence[Sequence[int]], p: int) -> bool:
-        """Whether no unit shards the other division of the dim of position ``p``."""
+        """Return whether no unit shards the other division of the dim of position ``p``."""
         return not any(arrangement[other] for other in self.rival.get(p, ()))
 
     # ------------------------------------------------------------------------------------------------ what they send
@@ -226,7 +226,7 @@ class RedistributionSteps:
         return kept
 
     def _counted(self, before: Arrangement, after: Arrangement) -> tuple[int, int] | None:
-        """The same, not scaled, device by device. None where that takes too long."""
+        """Return the same, not scaled, device by device. None where that takes too long."""
         rest, changed = 1, []
         for spans in self.spans:
             old = new = spans[0]
@@ -261,7 +261,7 @@ Sharded = tuple[tuple[int, tuple[int, ...]], ...]  # a dim or a part of it: the 
 def _numbers_of_rows(
     grid: tuple[tuple[int, int], ...], before: Sharded, after: Sharded
 ) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
-    """How many rows every device of the grid (units, sizes) holds before, after and both times."""
+    """Return how many rows each device of the grid (units, sizes) holds before, after and both times."""
     sizes, counts = dict(grid), []
     for values in product(*(range(size) for _, size in grid)):
         coordinates = dict(zip(sizes, values, strict=True))
@@ -276,7 +276,7 @@ def _numbers_of_rows(
 
 
 def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) -> range | list[int]:
-    """The rows of a dim that a device holds."""
+    """Return the rows of a dim that a device holds."""
     rows: range | list[int] = range(1)
     for size, units in sharded:
         n, index = 1, 0
@@ -289,7 +289,7 @@ def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) 
 
 
 def _used(spans: tuple[range, ...], arrangement: Arrangement) -> range | None:
-    """The division of a dim that units shard, if any do."""
+    """Return the division of a dim that units shard, if any do."""
     return next((span for span in spans if any(arrangement[p] for p in span)), None)
 
 
@@ -306,7 +306,7 @@ def moved_units(before: Arrangement, after: Arrangement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def communicates(source: str, target: str) -> bool:
-    """Whether a move of this cell sends anything, in forward or in backward."""
+    """Return whether a move of this cell sends anything, in forward or in backward."""
     entry = CELLS["P" if source in PARTIAL_KINDS else source, target]
     return entry.forward in COLLECTIVES or entry.backward in COLLECTIVES
 
@@ -319,7 +319,7 @@ def _subsets(units: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def with_state(states: tuple[str, ...], units: Iterable[int], state: str) -> tuple[str, ...]:
-    """The states with some units in another one."""
+    """Return the states with some units in another one."""
     changed = list(states)
     for unit in units:
         changed[unit] = state

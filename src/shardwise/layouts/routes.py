@@ -49,7 +49,7 @@ class Axes:
 
     @staticmethod
     def of(mesh: Mesh, separate: frozenset[str] = frozenset()) -> Axes:
-        """The named axes with more than one device; those in ``separate`` as their prime sub-axes."""
+        """Return the named axes with more than one device; those in ``separate`` as their prime sub-axes."""
         groups: list[tuple[str, ...]] = []
         for name, _ in mesh.axes:
             parts = mesh.expand(name)
@@ -154,14 +154,14 @@ class Routes:
         return -1
 
     def where(self, code: int) -> Where:
-        """Where the tensor is on an axis of a code."""
+        """Return the placement of the tensor that an axis code stands for."""
         if code < SHARDED:
             return STATES[code]
         dim, atom = self.positions[code - SHARDED]
         return ShardPosition.of(dim, self.tensor.atoms[dim], atom)
 
     def node_of(self, layout: Layout) -> int | None:
-        """The node of a layout, or None where an axis does not move as a whole or the atoms do not nest."""
+        """Return the node of a layout, or None where an axis does not move as a whole or the atoms do not nest."""
         try:
             layout = layout.canonical().refine(self.tensor.atoms)
         except LayoutError:
@@ -184,7 +184,7 @@ class Routes:
         return layout.moved({axis: "I" for axis, state in layout.states if state == "R"})
 
     def layout(self, node: int) -> Layout:
-        """The layout of a node."""
+        """Return the layout of a node."""
         codes = zip(self.axes.groups, self.codes[node].tolist(), strict=True)
         where = {axis: self.where(code) for group, code in codes for axis in group}
         return layout_of(where, self.tensor.atoms, self.axes.mesh)
@@ -251,7 +251,7 @@ class Routes:
         return _Edges(len(self.codes), sources, starts, target[order], price[order], numbers[order], changes)
 
     def _steps(self) -> tuple[_AxisSteps, ...]:
-        """The single steps between the layouts, which tensors of other sizes share."""
+        """Return the single steps between the layouts, which tensors of other sizes share."""
         key = self.base, self.codes.tobytes()
         cached = self.axes.steps.get(key)
         if cached is None:
@@ -282,7 +282,7 @@ class Routes:
                             yield _AxisSteps(chosen, both[0], both[1])
 
     def _steps_to(self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """The steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""
+        """Return the steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""
         codes = self.codes[sources].copy()
         codes[:, chosen] = after
         targets = self.node(codes)
@@ -291,7 +291,7 @@ class Routes:
         return sources[kept], targets[kept]
 
     def _is_prefix(self, before: Ints, after: Ints, chosen: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Whether on every atom the axes that stay are major to those that come or go."""
+        """Return whether on every atom the axes that stay are major to those that come or go."""
         good = np.ones(len(before), dtype=np.bool_)
         for axis in chosen:
             for other in range(axis + 1, len(self.axes.groups)):
@@ -322,7 +322,7 @@ class Routes:
     # -- routes --------------------------------------------------------------------------------------------------------
 
     def moves(self, source: int, target: int) -> tuple[Move, ...]:
-        """The cheapest route as moves. Raises LayoutError where there is none."""
+        """Return the cheapest route as moves. Raises LayoutError where there is none."""
         cached = self._moves.get((source, target))
         if cached is None:
             cached = self._moves[source, target] = self._route(source, target)

@@ -51,8 +51,8 @@ class StepPrice(Protocol):
     """Prices in the terms of the search, compared by value."""
 
     def of(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
-        """What one direction of a step costs, in which the busiest rank sends so many elements (times the devices).
-        Summed component by component."""
+        """Return the cost of one direction of a step in which the busiest rank sends so many elements (times the
+        devices). Summed component by component."""
         ...
 
     def at_least(self, elements: float) -> Cost:
@@ -126,7 +126,7 @@ class _AStar:
     def _give_up(
         self, directed: Directed, settled: Iterable[State], parent: dict[State, State], best: dict[State, Cost]
     ) -> Path:
-        """The cheapest of the direct routes from all settled states (the source is one)."""
+        """Return the cheapest of the direct routes from all settled states (the source is one)."""
         nearest: tuple[Cost, State, tuple[RedistributionStep, ...]] | None = None
         for start in settled:
             route, cost, state = directed.route(start), best[start], start
@@ -139,7 +139,7 @@ class _AStar:
         return Path((*_back(parent, start), *(step.after for step in route)), cost, SETTLED_UP_TO)
 
     def _cost(self, before: State, step: RedistributionStep) -> Cost:
-        """Of both directions of a step, and its tie-breakers."""
+        """Return the cost of both directions of a step, and its tie-breakers."""
         if self.price is None:
             if self.differentiable:
                 return (step.sent_forward + step.sent_backward, step.num_messages, step.largest_local, 1)

@@ -63,7 +63,7 @@ class Strategy:
 
     @staticmethod
     def parse(text: str, mesh: Mesh) -> Strategy:
-        """The inverse of ``format``. Raises NotationError or LayoutError."""
+        """Invert ``format``. Raises NotationError or LayoutError."""
         return replace(Strategy.of(parse_choices(text, mesh)), cuts=tuple(sorted(parse_cuts(text).items())))
 
     @cached_property
@@ -127,7 +127,7 @@ def parse_cuts(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def named_factors(text: str) -> set[str]:
-    """The factors and states that a strategy's text names."""
+    """Return the factors and states that a strategy's text names."""
     return {word.partition("@")[0] for word in re.sub(r"\{[^{}]*\}", "", text).split()}
 
 
@@ -218,7 +218,7 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
 
 
 def _cut(dims: Dims, plain: Layout, strategy: Strategy) -> Layout:
-    """The layout with the parts of factors that are split by hand."""
+    """Return the layout with the parts of factors that are split by hand."""
     cuts = dict(strategy.cuts)
     windows = []
     for d, dim in enumerate(dims):

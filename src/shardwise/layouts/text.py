@@ -36,7 +36,7 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The inverse of ``format_dtype``. Raises NotationError."""
+    """Invert ``format_dtype``. Raises NotationError."""
     for dtype, dtype_name in DTYPE_NAMES.items():
         if name in (dtype_name, str(dtype).removeprefix("torch.")):
             return dtype
@@ -44,8 +44,8 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: bool = True) -> str:
-    """The layout as a type. Atoms are merged where that changes nothing (``merged=False``: they stay as they are, so
-    that the same layout is parsed back)."""
+    """Return the layout as a type. Atoms are merged where that changes nothing (``merged=False``: they stay as they
+    are, so that the same layout is parsed back)."""
     mesh = layout.mesh
     if merged:
         layout = layout.canonical()
@@ -73,7 +73,7 @@ def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: b
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
-    """The inverse of ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or
+    """Invert ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or
     LayoutError."""
     match = _HEAD.match(check_notation(text, _READS))
     if match is None:
@@ -144,7 +144,7 @@ def format_move(move: Move) -> str:
 
 
 def parse_move(text: str, mesh: Mesh) -> Move:
-    """The inverse of ``format_move``. Raises NotationError or LayoutError."""
+    """Invert ``format_move``. Raises NotationError or LayoutError."""
     axes, colon, ends = text.partition(": ")
     source, arrow, target = ends.partition(" -> ")
     if not colon or not arrow:
@@ -167,7 +167,7 @@ def _split_dims(text: str) -> list[str]:
 
 
 def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[tuple[Atom, ...], dict[int, tuple[Ranges, ...]]]:
-    """The atoms, and the windows of those that have any."""
+    """Return the atoms, and the windows of those that have any."""
     column += len(item) - len(item.lstrip())
     inner = item.strip()
     if inner.startswith("(") and inner.endswith(")"):

@@ -50,8 +50,8 @@ class TransferBlock:
 
 
 def boundary_layout(layout: Layout) -> Layout:
-    """The layout in which a value of some layout crosses a boundary: what is replicated or partial is whole there, and
-    windows that overlap are slices."""
+    """Return the layout in which a value of some layout crosses a boundary: what is replicated or partial is whole
+    there, and windows that overlap are slices."""
     plain = layout.moved(dict.fromkeys(dict(layout.states), "I"))
     return plain if _tiles(plain) else plain.without_windows
 
@@ -119,7 +119,7 @@ def _tiles(layout: Layout) -> bool:
 
 
 def _region_of(layout: Layout, coordinates: dict[str, int]) -> Region:
-    """The rows of every dim that a device holds."""
+    """Return the rows of every dim that a device holds."""
     return tuple(_rows(layout, dim, coordinates) for dim in range(len(layout.dims)))
 
 
@@ -136,7 +136,7 @@ def _rows(layout: Layout, dim: int, coordinates: dict[str, int]) -> Ranges:
 
 
 def _common(first: Ranges, second: Ranges) -> Ranges:
-    """The rows that are in both of two ascending lists of ranges."""
+    """Return the rows that are in both of two ascending lists of ranges."""
     common: list[tuple[int, int]] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -151,7 +151,7 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
 
 
 def _within(part: Ranges, whole: Ranges) -> Ranges:
-    """Where some rows are among those that a device holds; ranges that follow one another there are one."""
+    """Return the positions of some rows among those that a device holds; adjacent ranges are merged."""
     positions: list[tuple[int, int]] = []
     offset, pending = 0, list(part)
     for start, stop in whole:

@@ -17,7 +17,7 @@ Segments = tuple[tuple[int, int, int], ...]
 
 @lru_cache(maxsize=100_000)
 def segments(ranges: Ranges, size: int, count: int) -> Segments:
-    """The ranges of a window, cut where the slices of ``size`` rows over ``count`` devices end."""
+    """Return the ranges of a window, cut where the slices of ``size`` rows over ``count`` devices end."""
     result = []
     for start, stop in ranges:
         while start < stop:

@@ -26,7 +26,7 @@ def operand_positions(op: Op) -> dict[str, tuple[int, ...]]:
 
 
 def replace_arguments(op: Op, target: OpOverload | None = None, **changes: Arg) -> LocalOpCall:
-    """The call of ``op`` with some arguments replaced by schema name, on ``target`` if given (same names)."""
+    """Return the call of ``op`` with some arguments replaced by schema name, on ``target`` if given (same names)."""
     schema = op.target._schema.arguments
     args = tuple(changes.pop(a.name, value) for a, value in zip(schema, op.args, strict=False))
     kwargs = {name: changes.pop(name, value) for name, value in op.kwargs} | changes
@@ -34,17 +34,17 @@ def replace_arguments(op: Op, target: OpOverload | None = None, **changes: Arg) 
 
 
 def same_call(op: Op) -> LocalOpCall:
-    """The call of ``op`` as it stands."""
+    """Return the call of ``op`` as it stands."""
     return LocalOpCall(op.target, op.args, op.kwargs)
 
 
 def normal_dim(dim: int, rank: int) -> int:
-    """A dim counted from the front; scalars count as rank 1, as in PyTorch."""
+    """Return a dim counted from the front; scalars count as rank 1, as in PyTorch."""
     return dim % max(rank, 1)
 
 
 def dims_of(dim: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """The dims that a reduction names, counted from the front; None or nothing: all of them."""
+    """Return the dims that a reduction names, counted from the front; None or nothing: all of them."""
     if dim is None or dim == () or dim == []:
         return tuple(range(rank))
     chosen = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -52,14 +52,14 @@ def dims_of(dim: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The common shape of shapes that broadcast."""
+    """Return the common shape of shapes that broadcast."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 def local_size(context: LocalContext, factor: str) -> int:
-    """How many indices of the factor this rank holds."""
+    """Return the number of indices of the factor on this rank."""
     return prod(piece.length for piece in context.pieces[factor])
 
 
@@ -68,7 +68,7 @@ def any_split(context: LocalContext, factors: Sequence[str]) -> bool:
 
 
 def block_offset(pieces: Sequence[Piece]) -> int | None:
-    """Where the shard starts in the flattened factor when it is one contiguous block, else None.
+    """Return the offset of the shard in the flattened factor when it is one contiguous block, else None.
 
     A shard of the atoms (3, 8), major first, is contiguous when the major part is one index, or the minor one is whole.
     """

@@ -108,8 +108,8 @@ def factor_graph(
 
 
 def _divide(rule: OpRule, cuts: Mapping[str, _DivisorChain]) -> OpRule:
-    """The rule with every factor replaced by its parts. Of a factor that others are windows of, only the major part can
-    be split: the rows of any other are not contiguous."""
+    """Return the rule with every factor replaced by its parts. Of a factor that others are windows of, only the major
+    part can be split: the rows of any other are not contiguous."""
     seen_through = {window.factor for _, window in rule.windows}
     parts: dict[str, tuple[Factor, ...]] = {}
     for factor in rule.factors:

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def attention_rule(op: Op, graph: Graph) -> OpRule | None:
-    """The rule, and its variants for rings."""
+    """Return the rule, and its variants for rings."""
     rule = _BY_PARTS(op, graph)
     query, key = (graph.by_name[name].shape for name in op.operands[:2])
     if rule is None or query[-2] != key[-2]:
@@ -37,7 +37,7 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     """``b h t d, b h s d, b h s e -> b h t e``; grouped: the query heads are ``(g r)``, the key heads ``g``. A mask is
     ``t s``, behind dims that may be broadcast; the ends of intervals of keys are ``t``, which keys are seen ``1 s``.
 
-    Where queries and keys are equally many, there is the variant ``ring``: both are split alike, and the keys and
+    Where queries and keys are equally many, there is the variant ``ring``: both are split equally, and the keys and
     values are passed around (``rules/ring.py``); and, of causal attention, the variant ``zigzag``, which does so with
     equal work for all.
 

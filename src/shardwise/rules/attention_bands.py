@@ -34,11 +34,11 @@ class Band:
         return Band(max(self.least, other.least), min(self.most, other.most))
 
     def meets(self, least: int, most: int) -> bool:
-        """Whether a distance of these may be seen."""
+        """Return whether a distance of these may be seen."""
         return self.least <= most and least <= self.most
 
     def share(self, queries: int, keys: int) -> float:
-        """Which part of all pairs of a query and a key lies at such distances."""
+        """Return the share of all query-key pairs that lie at such distances."""
         row = torch.arange(queries, dtype=torch.float64)
         first, last = ((row + end).clamp(0, keys) for end in (self.least, self.most + 1))
         return float((last - first).clamp(min=0).sum()) / (queries * keys)
@@ -76,8 +76,8 @@ def band_of(mask: str, graph: Graph) -> Band:
 
 
 def band_between(first: Arg, end: Arg, graph: Graph) -> Band:
-    """The band of queries that each see the keys from ``first`` up to ``end`` (names, or None): known of bounds that
-    grow with the query."""
+    """Return the band of queries that each see the keys from ``first`` up to ``end`` (names, or None): known of bounds
+    that grow with the query."""
     least, behind = (
         op.args[0] if op is not None and op.target is aten.arange.start else limit
         for op, limit in ((_producer(first, graph), -inf), (_producer(end, graph), inf))
@@ -91,7 +91,7 @@ def _producer(bound: Arg, graph: Graph) -> Op | None:
 
 @lru_cache(maxsize=256)
 def _band(mask: str, ops: tuple[Op, ...], values: tuple[Value, ...]) -> Band:
-    """The band of a mask that some operators make: layers that share one ask for it again and again."""
+    """Return the band of a mask that some operators make: layers that share one ask for it again and again."""
     graph = Graph(values, (), ops, ())
     return _within(mask, graph, evaluate_known_values(graph, {mask}, {}))
 
@@ -108,7 +108,7 @@ def _within(name: str, graph: Graph, known: Mapping[str, Abstract]) -> Band:
 
 
 def _band_of(seen: Intervals) -> Band:
-    """The distances of the keys that queries see."""
+    """Return the distances of the keys that queries see."""
     some = seen.sees_none.logical_not()
     if not some.any():
         return EVERYTHING

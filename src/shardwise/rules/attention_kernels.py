@@ -28,8 +28,8 @@ def _attention_rows(
     offsets: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """The given rows of scaled dot-product attention. Under a causal mask, keys that none of them sees are left out;
-    what begins at the first row is causal again, other rows get booleans that say which keys they see."""
+    """Return the given rows of scaled dot-product attention. Under a causal mask, keys that none of them sees are left
+    out; what begins at the first row is causal again, other rows get booleans that say which keys they see."""
     if is_causal and prod(lengths) < prod(sizes):
         pieces = tuple(map(Piece, sizes, offsets, lengths))
         first, seen = block_offset(pieces), min(_last_row(pieces) + 1, key.shape[-2])
@@ -46,7 +46,7 @@ def _attention_rows(
 
 
 def _last_row(pieces: Sequence[Piece]) -> int:
-    """The index of the last row, 0 if there is none."""
+    """Return the index of the last row, 0 if there is none."""
     last = 0
     for piece in pieces:
         last = last * piece.size + piece.offset + piece.length - 1

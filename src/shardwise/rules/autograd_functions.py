@@ -31,7 +31,7 @@ _Operand = tuple[tuple[int, ...], torch.dtype, bool]
 
 
 def _function(op: Op, graph: Graph) -> OpRule | None:
-    """All dims of all operands and results alike, or unknown."""
+    """Return the elementwise rule, or None if the function is not known to be elementwise."""
     args = arguments(op)
     operands = [graph.by_name[name] for name in op.operands]
     shape = max((value.shape for value in operands), key=len, default=())
@@ -90,7 +90,7 @@ class _FunctionKernels(DispatchMode):
         self.known = True
 
     def elementwise(self, shape: tuple[int, ...]) -> bool:
-        """Whether all kernels work on each element of tensors of this shape alone."""
+        """Return whether all kernels work on each element of tensors of this shape alone."""
         return self.known and self.shapes <= {shape, ()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

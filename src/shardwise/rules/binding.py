@@ -57,7 +57,7 @@ def rule(
 
 
 def bind(template: RuleTemplate, op: Op, graph: Graph, sizes: Mapping[str, int] | None = None) -> OpRule:
-    """The template with the sizes of ``op``. Raises LayoutError when a tensor does not fit the pattern."""
+    """Return the template with the sizes of ``op``. Raises LayoutError when a tensor does not fit the pattern."""
     pattern = template.pattern
     shapes = [graph.by_name[name].shape for name in (*op.operands, *op.results)]
     tensors = (*pattern.operands, *pattern.results)
@@ -113,7 +113,7 @@ def build(
     lowering: Lowering | None = None,
     windows: Mapping[str, Window] | None = None,
 ) -> OpRule:
-    """The rule of ``op``: factor sizes solved from the shapes, every dim checked against them.
+    """Return the rule of ``op``: factor sizes solved from the shapes, every dim checked against them.
 
     ``sizes`` gives factors that no shape determines. ``kinds`` of factors that do not appear are ignored, except
     that sums over booleans become whole (booleans cannot be added). ``windows``: factors of operands that are whole but
@@ -143,7 +143,7 @@ def build(
 
 
 def kind_fault(name: str, kind: FactorKind, in_results: Sequence[bool], lowering: Lowering | None) -> str:
-    """What contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
+    """Return what contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
     if kind == "parallel" and not all(in_results):
         return f'{name} is parallel but not in all results: is it reduction={{"{name}": "sum"}}, lowered or whole?'
     if kind in ("sum", "max", "min", "any") and any(in_results):
@@ -190,7 +190,7 @@ def _misfit(op: Op, name: str, shape: Sequence[int], dims: Dims, what: str) -> s
 
 
 def _additive(op: Op, graph: Graph, linear: Linear) -> Linear:
-    """The groups along which sums of values really pass: no booleans, and no rounding to integers."""
+    """Return the groups along which sums of values really pass: no booleans, and no rounding to integers."""
     results = [graph.by_name[name].dtype for name in op.results]
 
     def adds(group: tuple[int, ...]) -> bool:
@@ -205,7 +205,7 @@ def _additive(op: Op, graph: Graph, linear: Linear) -> Linear:
 
 
 def whole_rule(op: Op, graph: Graph) -> OpRule:
-    """The rule of an operator without one: no dim may be split."""
+    """Return the rule of an operator without one: no dim may be split."""
     operands = [single([f"x{i}_{j}" for j in range(len(graph.by_name[n].shape))]) for i, n in enumerate(op.operands)]
     results = [single([f"y{i}_{j}" for j in range(len(graph.by_name[n].shape))]) for i, n in enumerate(op.results)]
     names = [name for dims in (*operands, *results) for dim in dims for name in dim]

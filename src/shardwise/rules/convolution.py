@@ -101,7 +101,7 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
 
 
 def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
-    """How the windows slide along every spatial dim."""
+    """Return how the windows slide along every spatial dim."""
     args = arguments(op)
     sizes, kernel = (graph.by_name[name].shape[-count:] for name in op.operands[:2])
     strides, dilations = (per_dim(args[name], count) for name in ("stride", "dilation"))
@@ -125,7 +125,7 @@ def per_dim(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _disjoint(op: Op, graph: Graph, count: int) -> tuple[int, ...]:
-    """The spatial dims that windows tile without overlap, gap, padding or rest."""
+    """Return the spatial dims that windows tile without overlap, gap, padding or rest."""
     after = graph.by_name[op.results[0]].shape[-count:]
     return tuple(
         i
@@ -143,7 +143,7 @@ def _windows(dim: int, kernel: int) -> tuple[str, ...]:
 
 @cache  # one function per operator, so that its capture can be reused
 def _bias_apart(target: Any) -> Callable[..., Any]:
-    """The convolution without bias, then the bias."""
+    """Return the convolution without bias, then the bias."""
 
     def lowering(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return target(input, weight, None, *args, **kwargs) + bias.reshape(-1, *(1,) * (weight.dim() - 2))

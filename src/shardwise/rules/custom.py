@@ -53,21 +53,31 @@ def rule(
     localize: Localize | None = None,
     lowering: Lowering | None = None,
 ) -> RegisteredRule:
-    """Say how an operator of your own may be split: ``sw.rule("mylib::scale", "b n, n -> b n", linear=((0,), (1,)))``.
+    """Register how a custom operator may be split: ``sw.rule("mylib::scale", "b n, n -> b n", linear=((0,), (1,)))``.
 
-    ``operator``: what ``torch.library.custom_op`` returned, ``torch.ops.mylib.scale`` (of an operator with several
-    overloads one of them), or its name. ``how``: the factors of every tensor operand and result in notation, in the
-    order of the schema; or, when they depend on the arguments, a function of the op and its graph that returns an
-    ``OpRule`` (``shardwise.rules.binding.build`` makes it), or None for calls that run unsplit.
+    A factor is parallel unless ``reduction``, ``lowered`` or ``whole`` names it. The page on adding a rule explains
+    each argument. Every rank needs the rule.
 
-    A factor is parallel unless it is named: in ``reduction`` (``{"k": "sum"}``: each part computes a summand),
-    ``lowered`` (``lowering``, a function with the operator's arguments, stands in when it is split) or ``whole``.
-    ``linear``: groups of operand positions in which the operator is jointly linear. ``localize``: the call on a shard,
-    when sizes or positions are among the arguments. The page on adding a rule explains each; every rank needs the
-    rule.
+    Args:
+        operator: The result of ``torch.library.custom_op``, ``torch.ops.mylib.scale`` (one overload, if it has
+            several), or the operator's name.
+        how: The factors of every tensor operand and result in notation, in the order of the schema. If they depend on
+            the arguments: a function of the op and its graph that returns an ``OpRule`` (see
+            ``shardwise.rules.binding.build``), or None for calls that run unsplit.
+        reduction: Reduced factors with their kind; ``{"k": "sum"}``: each part computes a summand.
+        lowered: Factors for which ``lowering`` replaces the operator when they are split.
+        whole: Factors that cannot be split.
+        linear: Groups of operand positions in which the operator is jointly linear.
+        localize: Returns the call on a shard, when sizes or positions are among the arguments.
+        lowering: A function with the operator's arguments that replaces it when a lowered factor is split.
 
-    Raises NotationError or LayoutError when the rule contradicts itself or the operator's schema, ShardwiseError when
-    the operator has a rule already (``.remove()`` on what this returned forgets it).
+    Returns:
+        The registered rule; its ``.remove()`` forgets the rule, and as a context manager it holds for the block only.
+
+    Raises:
+        NotationError: The notation does not parse, or ``how`` is neither text nor function.
+        LayoutError: The rule contradicts itself or the operator's schema.
+        ShardwiseError: The operator has a rule already, is not one registered overload, or keywords go with a function.
     """
     target = overload_of(operator)
     if target in RULES or target in CUSTOM.rules:
@@ -110,7 +120,7 @@ def rule(
 
 
 def overload_of(operator: Any) -> OpOverload:
-    """The one overload that is meant. Raises ShardwiseError if none is, or if there are several."""
+    """Return the one overload that is meant. Raises ShardwiseError if none is, or if there are several."""
     if isinstance(operator, str):
         namespace, separator, name = operator.partition("::")
         name, _, overload = name.partition(".")
@@ -134,7 +144,7 @@ def overload_of(operator: Any) -> OpOverload:
 
 
 def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
-    """What can be said without a call: numbers of tensors, kinds and linear groups."""
+    """Check what needs no call: numbers of tensors, kinds and linear groups."""
     pattern, faults = template.pattern, []
     for tensors_word, tensors, declared in (
         ("operands", pattern.operands, target._schema.arguments),

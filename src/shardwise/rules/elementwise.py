@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def broadcast_dims(shape: Sequence[int], result: Sequence[int], names: Sequence[str]) -> Dims:
-    """The dims of an operand that broadcasts to a result with dims ``names``; no factor where the size is 1."""
+    """Return the dims of an operand that broadcasts to a result with dims ``names``; no factor where the size is 1."""
     skipped = len(result) - len(shape)
     return tuple((name,) if size != 1 else () for name, size in zip(names[skipped:], shape, strict=True))
 
@@ -319,7 +319,7 @@ _LINEAR = [
 
 
 def _overloads(name: str) -> list[OpOverload]:
-    """The functional overloads of an ATen packet that take and return tensors."""
+    """Return the functional overloads of an ATen packet that take and return tensors."""
     packet = getattr(aten, name, None)
     targets: list[OpOverload] = []
     for overload in packet.overloads() if packet is not None else ():

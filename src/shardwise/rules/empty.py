@@ -18,7 +18,7 @@ from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
 
 
 def zeros_if_empty(function: RuleFunction) -> RuleFunction:
-    """The rule function, with a local call that copes with empty operands."""
+    """Return the rule function, with a local call that copes with empty operands."""
 
     @wraps(function)
     def guarded(op: Op, graph: Graph) -> OpRule | None:

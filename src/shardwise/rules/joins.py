@@ -35,7 +35,7 @@ def _with(names: Sequence[str], place: int, dim: tuple[str, ...]) -> Dims:
 
 
 def _part(number: int, unit: int, name: str) -> tuple[str, ...]:
-    """The factors of a dim of ``number`` units: the name of the whole factor where there is more than one."""
+    """Return the factors of a dim of ``number`` units: the name of the whole factor where there is more than one."""
     return ((name,) if number != 1 else ()) + ((_UNIT,) if unit != 1 else ())
 
 

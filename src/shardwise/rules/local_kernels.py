@@ -31,7 +31,7 @@ def _define(schema: str, function: Callable[..., Any]) -> Any:
 
 
 def global_index(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: Any) -> Tensor:
-    """The global indices of a shard, int64 ``[prod(lengths)]``."""
+    """Return the global indices of a shard, int64 ``[prod(lengths)]``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, offset, length in zip(sizes, offsets, lengths, strict=True):
         digit = torch.arange(offset, offset + length, dtype=torch.int64, device=device)
@@ -134,12 +134,12 @@ def _index_rows(
 
 
 def _place_of_indices(dims: Sequence[int]) -> int:
-    """Where the dims of the indices stand in ``x[indices]``: in place of adjacent dims, in front of scattered ones."""
+    """Return the first dim of the indices in ``x[indices]``: in place of adjacent dims, in front of scattered ones."""
     return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
 
 
 def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What stands between the brackets."""
+    """Return the index expression between the brackets."""
     chosen: list[Any] = [slice(None)] * rank
     for dim, index in zip(dims, indices, strict=True):
         chosen[dim] = index
@@ -185,8 +185,8 @@ def _with_spare(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _spare_row(local: Tensor, mine: Tensor, spare: int) -> Tensor:
-    """What ``local_index`` gave, with row ``spare`` for rows of other ranks and one behind it for what is in no row (so
-    that it fails as it does on one device)."""
+    """Return the result of ``local_index``, with row ``spare`` for rows of other ranks and the one behind it for
+    indices in no row (so that it fails as on one device)."""
     return torch.where(mine, local, torch.where(local == 0, spare, spare + 1))
 
 
@@ -349,7 +349,7 @@ def _cumulated(
     offsets: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """What the addends given by sizes, offsets, lengths contribute to the given rows of a cumulative sum."""
+    """Return what the addends given by sizes, offsets, lengths contribute to the given rows of a cumulative sum."""
     total = torch.cumsum(x, dim, dtype=dtype)
     total = torch.cat([total.new_zeros([1 if i == dim else n for i, n in enumerate(total.shape)]), total], dim)
     addends = global_index(sizes, offsets, lengths, x.device)

@@ -28,7 +28,7 @@ def _batch_kind(reduction: int) -> FactorKind:
 
 @cache  # one function per operator, so that its capture can be reused
 def _mean_of(target: OpOverload) -> Lowering:
-    """The summed loss over the count of elements."""
+    """Return the summed loss over the count of elements."""
     names = [argument.name for argument in target._schema.arguments]
 
     def lowering(*args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ def _over_maps(
 
 
 def _starts(context: LocalContext, rows: list[_Rows]) -> tuple[int, ...]:
-    """The first row of the operand that this rank holds, per spatial dim."""
+    """Return the first row of the operand that this rank holds, per spatial dim."""
     windows = [
         rows_of(*part_of(context, f"y{i}")) if context.is_split(f"y{i}") else ((0, 0),)
         for i, rows_of in enumerate(rows)
@@ -175,7 +175,7 @@ def _means_first(x: torch.Tensor, output_size: Any) -> torch.Tensor:
 
 
 def _maximum(x: torch.Tensor, output_size: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maximum of a whole map, and where it is."""
+    """Return the maximum of a whole map, and where it is."""
     ones = (1,) if isinstance(output_size, int) else (1,) * len(output_size)
     values, indices = max_dim(x.flatten(-len(ones)), -1)
     return values.reshape(*values.shape, *ones), indices.reshape(*indices.shape, *ones)
@@ -192,7 +192,7 @@ def _resampling(count: int, mode: str) -> RuleFunction:
         scales = _scales(args, count)
 
         def window(i: int, offset: int, length: int) -> Ranges:
-            """The rows that the first and the last row read, by the arithmetic of float32 and of float64."""
+            """Return the rows that the first and the last row read, by the arithmetic of float32 and of float64."""
             how = Resampling(mode, align, sizes[i], after[i], scales[i])
             rows = [
                 int(index.clamp(0, sizes[i] - 1))
@@ -222,7 +222,7 @@ def _resampling(count: int, mode: str) -> RuleFunction:
 
 
 def _scales(args: dict[str, Any], count: int) -> tuple[float, ...]:
-    """The scale factors that an interpolation is given, per dim; 0: none."""
+    """Return the scale factors that an interpolation is given, per dim; 0: none."""
     if "scale_factors" in args:
         return tuple(args["scale_factors"] or (0.0,) * count)
     names = ("scales",) if count == 1 else ("scales_d", "scales_h", "scales_w")[3 - count :]

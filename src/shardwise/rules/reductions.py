@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def _dims(op: Op) -> tuple[Any, bool]:
-    """The dims that the operator reduces (None: all) and whether they are kept."""
+    """Return the dims that the operator reduces (None: all) and whether they are kept."""
     args = arguments(op)
     return args.get("dim"), bool(args.get("keepdim", False))
 

@@ -218,7 +218,7 @@ def _nothing(q: Tensor) -> _SoftmaxState:
 def _met(
     seen: _SoftmaxState, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, mask: Tensor | None = None
 ) -> _SoftmaxState:
-    """What rows have seen after they met other keys, but for those that are ``hidden`` or that the mask hides."""
+    """Update the softmax state with other keys, except those that are ``hidden`` or that the mask hides."""
     scores = torch.matmul(q, k.transpose(-2, -1))
     if hidden is not None:
         scores = scores.masked_fill(hidden, -inf)
@@ -254,7 +254,7 @@ def _handed_on(k: Tensor, v: Tensor, number: int, run: int, band: Band) -> Itera
     come before it by turning round are handed on in the steps in which one of them is seen."""
 
     def is_seen(offset: int) -> bool:
-        """Whether a block may see one that lies so many blocks behind it (negative: before it)."""
+        """Return whether a block may see one that lies so many blocks behind it (negative: before it)."""
         return band.meets(offset * run - run + 1, offset * run + run - 1)
 
     before = [step for step in range(1, number) if is_seen(-step)]
@@ -283,7 +283,7 @@ def _shifted(x: Tensor, number: int) -> Tensor:
 
 
 def _chunks(x: Tensor, order: Sequence[int], chunk: int) -> Tensor:
-    """The chunks of rows in another order."""
+    """Return the chunks of rows in another order."""
     count = len(order)
     moved: Tensor = torch.ops.shardwise.copied_runs(
         x, [x.dim() - 2], [count], [chunk] * count, [i * chunk for i in order], [1] * count
@@ -302,7 +302,7 @@ def _in_blocks(mask: Tensor, number: int, run: int, length: int) -> Tensor:
 
 
 def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
-    """The columns of the blocks of keys ``origin``, one for each block of rows."""
+    """Return the columns of the blocks of keys ``origin``, one for each block of rows."""
     if mask.shape[-2] == 1:
         return mask.squeeze(-2)
     chosen = torch.arange(number, device=mask.device) == origin.unsqueeze(-1)  # blocks of rows, blocks of columns

@@ -30,7 +30,7 @@ FactorKind = Literal[
 
 
 def base_name(factor: str) -> str:
-    """The undivided factor that a part belongs to: ``n.1`` -> ``n``."""
+    """Return the undivided factor that a part belongs to: ``n.1`` -> ``n``."""
     return factor.partition(".")[0]
 
 
@@ -100,14 +100,14 @@ Localize = Callable[[Op, LocalContext], LocalOpCall]
 # A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the
 # same result with operators that all have rules. It is traced with fake tensors; its operators are then split like any
 # others.
-# One that has a parameter ``runs`` is told how the first operand is split: per dim the length of the contiguous runs
+# One that has a parameter ``runs`` gets the split of the first operand: per dim the length of the contiguous runs
 # that every rank holds (the whole dim where it is not split, or unevenly). It may work on runs first and on what they
 # gave afterwards: ``x.unflatten(dim, (n // run, run))`` splits what is in one rank from what is not.
 Lowering = Callable[..., Any]
 
 
 def takes_runs(lowering: Lowering) -> bool:
-    """Whether the lowering wants to know the runs."""
+    """Return whether the lowering wants to know the runs."""
     return "runs" in signature(lowering).parameters
 
 
@@ -144,18 +144,18 @@ class OpRule:
         raise KeyError(name)
 
     def parts_of(self, base: str) -> tuple[Factor, ...]:
-        """The atoms of an undivided factor, major first."""
+        """Return the atoms of an undivided factor, major first."""
         return tuple(factor for factor in self.factors if base_name(factor.name) == base)
 
     @property
     def is_product(self) -> bool:
-        """Whether it sums over a factor that operands have in common: matmul, convolution, attention."""
+        """Return whether it sums over a factor that operands have in common: matmul, convolution, attention."""
         summed = {name for dims in self.operands for dim in dims for name in dim}
         summed -= {name for dims in self.results for dim in dims for name in dim}
         return any(sum(any(name in dim for dim in dims) for dims in self.operands) > 1 for name in summed)
 
     def with_kinds(self, kinds: dict[str, FactorKind]) -> OpRule:
-        """The rule with the kinds of some factors replaced."""
+        """Return the rule with the kinds of some factors replaced."""
         factors = tuple(replace(f, kind=kinds.get(f.name, f.kind)) for f in self.factors)
         return replace(self, factors=factors)
 

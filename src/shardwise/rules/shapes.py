@@ -45,7 +45,7 @@ _FIRST = ((0,),)
 
 
 def regroup(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], tuple[str, ...]]:
-    """How a reshape relates two shapes: ``(dims before, dims after, factor sizes, factors that must stay whole)``.
+    """Relate the shapes of a reshape: ``(dims before, dims after, factor sizes, factors that must stay whole)``.
 
     Both shapes are read from the left. Where one dim divides the other it becomes a factor of it; where neither
     does, their common divisor is split off and the rest of the block is whole: ``(6, 4) -> (8, 3)`` is ``(d0 d1) d2

@@ -75,7 +75,7 @@ RULES: RuleTable = join(
 @dataclass
 class CustomRules:
     """Rules of operators that are not ours, by ``shardwise.rule`` (custom.py). ``version``: another one whenever a rule
-    comes or goes, for whoever remembers what rules said."""
+    comes or goes, for caches of rules."""
 
     rules: dict[OpOverload, RuleTemplate | RuleFunction] = field(default_factory=dict)
     version: int = 0
@@ -85,7 +85,7 @@ class CustomRules:
         self.version += 1
 
     def remove(self, target: OpOverload) -> bool:
-        """Whether there was one."""
+        """Remove the rule of an operator; return whether there was one."""
         self.version += 1
         return self.rules.pop(target, None) is not None
 
@@ -94,7 +94,7 @@ CUSTOM = CustomRules()
 
 
 def rule_of(op: Op, graph: Graph) -> OpRule | None:
-    """The rule of ``op``, or None: nothing is known about the operator, or not with these arguments.
+    """Return the rule of ``op``, or None: nothing is known about the operator, or not with these arguments.
 
     Raises LayoutError when the shapes in the graph contradict the rule.
     """

@@ -36,7 +36,7 @@ _REDUCTIONS = {"add": "sum", "multiply": "prod"}  # aten.scatter's words -> thos
 
 
 def _how(op: Op, args: dict[str, Any]) -> str:
-    """The reduction of a scatter in the words of scatter_reduce, or nothing for one that overwrites."""
+    """Return the reduction of a scatter in the words of scatter_reduce, or nothing for one that overwrites."""
     if op.target is aten.scatter_add.default:
         return "sum"
     named = args.get("reduce") or ""

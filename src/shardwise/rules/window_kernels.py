@@ -68,7 +68,7 @@ def _conv_window(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """A convolution with as much padding before as asked for, and another after."""
+    """Return a convolution with as much padding before as asked for, and another after."""
     padding = [min(pair) for pair in zip(before, after, strict=True)]  # what the convolution does itself
     x = _padded(
         x, [b - p for b, p in zip(before, padding, strict=True)], [a - p for a, p in zip(after, padding, strict=True)]
@@ -89,8 +89,8 @@ def _conv_transpose_window(
     fronts: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """A transposed convolution without padding, of which rows ``fronts`` and on are kept, ``lengths`` of them; rows
-    that it does not have are zeros, before the bias."""
+    """Return a transposed convolution without padding, of which rows ``fronts`` and on are kept, ``lengths`` of them;
+    rows that it does not have are zeros, before the bias."""
     count = len(stride)
     batched = x.dim() == weight.dim()
     x = x if batched else x.unsqueeze(0)
@@ -104,7 +104,7 @@ def _conv_transpose_window(
 
 
 def _kept(y: Tensor, fronts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Of the last dims the rows from ``fronts`` on."""
+    """Keep the given number of rows of the last dims, from ``fronts`` on."""
     for i, (front, length) in enumerate(zip(fronts, lengths, strict=True)):
         y = y.narrow(y.dim() - len(fronts) + i, front, length)
     return y
@@ -252,8 +252,8 @@ def _col2im_window(
     fronts: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """The sums over ``numbers`` windows, without padding, of which rows ``fronts`` and on are kept. What no window
-    reaches is zero."""
+    """Return the sums over ``numbers`` windows, without padding, of which rows ``fronts`` and on are kept. What no
+    window reaches is zero."""
     if 0 in numbers:
         channels = x.shape[-2] // (kernel[0] * kernel[1])
         nothing: Tensor = x.sum(-1).unflatten(-1, (channels, -1)).sum(-1)

@@ -17,7 +17,7 @@ from shardwise.rules.rule import LocalContext, Ranges
 
 
 def clip_rows(start: int, stop: int, size: int) -> Ranges:
-    """The rows [start, stop) that exist."""
+    """Return the rows [start, stop) that exist."""
     start, stop = max(start, 0), min(stop, size)
     return ((start, stop),) if start < stop else ()
 
@@ -45,7 +45,7 @@ class RowRun:
 
 
 def cut_runs(runs: Sequence[RowRun], offset: int, length: int) -> tuple[RowRun, ...]:
-    """The runs of the result's rows [offset, offset + length)."""
+    """Return the runs of the result's rows [offset, offset + length)."""
     pieces, start = [], 0
     for run in runs:
         begin, end = max(offset, start), min(offset + length, start + run.length)
@@ -56,7 +56,7 @@ def cut_runs(runs: Sequence[RowRun], offset: int, length: int) -> tuple[RowRun, 
 
 
 def ranges_of_runs(runs: Sequence[RowRun]) -> Ranges:
-    """The rows that runs read, as ranges in ascending order; those between two rows of a run count as read."""
+    """Return the rows that runs read, as ranges in ascending order; those between two rows of a run count as read."""
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(sorted((run.first, run.first + (run.length - 1) * run.step)) for run in runs if run.length):
         if ranges and low <= ranges[-1][1]:
@@ -67,7 +67,7 @@ def ranges_of_runs(runs: Sequence[RowRun]) -> Ranges:
 
 
 def runs_within(runs: Sequence[RowRun], ranges: Ranges) -> tuple[RowRun, ...]:
-    """The same runs over the rows of ``ranges`` alone, which hold all of theirs."""
+    """Return the same runs over the rows of ``ranges`` alone, which hold all of theirs."""
 
     def local(row: int) -> int:
         position = 0
@@ -104,7 +104,7 @@ class Sliding:
         return (self.count - 1) * self.dilation + 1
 
     def bounds(self, offset: int, length: int) -> tuple[int, int]:
-        """The rows [start, stop) that rows [offset, offset + length) of the result read, padding included."""
+        """Return the rows [start, stop) that rows [offset, offset + length) of the result read, padding included."""
         start = offset * self.stride - self.before
         return start, start + (length - 1) * self.stride + self.span
 
@@ -126,7 +126,7 @@ class Sliding:
         return clip_rows(start, max(self.bounds(offset, length)[1], start + self.span), self.size)
 
     def position_in_aligned(self, offset: int, length: int) -> int:
-        """Which row of that computation is the first of the part."""
+        """Return the row of that computation that is the first of the part."""
         return offset - self._aligned_start(offset, length) // self.stride
 
     def _aligned_start(self, offset: int, length: int) -> int:
@@ -134,8 +134,8 @@ class Sliding:
         return max(latest, 0) * self.stride
 
     def transposed(self, offset: int, length: int) -> Ranges:
-        """The rows of the *smaller* side that rows [offset, offset + length) of the larger side come from, when the map
-        is read backwards (transposed convolution)."""
+        """Return the rows of the *smaller* side that rows [offset, offset + length) of the larger side come from, when
+        the map is read backwards (transposed convolution)."""
         first = -(-(offset + self.before - self.span + 1) // self.stride)
         last = (offset + length - 1 + self.before) // self.stride
         return clip_rows(first, last + 1, self.size)

@@ -71,7 +71,7 @@ class MeshSearch:
         return CostWeights(1.0, 1.0, 0.0) if hidden else CostWeights(1.0, 0.0, 1.0)
 
     def choice(self, assignment: list[int] | None = None) -> Choice:
-        """An assignment (by default the best) as a choice for the whole graph."""
+        """Return an assignment (by default the best) as a choice for the whole graph."""
         return choice_of(self.cost, self.outcome.assignment if assignment is None else assignment)
 
     def prediction(self, assignment: list[int] | None = None) -> Prediction:
@@ -90,7 +90,7 @@ class MeshSearch:
 
 
 def domains_of(choosing: SearchSpace, axes: Axes, prices: Prices) -> Domains:
-    """The strategies of all operators of a model on one mesh."""
+    """Return the strategies of all operators of a model on one mesh."""
     return Domains(choosing, Router(axes, prices, choosing.atoms, choosing.parameters))
 
 
@@ -102,12 +102,12 @@ def cost_graph(
     prices: Prices,
     again: RecomputeSpec | None = None,
 ) -> CostGraph:
-    """The cost graph of a model on one mesh. ``again``: what backward makes again."""
+    """Return the cost graph of a model on one mesh. ``again``: what backward makes again."""
     return build(domains_of(SearchSpace(graph, factored), axes, prices), fixed, again=again)
 
 
 def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
-    """The named axes whose parts the user treats differently."""
+    """Return the named axes whose parts the user treats differently."""
     separate = set()
     for name, _ in mesh.axes:
         parts = mesh.expand(name)
@@ -119,8 +119,8 @@ def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
 
 
 def run_search(cost: CostGraph, search: str, memory_bytes: float | None, cutoff: float = inf) -> MeshSearch:
-    """The best assignment of a cost graph; ``cutoff``: seconds of a step, so that a search which proves that it comes
-    to more than that may stop there. Raises DoesNotFit."""
+    """Return the best assignment of a cost graph; ``cutoff``: seconds of a step, so that a search which proves that it
+    comes to more than that may stop there. Raises DoesNotFit."""
     if search == "recursive_programming":
         from shardwise.search.recursive_programming import recursive_search
 
@@ -129,7 +129,7 @@ def run_search(cost: CostGraph, search: str, memory_bytes: float | None, cutoff:
 
 
 def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
-    """An assignment as strategies, storage and shared layouts of the whole graph."""
+    """Return an assignment as strategies, storage and shared layouts of the whole graph."""
     domains = cost.domains
     graph, mesh = domains.graph, domains.axes.mesh
     decided: dict[str, Strategy] = {}
@@ -157,8 +157,8 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
 
 
 def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
-    """The assignment that a choice (of another search) is in the cost graph, with the best shared layouts; None if it
-    is not in its space."""
+    """Return the assignment that a choice (of another search) is in the cost graph, with the best shared layouts; None
+    if it is not in its space."""
     fixed: dict[int, int] = {}
     for number, variable in enumerate(cost.variables):
         if isinstance(variable, OperatorVariable):
@@ -177,6 +177,6 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
 
 
 def best_completion(cost: CostGraph, fixed: Mapping[int, int]) -> list[int]:
-    """The assignment of least step in which some variables have given values."""
+    """Return the assignment of least step in which some variables have given values."""
     solutions = [minimise(fix_variables(cost.weighted(CostWeights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
     return min((item.assignment for item in solutions), key=lambda values: step_seconds(cost.components(values)))

@@ -1,6 +1,6 @@
 """A step of a program of many equal blocks, from programs of few of them.
 
-Where blocks that follow each other are equal, and a plan treats them alike, every further one adds the same seconds and
+Where consecutive blocks are equal, and a plan treats them equally, every further one adds the same seconds and
 the same bytes. So a program with two of each such run is simulated, and for every run one with a third, unless it is
 known of another program what such a block adds; that counts as often as there are blocks beyond two. Of the peak it is
 the bytes while each operator runs that are carried on, as the peak of a short model may be somewhere else; by what most
@@ -78,8 +78,8 @@ class FoldedSteps:
         return Folding.of(self.graph)
 
     def step(self, choice: Choice, levers: MemoryPolicy, mesh: Mesh, simulate: Simulate) -> SimulatedStep | None:
-        """The step of a choice, from short programs that ``simulate`` builds; None: that is not worth it, or the model
-        cannot be shortened."""
+        """Return the step of a choice, from short programs that ``simulate`` builds; None: that is not worth it, or the
+        model cannot be shortened."""
         if len(self.graph.ops) < LEAST_OPERATORS:
             return None
         keys = self._keys(choice, levers)
@@ -110,7 +110,7 @@ class FoldedSteps:
         return _extended(two, more)
 
     def _simulated(self, removed: Collection[int], levers: MemoryPolicy, simulate: Simulate) -> SimulatedStep | None:
-        """The step of the model without some blocks; None: it cannot be shortened so."""
+        """Return the step of the model without some blocks; None: it cannot be shortened so."""
         graph = self.folding.without(removed)
         return None if graph is None else simulate(graph, _among(levers, graph))
 
@@ -119,7 +119,7 @@ class FoldedSteps:
         return {op.name: number for number, block in enumerate(self.folding.blocks) for op in block.ops}
 
     def _region(self, run: range, op: str) -> str:
-        """Where an operator is, seen from a run of blocks; outside of blocks it is a region of its own."""
+        """Return the region of an operator relative to a run of blocks; outside of blocks it is a region of its own."""
         number = self._block_of.get(op)
         if number is None:
             return op
@@ -145,7 +145,7 @@ class FoldedSteps:
         return keys
 
     def _outside(self, choice: Choice, levers: MemoryPolicy) -> int:
-        """A number for what a choice makes of all else."""
+        """Return a number for what a choice makes of all else."""
         lever_of, home = _lever_of(levers), self.folding.home
         names = [op.name for op in self.folding.outside]
         content = (
@@ -161,14 +161,14 @@ def _lever_of(levers: MemoryPolicy) -> Mapping[str, Hashable]:
 
 
 def _among(levers: MemoryPolicy, graph: Graph) -> MemoryPolicy:
-    """The levers for the operators of a graph."""
+    """Return the levers for the operators of a graph."""
     names = graph.op_by_name.keys()
     segments = (replace(segment, operators=segment.operators & names) for segment in levers.segments)
     return replace(levers, segments=tuple(segment for segment in segments if segment.operators))
 
 
 def _extended(two: SimulatedStep, more: Sequence[tuple[int, PerBlockCost, Callable[[str], str]]]) -> SimulatedStep:
-    """A step with so many further blocks of each run."""
+    """Return a step with so many further blocks of each run."""
     num_bytes_at = {
         (phase, op): num_bytes
         + sum(count * further.added_bytes.get((phase, region_of(op)), 0) for count, further, region_of in more)

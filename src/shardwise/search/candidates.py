@@ -1,7 +1,7 @@
 """Which assignments of a search are worth a simulation: those whose additive price is within a stated share of the
 least.
 
-An additive price knows no order. Plans that it prices alike can differ much on a timeline, where traffic is hidden only
+An additive price knows no order. Plans of equal price can differ much on a timeline, where traffic is hidden only
 by the operators that happen to run beside it. So not only the cheapest assignment is looked at, but also what other
 searches find: the least sum where nothing hides, the greedy search, and the next best; and data parallelism, whatever
 its price.
@@ -28,7 +28,7 @@ from shardwise.search.recursive_programming import recursive_search
 
 # The stated share: assignments of a higher additive price than this times the least are not looked at.
 NEAR = 1.05
-# The same where values are made again, gathered again or wait on the host, as prices know less of what hides these:
+# The same where values are recomputed, gathered again or wait on the host, as prices know less of what hides these:
 # steps of a block of Llama-3-405B are simulated at 0.95 to 1.25 times their prices, and the fastest had a price of 1.06
 # to 1.2 times the least.
 NEAR_WITH_LEVERS = 1.2
@@ -66,13 +66,13 @@ class Candidate:
 
     @property
     def unhidden_seconds(self) -> float:
-        """Where nothing hides behind anything."""
+        """Return the seconds if nothing overlaps."""
         return float(self.components[[EXPOSED, COMPUTE, TRAFFIC]].sum())
 
 
 def candidates(searches: Sequence[MeshSearch], name: str, limit: float, share: float = NEAR) -> list[Candidate]:
-    """Of searches on several meshes, the cheapest candidate first. Their prices are within ``share`` of its, their
-    bytes within ``limit``; ``name``: of the search."""
+    """Return candidates of searches on several meshes, the cheapest first. Their prices are within ``share`` of its,
+    their bytes within ``limit``; ``name``: of the search."""
     ordered = sorted(searches, key=lambda search: search.outcome.seconds)
     most = share * ordered[0].outcome.seconds
     size = max(len(ordered[0].cost.domains.graph.ops), 1)
@@ -82,8 +82,8 @@ def candidates(searches: Sequence[MeshSearch], name: str, limit: float, share: f
 
 
 def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterator[Candidate]:
-    """The search's own first, then those of other searches, then the next best by what they take unhidden. Of those
-    that have the same components only one: they are the same plan but for its mirror images."""
+    """Yield the search's own first, then those of other searches, then the next best by what they take unhidden. Of
+    those that have the same components only one: they are the same plan but for its mirror images."""
     outcome = search.outcome
     first = Candidate(search, outcome.assignment, outcome.components)
     yield first
@@ -106,7 +106,7 @@ def _candidate(search: MeshSearch, assignment: list[int]) -> Candidate:
 
 
 def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
-    """The least sum where nothing hides, and what the greedy search finds."""
+    """Yield the least sum where nothing hides, and what the greedy search finds."""
     yield from _least(search, NOTHING_HIDES, 1)
     if len(search.cost.domains.graph.ops) <= MAX_OTHERS:
         with suppress(DoesNotFit):
@@ -125,13 +125,13 @@ def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
 
 
 def _listed(search: MeshSearch) -> list[list[int]]:
-    """The next best assignments, by their bound and where nothing hides."""
+    """Return the next best assignments, by their bound and where nothing hides."""
     count = min(NUM_LISTED, MAX_LISTED // max(len(search.cost.variables), 1))
     return _least(search, search.bounding_weights, count) + _least(search, NOTHING_HIDES, count)
 
 
 def _least(search: MeshSearch, weights: CostWeights, count: int) -> list[list[int]]:
-    """The assignments of least weighted sum; none where an elimination is too wide."""
+    """Return the assignments of least weighted sum; none where an elimination is too wide."""
     try:
         return [assignment for _, assignment in k_best(search.cost.weighted(weights), count)]
     except TooWide:

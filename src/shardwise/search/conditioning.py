@@ -31,8 +31,8 @@ ROUNDS = 3
 
 
 def solve_conditioned(sums: Problem) -> Solution:
-    """An assignment that no change outside of a cutset improves, and a bound. Raises ShardwiseError where it finds none
-    that is allowed, though there may be one."""
+    """Return an assignment that no change outside of a cutset improves, and a bound. Raises ShardwiseError where it
+    finds none that is allowed, though there may be one."""
     # Every table by itself, so that the order of elimination depends on scopes only: it is that of the relaxed problem.
     apart = [(scope, i) for i, (scope, _) in enumerate(sums.factors)]
     tables = Interner([sums.interner.tables[number] for _, number in sums.factors])

@@ -18,7 +18,7 @@ class SearchConfig:
     """How a plan is searched for. ``search``: one of ``search.auto``; ``passes``: batches whose gradients a step adds
     up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
-    keeps tensors; ``levers``: what is made again in backward; ``zero``: whether parameters are stored in parts wherever
+    keeps tensors; ``levers``: what backward recomputes; ``zero``: whether parameters are stored in parts wherever
     they would be copied; ``in_flight``: passes whose values a device keeps for backward at once; ``turns``: the stages
     of a place, which take turns, so that what one holds for a moment is there once; ``taken``: the layouts in which the
     next stage takes values, device by device; ``known``: seconds of a step of a plan that is there already (a search

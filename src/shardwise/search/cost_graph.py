@@ -72,7 +72,7 @@ class CostGraph:
     sent: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
     def weighted(self, weights: CostWeights) -> Problem:
-        """The problem of minimising the weighted sum of the components."""
+        """Return the problem of minimising the weighted sum of the components."""
         weighted: list[Floats] = []
         for components in self._tables:
             total: Floats | None = None
@@ -104,7 +104,7 @@ class CostGraph:
 
     @cached_property
     def solutions(self) -> dict[tuple[Solver, CostWeights], Solution]:
-        """What was solved: searches under several limits begin with the same weights."""
+        """Cache solutions: searches under several limits begin with the same weights."""
         return {}
 
     @cached_property
@@ -116,7 +116,7 @@ class CostGraph:
         return [(table, np.array(group, dtype=np.int64)) for table, group in zip(self._tables, scopes, strict=True)]
 
     def components(self, assignment: list[int]) -> Floats:
-        """The four components of a complete assignment."""
+        """Return the four components of a complete assignment."""
         total, values = np.zeros(4), np.array(assignment, dtype=np.int64)
         for tables, scopes in self.by_kind:
             at = tuple(values[scopes].T)

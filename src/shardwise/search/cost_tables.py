@@ -1,6 +1,6 @@
 """Builds the cost graphs of a model on one mesh: which choices are variables, and the tables of their prices.
 
-Variables and what tables are over depend on no lever. What is made again decides what some of the tables hold, so that
+Variables and what tables are over depend on no lever. Recomputation decides what some of the tables hold, so that
 a cost graph of a further lever is a few looks into what is known (``Tables.priced``).
 """
 
@@ -36,13 +36,13 @@ from shardwise.search.variables import OperatorVariable, ReceivedVariable, Share
 
 
 def build(domains: Domains, fixed: Choices, again: RecomputeSpec | None = None) -> CostGraph:
-    """The cost graph. ``fixed``: what the user decided."""
+    """Return the cost graph. ``fixed``: what the user decided."""
     return Tables(domains, fixed).priced(again or RecomputeSpec())
 
 
 class _TableConditions:
     """What tables depend on besides choices. ``in_flight``: passes whose values are kept for backward at once;
-    ``dropped``: values that are made again, or wait on the host; ``local``: those of them that are kept where a message
+    ``dropped``: values that are recomputed, or wait on the host; ``local``: those of them that are kept where a message
     brought them."""
 
     def __init__(self, graph: Graph, again: RecomputeSpec, in_flight: int) -> None:
@@ -57,7 +57,7 @@ How = tuple[bool, ...]
 
 
 def _always(levers: _TableConditions) -> How:
-    """Of a table that depends on no lever."""
+    """Return the conditions of a table that depends on none: an empty tuple."""
     return ()
 
 
@@ -111,7 +111,7 @@ class Tables:
         self._deliver()
 
     def priced(self, again: RecomputeSpec, in_flight: int = 1) -> CostGraph:
-        """The cost graph under some levers. ``in_flight``: passes whose values are kept for backward at once."""
+        """Return the cost graph under some levers. ``in_flight``: passes whose values are kept for backward at once."""
         cost, levers = (
             replace(self.cost, factors=[], kinds=[], transients={}),
             _TableConditions(self.graph, again, in_flight),
@@ -179,8 +179,8 @@ class Tables:
             self._share(name, variable, nodes, traffic=traffic)
 
     def _fold(self, op: Op) -> bool:
-        """Whether the operator only renames the dims of its operand, so that a layout of one is a layout of the other
-        and conversions cost the same before and after it. It then needs no variable."""
+        """Return whether the operator only renames the dims of its operand, so that a layout of one is a layout of the
+        other and conversions cost the same before and after it. It then needs no variable."""
         domains, (name, *others) = self.domains, op.operands
         if others or op.name in self.fixed or len(op.results) != 1 or not is_view(op.target):
             return False
@@ -262,11 +262,11 @@ class Tables:
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str, levers: _TableConditions) -> bool:
-        """Whether what is converted of a value is not held for backward."""
+        """Return whether what is converted of a value is not held for backward."""
         return name in levers.dropped or (levers.gathered == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
-        """The operators that keep a value for their backward."""
+        """Return the operators that keep a value for their backward."""
         return {
             op.name
             for op in self.consumers[name]
@@ -277,7 +277,7 @@ class Tables:
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def _edge(self, name: str, op: Op, variable: int, domain: Domain) -> None:
-        """What a consumer's layouts of a value cost, from where the value is."""
+        """Add the costs of a consumer's layouts of a value, from the layouts of the value."""
         home, starts = self.cost.home[name]
         routes = self.domains.routes(name)
         positions = tuple(i for i, operand in enumerate(op.operands) if operand == name)
@@ -383,8 +383,8 @@ class Tables:
     def _whole_sums(
         self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
     ) -> tuple[Floats, Floats] | None:
-        """Of a parameter's gradient that adds up over the passes in a larger layout than that in which it is stored, in
-        the dtype of what is stored: ``larger_gradients``, of which a step has some more seconds to add."""
+        """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the passes in a
+        larger layout than the stored one, which takes a step more seconds."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
         if not is_once or is_one_pass or not routes.tensor.differentiable or levers.gathered != "once":
             return None
@@ -408,8 +408,8 @@ class Tables:
                 self._send(name)
 
     def _send(self, name: str) -> None:
-        """What another stage reads leaves as that takes it. Where this is not known: as it is; sums and what is
-        replicated in the layout that takes least."""
+        """Price sending a value in the layout that the other stage takes. If that is unknown, sums and replicated
+        values go in the cheapest layout, others as they are."""
         (home, starts), routes = self.cost.home[name], self.domains.routes(name)
         node = routes.node_of(self.taken[name]) if name in self.taken else None
         nodes = sendable(routes) if node is None else np.array([node])
@@ -423,7 +423,7 @@ class Tables:
         self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), _always, table)
 
     def _window(self, name: str, static: Hashable, seconds: Callable[[], Floats]) -> float:
-        """What messages of a parameter can hide behind; inf where no conversion of these is longer."""
+        """Return the seconds that messages of a parameter can hide behind; inf if no conversion takes longer."""
         if static not in self._longest:
             self._longest[static] = float(seconds().max(initial=0.0))
         window = self.domains.windows[name]
@@ -446,8 +446,8 @@ class Tables:
         return exposed if exposed.any() or not overlap else None, None, hidden if overlap else None, some
 
     def _resent(self, once: Components, seconds: Floats, again: Floats, is_beside: bool) -> Components:
-        """The components of conversions with the messages of some (``again``: 1) sent a second time. ``is_beside``:
-        beside the backward ahead of their operators, which are not made again themselves."""
+        """Return the components of conversions with the messages of some (``again``: 1) sent a second time.
+        ``is_beside``: beside the backward ahead of their operators, which are not recomputed themselves."""
         if not again.any():
             return once
         exposed, compute, traffic, kept_bytes = once

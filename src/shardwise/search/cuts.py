@@ -36,8 +36,8 @@ def with_cuts(choice: Choice, cuts: Cuts, graph: Graph, rules: Mapping[str, OpRu
 
 
 def stored_as_cut(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
-    """The choice with parameters stored as their first consumer with a split by hand needs them, over the axes that
-    they are stored over anyway."""
+    """Return the choice with parameters stored as their first consumer with a split by hand needs them, over the axes
+    that they are stored over anyway."""
     sources = dict(choice.sources)
     for op in graph.ops:
         strategy = choice.strategies[op.name]

@@ -65,7 +65,7 @@ class Domain:
         return strategy_of(self.choices[index], self.axes)
 
     def only(self, kept: Ints) -> Domain:
-        """The domain with some strategies."""
+        """Return the domain with some strategies."""
         return Domain(
             self.axes,
             tuple(self.choices[i] for i in kept.tolist()),
@@ -150,14 +150,14 @@ class SearchSpace:
         return self._windows[prices.device]
 
     def kind(self, op: Op) -> int:
-        """A number that operators share which have the same domain."""
+        """Return a number that operators share which have the same domain."""
         number = self._kinds.get(op.name)
         if number is None:
             number = self._kinds[op.name] = self._numbers.setdefault(self._kind_of(op), len(self._numbers))
         return number
 
     def is_blocked(self, op: Op, factor: str) -> bool:
-        """Whether a factor is a part of a divided one that some operator must keep whole or lower."""
+        """Return whether a factor is a part of a divided one that some operator must keep whole or lower."""
         return base_name(factor) != factor and self._num_blockers[op.name, factor] > 0
 
     @cached_property
@@ -165,7 +165,7 @@ class SearchSpace:
         return num_blockers(self.graph, self.rules, ("whole", "lowered"))
 
     def _kind_of(self, op: Op) -> object:
-        """What the domain of an operator depends on."""
+        """Return the key of everything that the domain of an operator depends on."""
         rule = self.rules[op.name]
 
         def tensor(name: str) -> object:
@@ -212,7 +212,7 @@ class Domains:
         return self.choosing.windows(self.prices)
 
     def routes(self, name: str) -> Routes:
-        """The layouts of a value and the routes between them."""
+        """Return the layouts of a value and the routes between them."""
         routes = self._routes.get(name)
         if routes is None:
             value, is_parameter = self.graph.by_name[name], name in self.parameters
@@ -220,7 +220,7 @@ class Domains:
         return routes
 
     def domain(self, op: Op, fixed: Mapping[str, AxisChoice] | None = None) -> Domain:
-        """The strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
+        """Return the strategies of an operator; ``fixed``: sub-axis -> choice, of those that the user decided."""
         key = self.choosing.kind(op)
         domain = self._domains.get(key)
         if domain is None:
@@ -264,7 +264,7 @@ class Domains:
         return renamed if complete else None
 
     def strategy_at(self, op: Op, node: int) -> Strategy:
-        """The strategy of a view that takes its operand at a node of its routes (``renamed_codes``)."""
+        """Return the strategy of a view that takes its operand at a node of its routes (``renamed_codes``)."""
         places, routes = ShardPositions.of(self.rules[op.name]), self.routes(op.operands[0])
         choices = [places.choice_of_operand(0, routes.where(code)) for code in routes.codes[node].tolist()]
         return strategy_of([choice for choice in choices if choice is not None], self.axes)
@@ -426,11 +426,11 @@ class Domains:
 
 
 def _reduces(rule: OpRule) -> bool:
-    """Whether a factor of an operator is in none of its results."""
+    """Return whether a factor of an operator is in none of its results."""
     kept = {factor for dims in rule.results for dim in dims for factor in dim}
     return any(factor.size > 1 and factor.name not in kept for factor in rule.factors)
 
 
 def strategy_of(choices: Sequence[AxisChoice], axes: Axes) -> Strategy:
-    """The strategy of a choice per axis; sub-axes that split a factor together in device order."""
+    """Return the strategy of a choice per axis; sub-axes that split a factor together in device order."""
     return Strategy.of({part: choice for group, choice in zip(axes.groups, choices, strict=True) for part in group})

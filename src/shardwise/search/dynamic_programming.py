@@ -60,7 +60,7 @@ class SearchOutcome:
 
     @property
     def gap(self) -> float:
-        """How much slower than the bound, as a share of the bound; 0: proven optimal; infinite: not known."""
+        """Return the relative gap to the bound; 0: proven optimal; infinite: not known."""
         if self.bound <= 0:
             return float("inf") if self.seconds > 0 else 0.0
         gap = self.seconds / self.bound - 1
@@ -149,8 +149,8 @@ class _ExactSearch:
         return self.add(solution.assignment)
 
     def overlapped(self, per_byte: float) -> float:
-        """The best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the assignment
-        of least seconds and bytes so priced, in ``bracket`` the two that the bound lies between."""
+        """Return the best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the
+        assignment of least seconds and bytes so priced, in ``bracket`` the two that the bound lies between."""
 
         def weights(multiplier: float) -> CostWeights:
             return CostWeights(1.0, 1.0 - multiplier, multiplier, per_byte)
@@ -187,17 +187,17 @@ class _ExactSearch:
         return bound if per_byte > TIE else bound - TIE * max(low.components[BYTES], high.components[BYTES])
 
     def _is_beaten(self, bound: float, per_byte: float) -> bool:
-        """Whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties (bytes
-        that have a price are in the bound, too)."""
+        """Return whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties
+        (bytes that have a price are in the bound, too)."""
         return per_byte == TIE and bound > self.cutoff * (1 + EXACT)
 
     @staticmethod
     def _without_ties(value: float, item: _VisitedAssignments, per_byte: float) -> float:
-        """A bound without what the bytes were weighed with to settle ties."""
+        """Return a bound without what the bytes were weighed with to settle ties."""
         return value if per_byte > TIE else value - float(item.components[BYTES]) * TIE
 
     def within_memory(self) -> float:
-        """The best bound over the price of a byte, and assignments around the limit."""
+        """Return the best bound over the price of a byte, and assignments around the limit."""
         assert self.memory_bytes is not None, "no limit"
         large = self.best_of_last
         small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
@@ -247,7 +247,7 @@ class _ExactSearch:
         self.descend()
 
     def deciding(self, low: _VisitedAssignments, high: _VisitedAssignments) -> list[int]:
-        """The few variables whose values in two assignments differ most in traffic."""
+        """Return the few variables whose values in two assignments differ most in traffic."""
         moved: dict[int, float] = {}
         for scope, kind in self.cost.factors:
             table = self.cost.kinds[kind][TRAFFIC]
@@ -259,7 +259,7 @@ class _ExactSearch:
         return sorted(moved, key=lambda variable: -moved[variable])[:BRANCHES]
 
     def mix(self, first: _VisitedAssignments, second: _VisitedAssignments) -> None:
-        """All assignments that agree with one up to some variable and with the other from there; the best that fits.
+        """Try all assignments that follow one up to some variable and the other from there; the best that fits.
         The last column counts what is forbidden."""
         if first is second:
             return

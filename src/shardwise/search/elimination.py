@@ -74,7 +74,7 @@ class Problem:
     known: dict[Shape, Elimination] = field(default_factory=dict)
 
     def value(self, assignment: Sequence[int]) -> float:
-        """The price of a complete assignment, from the tables as they were given."""
+        """Return the price of a complete assignment, from the tables as they were given."""
         tables = self.interner.tables
         return float(sum(tables[number][tuple(assignment[v] for v in scope)] for scope, number in self.factors))
 
@@ -149,7 +149,7 @@ class Elimination:
         self._eliminate_all()
 
     def _computed(self, step: tuple[int, int] | _Least, scope: Scope) -> int:
-        """The number of what a step gives, a table over ``scope``; equal steps are done once."""
+        """Return the number of what a step gives, a table over ``scope``; equal steps are done once."""
         number = self._known.get(step)
         if number is None:
             self.num_bytes += 8 * prod(self.sizes[v] for v in scope)
@@ -170,7 +170,7 @@ class Elimination:
             self._at[variable][scope] = number
 
     def _signed(self, variable: int) -> tuple[_Least, Scope]:
-        """What eliminating the variable depends on, and its neighbours."""
+        """Return the signature of eliminating the variable, and its neighbours."""
         tables = self._at[variable]
         neighbours = tuple(sorted({v for scope in tables for v in scope if v != variable}))
         place = {v: i for i, v in enumerate(neighbours)} | {variable: OWN}
@@ -225,7 +225,7 @@ class Elimination:
                 del classes[best.step]
 
     def tables(self, problem: Problem) -> list[Table]:
-        """The tables of a problem, and all that are computed from them."""
+        """Return the tables of a problem, and all that are computed from them."""
         tables = problem.interner.tables[: self.num_tables]
         for step in self.steps:
             tables.append(_minimum(step, tables) if isinstance(step, _Least) else tables[step[0]] + tables[step[1]])
@@ -240,7 +240,7 @@ class Elimination:
         return least
 
     def assignment(self, tables: Sequence[Table], last_value: int | None = None) -> list[int]:
-        """An assignment of least value; of those that give the last variable a value, where that is said. No arg-min is
+        """Return an assignment of least value, with ``last_value`` for the last variable if given. No arg-min is
         kept: tables are minimised again on the way back, once for equal values of equal neighbours."""
         assignment = [0] * len(self.sizes)
         if self.last is not None:
@@ -265,8 +265,8 @@ def eliminated_minimum(step: _Least, tables: Sequence[Table], neighbours: Sequen
 
 
 def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT) -> Elimination:
-    """How a problem is eliminated; those that leave no variable to the last are remembered. Raises TooWide when a joint
-    table would have more than ``max_joint`` combinations, or all tables more than ``MAX_BYTES``."""
+    """Return the elimination of a problem; those without ``last`` are cached. Raises TooWide when a joint table would
+    have more than ``max_joint`` combinations, or all tables more than ``MAX_BYTES``."""
     key = tuple(problem.sizes), tuple(problem.factors)
     elimination = problem.known.get(key) if last is None else None
     if elimination is None:
@@ -283,7 +283,7 @@ def elimination_of(problem: Problem, last: int | None = None, max_joint: int = M
 
 
 def solve(problem: Problem, *, last: int | None = None, max_joint: int = MAX_JOINT) -> Solution:
-    """An assignment of least value; exact.
+    """Return an assignment of least value; exact.
 
     ``last``: a variable to eliminate last, whose marginal is then returned. Raises TooWide when a joint table would
     have more than ``max_joint`` combinations.
@@ -301,7 +301,7 @@ def solve(problem: Problem, *, last: int | None = None, max_joint: int = MAX_JOI
 
 
 def _minimum(step: _Least, tables: Sequence[Table]) -> Table:
-    """The sum of the tables of one variable, minimised over its values: a table over its neighbours."""
+    """Return the sum of the tables of one variable, minimised over its values: a table over its neighbours."""
     # Per table: the variable first, then one axis per neighbour (of size 1 where the table lacks it).
     none = (1,) * len(step.shape)
     parts: dict[tuple[int, ...], Table] = {none: np.zeros((step.size, *none))}
@@ -341,8 +341,8 @@ def _within(inner: Sequence[int], outer: Sequence[int]) -> bool:
 
 
 def fix_variables(problem: Problem, fixed: Mapping[int, int]) -> Problem:
-    """The problem with some variables held at a value: the others' tables are read there, and no variable has a held
-    one for a neighbour."""
+    """Return the problem with some variables held at a value: the others' tables are read there, and no variable has a
+    held one for a neighbour."""
     tables: list[Table] = []
     factors: list[tuple[Scope, int]] = []
     for variable, value in fixed.items():

@@ -1,6 +1,6 @@
 """How little a plan makes again in order to fit: the levers in the order of what they cost.
 
-Where a model fits as it is, and the limit costs it next to nothing, nothing is made again. Otherwise every rung of the
+Where a model fits as it is, and the limit costs it next to nothing, nothing is recomputed. Otherwise every rung of the
 ladder is searched as a problem of its own, operators, mesh and storage together. Programs are made for these in the
 order of their price, until the next has a higher price than a step that was found; what makes more again than a plan
 that fits, at no lower price, is passed over. The fastest in the simulation is taken, after as many of its segments were
@@ -139,7 +139,7 @@ def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
 
 
 def _times(settings: SearchConfig) -> int:
-    """How many such passes a step has, at least, one after the other."""
+    """Return the least number of such passes that a step runs one after the other."""
     return settings.passes * settings.together
 
 
@@ -192,12 +192,12 @@ class _PolicyResult:
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
     def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
-        """Whether it makes more again than another does, at no lower price than the least of that one's plans that are
-        known to fit."""
+        """Return whether it makes more again than another does, at no lower price than the least of that one's plans
+        that are known to fit."""
         return any(self._makes_more_again(other) and price >= other.least_that_fits for other in fitting)
 
     def _makes_more_again(self, other: _PolicyResult) -> bool:
-        """Whether it does all that another does, and more."""
+        """Return whether it does all that another does, and more."""
         levers, weaker = self.planner.settings.levers, other.planner.settings.levers
         if self.how not in STRENGTH or other.how not in STRENGTH or levers.offloads != weaker.offloads:
             return False
@@ -206,8 +206,8 @@ class _PolicyResult:
 
     @cached_property
     def answer(self) -> SearchResult:
-        """What is found, for which programs are made. Bytes that add up may be a few more than the peak, so that some
-        fit which were refused."""
+        """Return the search result from the programs of the searches. Bytes that add up may be a few more than the
+        peak, so that some that were refused fit."""
         return self.planner.answer_of(*self.searches)
 
 
@@ -231,7 +231,7 @@ def _memory_policies(
 def _eased(
     rung: _PolicyResult, segments: Sequence[Segment], fastest: float
 ) -> Iterator[tuple[Planner, CandidateRanking]]:
-    """A rung with as many of its last blocks eased as the limit allows, in every way that may be faster than
+    """Yield a rung with as many of its last blocks eased as the limit allows, in every way that may be faster than
     ``fastest``."""
     ranking, planner = rung.answer.ranking, rung.planner
     if rung.how is None or ranking.best.step is None:
@@ -248,5 +248,5 @@ def _eased(
 
 
 def _seconds(ranking: CandidateRanking) -> float:
-    """Of a pass, as prices are."""
+    """Return the seconds of a pass, simulated where it was; otherwise as predicted."""
     return ranking.prediction.pass_seconds if ranking.best.step is None else ranking.best.step.seconds

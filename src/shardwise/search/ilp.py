@@ -4,7 +4,7 @@ A column ``x[v, i]`` says that variable ``v`` has value ``i``; a table gets one 
 with the ``x`` of its variables (their marginals). This local polytope is what elimination avoids: it is larger and
 slower, but knows no width, so densely connected graphs can be solved, and it is an independent check of the optimum.
 
-Tables are kept small: values that look alike in all tables over several variables are one value (the cheapest of them),
+Tables are kept small: values that are equal in all tables over several variables are one value (the cheapest of them),
 and rows of one table that are equal share their columns.
 """
 
@@ -105,7 +105,7 @@ class _IntegerProgram:
         self.values = self._distinct()
 
     def _distinct(self) -> list[Ints]:
-        """Of the values that are in the same classes everywhere only the cheapest, and none that is forbidden."""
+        """Keep the cheapest of the values that are in the same classes everywhere, and none that is forbidden."""
         seen: list[list[Ints]] = [[] for _ in self.problem.sizes]
         for joint in self.joints:
             for variable, classes in zip(joint.scope, joint.classes, strict=True):
@@ -128,7 +128,7 @@ class _IntegerProgram:
         return ENTRY_BYTES * entries
 
     def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
-        """The assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
+        """Return the assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
         assignment is optimal, or without one there is none."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -189,7 +189,7 @@ class _IntegerProgram:
 
 
 def _collapsed(table: Table) -> tuple[Table, tuple[Ints, ...]]:
-    """The table with equal slices along every axis once, and which of them each value has."""
+    """Return the table with equal slices along every axis once, and which of them each value has."""
     classes = []
     for axis in range(table.ndim):
         slices = np.moveaxis(table, axis, 0)

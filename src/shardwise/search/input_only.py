@@ -29,7 +29,7 @@ def assign_input_only_ops(
         whole.add(graph.loss)
 
     def wanted(value: str, axis: str) -> ShardPosition | None:
-        """Where all consumers want a value on an axis, or None: whole."""
+        """Return the position at which all consumers want a value on an axis, or None: whole."""
         needs: set[ShardPosition | None] = {None} if value in whole else set()
         for op in graph.consumers[value]:
             choice = choices[op.name].get(axis, INVARIANT)

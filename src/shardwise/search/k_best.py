@@ -20,7 +20,7 @@ from shardwise.search.solving import narrow_elimination
 
 
 def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
-    """The ``k`` best (value, assignment), in order; fewer where there are no more. Raises TooWide."""
+    """Return the ``k`` best (value, assignment), in order; fewer where there are no more. Raises TooWide."""
     elimination = narrow_elimination(problem)
     decoder = _AssignmentDecoder(elimination, elimination.tables(problem))
     # (value over the least one, order of arrival, the assignment whose way it leaves, position, value there)
@@ -54,8 +54,8 @@ class _AssignmentDecoder:
     def completed(
         self, parent: list[int], position: int, value: int, count: int
     ) -> tuple[list[int], list[tuple[float, int, int]]]:
-        """The least assignment that agrees with ``parent`` before a position of the order and has ``value`` there; and
-        the ``count`` cheapest ways to leave it later: (what it costs more, position, value)."""
+        """Return the least assignment that agrees with ``parent`` before a position of the order and has ``value``
+        there; and the ``count`` cheapest ways to leave it later: (what it costs more, position, value)."""
         assignment = list(parent)
         if position >= 0:
             assignment[self.order[position][0]] = value

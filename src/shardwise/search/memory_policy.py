@@ -1,7 +1,7 @@
 """What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, values that
 wait on the host, parameters that are gathered again in backward.
 
-``full``: of a segment what comes in and goes out is kept, everything between is made again (``all``: what goes out,
+``full``: of a segment what comes in and goes out is kept, everything between is recomputed (``all``: what goes out,
 too). ``cheap``: of its values as few bytes are kept as there are ways to make the others again without a product (a
 minimum cut, as in torch.compile's partitioner). ``gathers``: in the same cut what messages brought may be
 brought again, and nothing be computed again; ``cheap+gathers``: both."""
@@ -38,7 +38,7 @@ LEAST_SAVED = 64  # a message is sent again where that saves more than the large
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """``segments``: parts of the model that are made again, or wait on the host; ``gathered``: whether gathered
+    """``segments``: parts of the model that are recomputed, or wait on the host; ``gathered``: whether gathered
     parameters are held from forward to backward, gathered again, or gathered once a step (``search.recompute_spec``);
     ``offloads``: whether what is kept of the repeated blocks waits on the host."""
 
@@ -68,8 +68,8 @@ class MemoryPolicy:
         gathered: Gathered = "held",
         offload: Offload = "auto",
     ) -> MemoryPolicy:
-        """The levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is done
-        with its repeated blocks besides (None: what the model asks for, and no more); ``offload``: whether
+        """Return the levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is
+        done with its repeated blocks besides (None: what the model asks for, and no more); ``offload``: whether
         what is kept of the blocks waits on the host (``"all"``), or nothing does. Raises ShardwiseError where it has
         none."""
         offloads = offload == "all"
@@ -98,8 +98,8 @@ class MemoryPolicy:
         return MemoryPolicy((*segments, *(block for block in blocks if block.operators)), gathered, offloads)
 
     def priced(self, graph: Graph) -> RecomputeSpec:
-        """What the search prices as made again: of full segments all that stays inside, of cheap ones what is no
-        product. The program decides what is made again in truth."""
+        """Return the recomputation that the search prices: of full segments all inner values, of cheap ones all but
+        products. The program decides what is actually recomputed."""
         operators: set[str] = set()
         local: set[str] = set()
         resent: set[str] = set()
@@ -129,7 +129,7 @@ class MemoryPolicy:
 
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:
-    """The repeated blocks of a model."""
+    """Return the repeated blocks of a model."""
     members: dict[str, set[str]] = {}
     for op in graph.ops:
         if block_of(op.name):
@@ -138,8 +138,8 @@ def blocks_of(graph: Graph) -> tuple[Segment, ...]:
 
 
 def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """The operators ahead of all repeated blocks, and those behind them, where they read parameters: each can be a
-    stage of its own."""
+    """Return the operators ahead of all repeated blocks, and those behind them, where they read parameters: each can be
+    a stage of its own."""
     inside = [number for number, op in enumerate(graph.ops) if block_of(op.name)]
     if not inside:
         return (), ()
@@ -152,8 +152,8 @@ def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
 
 
 def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) -> SpmdProgram:
-    """The program of all ranks with the lifetimes that the levers ask for. ``kept``: that of the busiest one, which
-    keeps all; ``graph``: the model's (not lowered). Only what backward really makes again is listed."""
+    """Return the program of all ranks with the lifetimes that the levers ask for. ``kept``: that of the busiest one,
+    which keeps all; ``graph``: the model's (not lowered). Only what backward really makes again is listed."""
     spmd = kept.spmd
     operators: set[str] = set()
     conversions: set[str] = set()
@@ -193,7 +193,7 @@ def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) ->
 
 
 def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
-    """The operators of a segment whose results somebody outside reads in forward."""
+    """Return the operators of a segment whose results are read outside of it in forward."""
     delivered = {*refs(graph.outputs), *(value for _, value in graph.mutations)}
 
     def leaves(result: str) -> bool:
@@ -223,7 +223,7 @@ class _MinimumCuts:
                 self.work.add(instruction.origin.op)
 
     def made_again(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
-        """Those operators of a segment, and results of conversions, that are made again where it holds the fewest bytes
+        """Return the operators and conversion results of a segment to recompute so that it holds the fewest bytes
         for backward, and no product is done twice. ``kernels``: whether others are; ``messages``: whether messages are
         sent twice."""
         import networkx as nx  # takes .3 s, and few plans ask for it
@@ -281,7 +281,7 @@ class _MinimumCuts:
         return computed - once - self.products, converted
 
     def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
-        """Of doing an instruction again, infinite where that is not wanted."""
+        """Return the price of recomputing an instruction; infinite where that is not wanted."""
         op = instruction.origin.op
         if isinstance(instruction, Compute):
             may = op not in self.products and (kernels or op not in self.work)

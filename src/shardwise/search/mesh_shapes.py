@@ -14,7 +14,7 @@ from shardwise.layouts.mesh import Mesh, prime_factors
 
 def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
     """The meshes that a search tries where the user names none: axes are called after the level that they lie in. The
-    last is that of one axis: what shapes of several price alike may take two messages there (a gather over one axis,
+    last is that of one axis: what shapes of several price equally may take two messages there (a gather over one axis,
     then over the other), of which the second waits for the first, and neither leaves early."""
     meshes = []
     shapes = mesh_shapes(cluster, max_axes)
@@ -63,7 +63,7 @@ def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _merged(levels: tuple[int, ...], max_axes: int) -> Iterator[tuple[int, ...]]:
-    """The levels, or neighbours of them multiplied so that at most ``max_axes`` are left."""
+    """Yield the levels, or neighbours of them multiplied so that at most ``max_axes`` are left."""
     if len(levels) <= max_axes:
         yield levels
         return

@@ -36,7 +36,7 @@ class MicroBatchOutcome:
 def batches_of(
     samples: int | None, global_batch: int | None, micro_batch: int | None, num_devices: int, *, chooses: bool
 ) -> MicroBatchOptions | None:
-    """What the sizes that the user gave mean, for example inputs of some ``samples``; None: one pass over them.
+    """Return the options for the sizes that the user gave, for example inputs of some ``samples``; None: one pass.
 
     ``chooses``: whether plans are compared by price. Raises ShardwiseError where they contradict each other.
     """
@@ -93,8 +93,8 @@ def _check_size(name: str, size: Any) -> None:
 
 
 def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
-    """The divisors of a batch that may be worth a try, largest first: all of it by powers of two, powers of two, and
-    what divides over all devices."""
+    """Return the divisors of a batch that may be worth a try, largest first: all of it by powers of two, powers of two,
+    and what divides over all devices."""
 
     def is_power(number: int) -> bool:
         return number & (number - 1) == 0

@@ -73,8 +73,8 @@ def choose(
 
 
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
-    """The sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those that no
-    strategy mentions."""
+    """Return the sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those
+    that no strategy mentions."""
     mentioned = {axis for choices in fixed.values() for axis, choice in choices.items() if choice != INVARIANT}
     named = [name for name, _ in mesh.axes if name in DATA_AXES]
     return tuple(
@@ -137,7 +137,7 @@ def _complete(
 def _batch_where(
     graph: Graph, factored: Factored, mesh: Mesh, value: str, batch: int | None, axes: tuple[str, ...]
 ) -> dict[str, Where]:
-    """The samples of an input or activation over the data axes: dim 0 where it has the size of the batch."""
+    """Return the samples of an input or activation over the data axes: dim 0 where it has the size of the batch."""
     where: dict[str, Where] = dict.fromkeys(mesh.sub_axes, "I")
     shape = graph.by_name[value].shape
     if batch is None or not shape or shape[0] != batch:

@@ -6,7 +6,7 @@ keeps until its weight part is done.
 
 *Construction.* Places are simulated side by side (list scheduling). A free place takes, of the forwards and input parts
 that have what they need, the one of the highest priority. Where none is there it fills the time with weight parts, for
-which nobody waits. A forward waits until its place has room for it and for the later stages of the place: so the
+which no action waits. A forward waits until its place has room for it and for the later stages of the place: so the
 micro-batch that is the furthest can always end, which makes room.
 
 *Improvement.* Priorities come from a few numbers (``_Policy``), of which many are tried, and from the positions in
@@ -65,7 +65,7 @@ class OrderProblem:
         return sum(self.stages[stage].update for stage in self.stages_of(place))
 
     def peaks(self, order: Order) -> tuple[float, ...]:
-        """The most bytes that every place keeps at once."""
+        """Return the most bytes that every place keeps at once."""
         peaks = []
         for actions in order:
             kept = most = 0.0
@@ -146,7 +146,7 @@ _Bumps = list[list[tuple[float, float]]]
 def _searched(
     work: OrderProblem, known: Sequence[Order], best: tuple[float, Order] | None, bound: float
 ) -> tuple[float, Order] | None:
-    """The fastest order of many within the room; ``best`` where none is faster."""
+    """Return the fastest order of many within the room; ``best`` where none is faster."""
     random = Random(0)
     table = _Table(work)
     unit = max(stage.of(kind) for stage in work.stages for kind in _KINDS) or 1.0
@@ -259,13 +259,13 @@ class _Construction:
         return max(map(sum, zip(self.free, self.table.updates, strict=True)))
 
     def order(self) -> Order:
-        """What was made."""
+        """Return the resulting order."""
         return tuple(
             tuple(Action(stage, _KINDS[kind], number) for stage, kind, number in actions) for actions in self.actions
         )
 
     def _choose(self, place: int, now: float) -> tuple[tuple[int, int] | None, float]:
-        """The stage and kind that a free place takes, or when there may be one."""
+        """Return the stage and kind that a free place takes, or when there may be one."""
         policy, tails = self.policy, self.table.tails
         best, highest, wakes = None, -inf, inf
         first = self.table.stages_at[place][0]
@@ -289,7 +289,7 @@ class _Construction:
         return best, wakes
 
     def _filler(self, place: int, wait: float) -> tuple[int, int] | None:
-        """The oldest weight part of a place, if the wait is long enough for it."""
+        """Return the oldest weight part of a place, if the wait is long enough for it."""
         ready = [stage for stage in self.table.stages_at[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
         if not ready:
             return None
@@ -319,7 +319,7 @@ class _Construction:
 
 
 def _change(kind: Kind) -> int:
-    """What an action adds to the micro-batches that are kept."""
+    """Return the change in the number of stored micro-batches after an action."""
     return {"forward": 1, "input": 0, "weight": -1, "backward": -1}[kind]
 
 
@@ -342,7 +342,7 @@ def _tails(work: OrderProblem) -> tuple[list[float], list[float]]:
 
 
 def least_seconds(work: OrderProblem) -> float:
-    """What no order can take less than, whatever the room."""
+    """Return a lower bound on the seconds of any order, whatever the memory."""
     # A micro-batch goes through a chain of actions: forward of all stages, then their input parts back.
     last = len(work.stages) - 1
     chain = [(stage, _FORWARD) for stage in range(last + 1)] + [(stage, _INPUT) for stage in range(last, -1, -1)]
@@ -368,7 +368,7 @@ def least_seconds(work: OrderProblem) -> float:
 
 
 def _heads(lasts: Sequence[float], gaps: Sequence[float], begin: float, count: int) -> list[list[float]]:
-    """Of every action of the chain, and of every one of ``count`` equal micro-batches in order, the least time before
+    """Return, for every action of the chain and each of ``count`` equal micro-batches in order, the least time before
     it begins: as many micro-batches have gone through each earlier action by then, one after another."""
     ready = [begin] * count
     heads = []
@@ -384,8 +384,8 @@ def _heads(lasts: Sequence[float], gaps: Sequence[float], begin: float, count: i
 
 
 def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """The seconds of Jackson's preemptive schedule on one machine: at any time, of the jobs (time before, seconds, time
-    after) that may run, the one with the longest time after it."""
+    """Return the seconds of Jackson's preemptive schedule on one machine: at any time, of the jobs (time before,
+    seconds, time after) that may run, the one with the longest time after it."""
     waiting: list[list[float]] = []
     upcoming = sorted(jobs)
     now = longest = 0.0

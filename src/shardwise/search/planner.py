@@ -120,7 +120,7 @@ class Planner:
         meshes: Iterable[Mesh],
         settings: SearchConfig,
     ) -> Planner:
-        """The planner for a captured model. Raises LayoutError for splits by hand, which have no price."""
+        """Return the planner for a captured model. Raises LayoutError for splits by hand, which have no price."""
         annotations = tuple(annotations)
         rules, factored = annotated_rules(graph, annotations)
         _refuse_cuts(annotations, settings.search)
@@ -136,8 +136,8 @@ class Planner:
         return self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes
 
     def plan(self) -> PlannerResult:
-        """The fastest plan over all meshes that keeps what the user fixed and fits; if none does (``ranking.excess``)
-        the one that needs least."""
+        """Return the fastest plan over all meshes that keeps the user's choices and fits; if none does
+        (``ranking.excess``) the one that needs least memory."""
         answer = self.answer()
         planned = self.planned(answer)
         if self.folded is not None and planned.ranking.excess and not answer.ranking.excess:
@@ -145,11 +145,11 @@ class Planner:
         return planned
 
     def answer(self) -> SearchResult:
-        """As ``plan``; what it is the plan of."""
+        """Return the search result, from which ``plan`` is made."""
         return self.answer_of(*self.searches())
 
     def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:
-        """The answer of ``searches``."""
+        """Return the answer of ``searches``."""
         if searches:
             return SearchResult(self.fastest(searches), searches)
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
@@ -159,8 +159,8 @@ class Planner:
     def searches(
         self, costs: Sequence[CostGraph] | None = None
     ) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
-        """The searches of the meshes on which something fits, and of the others the least bytes. ``costs``: of all
-        meshes, where they are known."""
+        """Return the searches of the meshes on which something fits, and of the others the least bytes. ``costs``: of
+        all meshes, where they are known."""
         searches: list[MeshSearch] = []
         refused: list[tuple[float, CostGraph]] = []
         for number, mesh in enumerate(each(self.meshes, lambda mesh: f"prices and search on {mesh}")):
@@ -175,7 +175,7 @@ class Planner:
     # -- prices --------------------------------------------------------------------------------------------------------
 
     def cost_graph(self, mesh: Mesh) -> CostGraph:
-        """The choices on a mesh and their prices."""
+        """Return the choices on a mesh and their prices."""
         settings = self.settings
         if mesh not in self.tables:
             fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
@@ -188,7 +188,7 @@ class Planner:
         return self.tables[mesh].priced(settings.levers.priced(self.graph), settings.in_flight)
 
     def prices(self, mesh: Mesh) -> Prices:
-        """The prices on a mesh of the cluster."""
+        """Return the prices on a mesh of the cluster."""
         settings = self.settings
         prices = Prices(Links(self.cluster, mesh), settings.optimizer, settings.passes)
         return prices.with_buckets(self.graph, settings.bucket_bytes)
@@ -196,8 +196,8 @@ class Planner:
     # -- ranking -------------------------------------------------------------------------------------------------------
 
     def fastest(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
-        """The fastest candidate of the meshes that are nearly as cheap as the cheapest. Where none of them fits, the
-        meshes in the order of their price, each under lower limits. A search that stopped goes on where its turn
+        """Return the fastest candidate of the meshes that are nearly as cheap as the cheapest. Where none of them fits,
+        the meshes in the order of their price, each under lower limits. A search that stopped goes on where its turn
         comes."""
         left = sorted(searches, key=_least_seconds)
         most = NEAR * left[0].outcome.seconds
@@ -237,8 +237,8 @@ class Planner:
     def _between(
         self, search: MeshSearch, fitting: CandidateRanking, allowed: float, too_much: float
     ) -> CandidateRanking:
-        """The fastest of a ranking that fits under a lower limit and of what the search finds under limits between that
-        and one that was too high."""
+        """Return the fastest of a ranking that fits under a lower limit and of what the search finds under limits
+        between that and one that was too high."""
         for _ in range(HALVINGS):
             middle = (allowed + too_much) / 2
             below, _ = self._searched_below(search, middle)
@@ -251,8 +251,8 @@ class Planner:
         return fitting
 
     def within_moments(self, search: MeshSearch, known: CandidateRanking) -> CandidateRanking:
-        """A ranking; where that does not fit, the first that does of what the search finds under caps on moments, else
-        the one of the lowest peak."""
+        """Return a ranking; where that does not fit, the first that does of what the search finds under caps on
+        moments, else the one of the lowest peak."""
         lowest = known
         if lowest.excess:
             for capped in searches_within(search, self.settings.search, self.limit)[:PROBES]:
@@ -262,19 +262,19 @@ class Planner:
         return lowest
 
     def _rank_alone(self, search: MeshSearch) -> CandidateRanking:
-        """The ranking of what a search found, without other candidates."""
+        """Return the ranking of what a search found, without other candidates."""
         alone = Candidate(search, search.outcome.assignment, search.outcome.components)
         return rank_candidates([self._built(alone, simulated=len(self.graph.ops) <= MAX_OPERATORS)], self.limit)
 
     def _searched_below(self, search: MeshSearch, allowed: float) -> tuple[MeshSearch, bool]:
-        """The search under a limit, and whether that was too low and it is the one of least memory instead."""
+        """Return the search under a limit, and whether that was too low and it is the one of least memory instead."""
         try:
             return run_search(search.cost, self.settings.search, allowed), False
         except DoesNotFit as error:
             return run_search(search.cost, self.settings.search, error.num_bytes), True
 
     def rank(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
-        """The best candidate of searches."""
+        """Return the best candidate of searches."""
         if len(self.graph.ops) > MAX_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
         share = NEAR_WITH_LEVERS if self.settings.levers else NEAR
@@ -283,8 +283,8 @@ class Planner:
         return rank_candidates([self._built(candidate) for candidate in counted], self.limit)
 
     def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> SimulatedCandidate:
-        """A candidate with its program, its peak and a simulated step; where the model has many equal blocks, and not
-        the ``whole`` program is asked for, with an estimate of these."""
+        """Return a candidate with its program, its peak and a simulated step; where the model has many equal blocks,
+        and not the ``whole`` program is asked for, with an estimate of these."""
         levers, mesh, is_folded = self.settings.levers, candidate.search.mesh, self.folded is not None and not whole
         key = levers, mesh, tuple(candidate.assignment), simulated, is_folded
         if key not in self.programs:
@@ -324,15 +324,15 @@ class Planner:
         return SimulatedCandidate(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
-        """What an assignment stands for, whatever is made again."""
+        """Return the choice that an assignment stands for, independent of recomputation."""
         key = search.mesh, tuple(assignment)
         if key not in self.choices:
             self.choices[key] = search.choice(assignment)
         return self.choices[key]
 
     def _others(self, peak: Peak, kept_bytes: int) -> int:
-        """What is kept of the passes in flight beside one that keeps so much, less what is there for a moment and is
-        not this stage's alone."""
+        """Return the bytes kept for the other passes in flight, less the transient bytes that the stages of a rank
+        share."""
         moment = max(0, peak.num_bytes - static_bytes(peak) - kept_bytes) if peak.parts else 0
         return (self.settings.in_flight - 1) * kept_bytes - moment + moment // self.settings.turns
 
@@ -364,7 +364,7 @@ class Planner:
         return planner, replace(ranking, best=best)
 
     def _priced_anew(self, candidate: Candidate) -> Candidate:
-        """A candidate found under other levers at its price under these: its choices are the same."""
+        """Return a candidate found under other levers at its price under these: its choices are the same."""
         cost = self.cost_graph(candidate.search.mesh)
         search = replace(candidate.search, cost=cost)
         return Candidate(search, candidate.assignment, cost.components(candidate.assignment))
@@ -384,7 +384,7 @@ class Planner:
         return min(float(search.outcome.bound) for search in searches) * (1 - EXACT)
 
     def planned(self, answer: SearchResult) -> PlannerResult:
-        """The plan of an answer, whose program is built where that was only estimated."""
+        """Return the plan of an answer, whose program is built where that was only estimated."""
         ranking, best = answer.ranking, answer.ranking.best
         if best.spmd is None:
             best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_OPERATORS, whole=True)
@@ -416,8 +416,8 @@ def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -
 
 
 def with_bound_over_meshes(prediction: Prediction, mesh: Mesh, searches: Sequence[MeshSearch]) -> Prediction:
-    """The prediction for ``mesh`` with a bound that holds for the plans on the meshes of all searches, under the limit
-    that these had (it may come from one under a lower limit)."""
+    """Return the prediction for ``mesh`` with a bound that holds for the plans on the meshes of all searches, under the
+    limit that these had (it may come from one under a lower limit)."""
     others = [search for search in searches if search.mesh != mesh]
     counts = [prediction.log10_plans, *(search.log10_plans for search in others)]
     most = max(counts)
@@ -429,7 +429,7 @@ def with_bound_over_meshes(prediction: Prediction, mesh: Mesh, searches: Sequenc
 
 
 def _as_emitted(prediction: Prediction, spmd: SpmdProgram, search: MeshSearch) -> Prediction:
-    """The prediction with the seconds of the program that the plan is."""
+    """Return the prediction with the seconds of the program that the plan is."""
     domains = search.cost.domains
     free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
     price = price_program(spmd, domains.prices, free, domains.windows)
@@ -437,8 +437,8 @@ def _as_emitted(prediction: Prediction, spmd: SpmdProgram, search: MeshSearch) -
 
 
 def _as_stored(prediction: Prediction, best: SimulatedCandidate, search: MeshSearch, choice: Choice) -> Prediction:
-    """The prediction with what parameters hold where they are stored otherwise than in ``choice``, that of the search:
-    as the user keeps them, or in parts. The searched plans have no conversions from there, so that the bound is
+    """Return the prediction with what parameters hold where they are stored otherwise than in ``choice``, that of the
+    search: as the user keeps them, or in parts. The searched plans have no conversions from there, so that the bound is
     compared with the step that has."""
     graph, prices = search.cost.domains.graph, search.cost.domains.prices
     sources, more = choice.sources, 0.0
@@ -465,5 +465,5 @@ def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
 
 
 def _least_seconds(search: MeshSearch) -> float:
-    """The seconds that a search comes to, or a bound of them where it stopped."""
+    """Return the seconds that a search comes to, or a bound of them where it stopped."""
     return search.outcome.bound if search.outcome.stopped else search.outcome.seconds

@@ -65,7 +65,7 @@ class CandidateRanking:
 
     @property
     def prediction(self) -> Prediction:
-        """What is predicted for the best."""
+        """Return the prediction for the best candidate."""
         best = self.best
         return replace(
             self.search.prediction(),
@@ -85,8 +85,8 @@ class CandidateRanking:
 
 
 def rank_candidates(simulated: Sequence[SimulatedCandidate], limit: float) -> CandidateRanking:
-    """The fastest of the simulated candidates (the cheapest first) that fits, or, if none does, that of the lowest
-    peak."""
+    """Return the fastest of the simulated candidates (the cheapest first) that fits, or, if none does, that of the
+    lowest peak."""
     fitting = [candidate for candidate in simulated if candidate.num_bytes <= limit]
     if not fitting:
         return CandidateRanking(min(simulated, key=lambda candidate: candidate.num_bytes), simulated[0], limit)

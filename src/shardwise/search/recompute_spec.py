@@ -8,14 +8,14 @@ from typing import Literal
 # Gathered parameters are held from forward to backward, gathered again in backward (ZeRO-3), or gathered once for all
 # passes of a step, whose gradients add up whole (ZeRO-1). In a step of one pass the last is the same as the first.
 Gathered = Literal["once", "held", "again"]
-# A gather and the reduction of its gradient send alike; gathered again, that is half as much again.
+# A gather and the reduction of its gradient send the same; gathered again, that is half as much again.
 GATHERED_AGAIN = 1.5
 SENT_AGAIN = GATHERED_AGAIN - 1  # what that adds
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSpec:
-    """``operators``: those whose results are made again; ``gathered``: what becomes of parameters; ``offloaded``:
+    """``operators``: those whose results are recomputed; ``gathered``: what becomes of parameters; ``offloaded``:
     operators whose results wait on the host; ``local``: those of ``operators`` whose results are kept where a message
     brought them, as it is not sent again; ``resent``: operators for which messages of operands that they keep are sent
     again, where what was sent takes fewer bytes. Other conversions of values that are done again, and copies to the

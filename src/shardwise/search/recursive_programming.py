@@ -29,8 +29,8 @@ PER_BYTE = tuple(10.0**exponent for exponent in range(-14, -3))
 
 
 def recursive_search(cost: CostGraph, memory_bytes: float | None = None) -> SearchOutcome:
-    """The greedy assignment; where it does not fit, the first that does at growing prices of a byte, and in the end the
-    one of least memory. Its bound is not known. Raises DoesNotFit."""
+    """Return the greedy assignment; where it does not fit, the first that does at growing prices of a byte, and in the
+    end the one of least memory. Its bound is not known. Raises DoesNotFit."""
     solves = 0
     for per_byte in (TIE, *PER_BYTE):
         assignment = _Levels(cost, cost.weighted(CostWeights(bytes=per_byte))).run()
@@ -64,7 +64,7 @@ class _Levels:
                 self.at[variable].append((scope, problem.interner.tables[number]))
 
     def run(self) -> list[int]:
-        """A complete assignment."""
+        """Return a complete assignment."""
         best = self._completed()
         for level in range(len(self.cost.domains.axes.groups)):
             before = dict(self.chosen)
@@ -84,12 +84,12 @@ class _Levels:
         return best.assignment
 
     def _completed(self) -> Solution:
-        """The strategies chosen, with the best layouts between them."""
+        """Return the strategies chosen, with the best layouts between them."""
         return minimise(fix_variables(self.problem, self.chosen))
 
     @staticmethod
     def _least_split(domain: Domain) -> int:
-        """The strategy that repeats the work on all axes that the user left open."""
+        """Return the strategy that repeats the work on all axes that the user left open."""
         return min(range(len(domain)), key=lambda i: sum(choice != INVARIANT for choice in domain.choices[i]))
 
     def _heaviest_first(self) -> list[int]:

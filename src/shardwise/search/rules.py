@@ -16,8 +16,8 @@ class UnsplitWarning(UserWarning):
 
 
 def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -> dict[str, OpRule]:
-    """The rule of every op; operators without one are kept whole, with one warning that names them all, once per kind.
-    ``known``: ops that a plan has decided already; nothing is said about them. ``stacklevel``: of the user's call."""
+    """Return the rule of every op; operators without one are kept whole, with one warning that names them all, once per
+    kind. ``known``: ops that a plan has decided already; they cause no warning. ``stacklevel``: of the user's call."""
     rules: dict[str, OpRule] = {}
     missing: dict[str, Op] = {}
     for op in graph.ops:
@@ -39,6 +39,6 @@ def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -
 
 
 def variant(rule: OpRule, strategy: str) -> OpRule:
-    """The variant of a rule that has the factors of a strategy's text; the rule itself if none is named."""
+    """Return the variant of a rule that has the factors of a strategy's text; the rule itself if none is named."""
     named = set(map(base_name, named_factors(strategy)))
     return next((variant for name, variant in rule.variants if name in named), rule)

@@ -25,7 +25,7 @@ def minimise(problem: Problem) -> Solution:
 
 
 def as_integer_program(problem: Problem) -> Solution:
-    """As an integer program; where that is too large, by conditioning."""
+    """Solve as an integer program; where that is too large, by conditioning."""
     return _bounded(problem, "")
 
 
@@ -46,10 +46,10 @@ def _bounded(problem: Problem, cause: str) -> Solution:
 
 
 def narrow_elimination(problem: Problem) -> Elimination:
-    """How a problem is eliminated. Raises TooWide where it is not worth it."""
+    """Return the elimination of a problem. Raises TooWide where it is not worth it."""
     return elimination_of(problem, max_joint=MAX_JOINT)
 
 
 def solver_of(search: str) -> Solver:
-    """How a search minimises a sum of tables."""
+    """Return the solver that a search uses to minimise a sum of tables."""
     return as_integer_program if search == "ilp" else minimise

@@ -93,7 +93,7 @@ def _weigh(graph: Graph, prices: Prices) -> _OperatorCosts:
 
 
 def _positions(weights: _OperatorCosts, num_stages: int) -> list[int]:
-    """Where stages may begin, and the end."""
+    """Return the positions where stages may begin, and the end."""
     count = len(weights.names)
     inner = list(range(1, count))
     most = max(MOST_POSITIONS, num_stages)
@@ -110,8 +110,8 @@ def _best(
     limit: float,
     in_flight: Sequence[int],
 ) -> tuple[list[int], bool]:
-    """The positions at which stages begin, and whether memory costs no time: first the least seconds of the slowest
-    stage are found, then the fewest bytes of the cuts that come near."""
+    """Return the positions at which stages begin, and whether memory costs no time: first the least seconds of the
+    slowest stage are found, then the fewest bytes of the cuts that come near."""
     summed = (weights.seconds, weights.parameters, weights.values, weights.reads)
     seconds, parameters, values, reads = (np.concatenate([[0.0], np.cumsum(weight)])[positions] for weight in summed)
     sent = np.array([weights.sent[p] if 0 < p < len(weights.names) else 0.0 for p in positions])
@@ -148,7 +148,7 @@ def _best(
 
 
 def _least_slowest(spans: Sequence[Floats]) -> float:
-    """The seconds of the slowest stage where it is as fast as can be. ``spans``: of every stage [begin, end]."""
+    """Return the seconds of the slowest stage where it is as fast as can be. ``spans``: of every stage [begin, end]."""
     slowest = np.full(len(spans[0]), inf)
     slowest[0] = 0.0
     for of_stage in spans:
@@ -157,7 +157,7 @@ def _least_slowest(spans: Sequence[Floats]) -> float:
 
 
 def _parts(graph: Graph, weights: _OperatorCosts, starts: Sequence[int]) -> list[list[str]]:
-    """All operators, those that are repeated beside the one before them."""
+    """Split all operators into stages; repeated ones go with the one before them."""
     begins = {weights.names[start]: number for number, start in enumerate(starts)}
     parts: list[list[str]] = [[] for _ in starts]
     current = 0

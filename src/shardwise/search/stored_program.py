@@ -37,11 +37,11 @@ class StoredProgram:
 
     @cached_property
     def kept(self) -> RankProgram:
-        """The step of the rank that holds most, before anything is said of lifetimes."""
+        """The step of the rank that holds most, before lifetimes are known."""
         return keeping_all(localize(self.spmd, busiest_rank(self.spmd)), self.kinds)
 
     def with_lifetimes(self, graph: Graph, settings: SearchConfig) -> ProgramWithPolicy:
-        """The program under the levers of some settings. ``graph``: the model's (not lowered)."""
+        """Return the program under the levers of some settings. ``graph``: the model's (not lowered)."""
         spmd = with_memory_policy(self.kept, graph, settings.levers) if settings.levers else self.spmd
         return ProgramWithPolicy(self, as_grad_accum(spmd, settings))
 
@@ -64,7 +64,7 @@ class ProgramWithPolicy:
         return finished(replace(self.stored.kept, spmd=self.spmd))
 
     def prediction(self, prices: Prices) -> Prediction:
-        """What a pass takes, of a plan that is compared with no others."""
+        """Predict a pass of a plan that is compared with no others."""
         price, program = price_program(self.spmd, prices), self.busiest
         exposed, compute, traffic = price.exposed + price.update, price.compute, price.traffic
         if len(self.spmd.graph.ops) > MAX_OPERATORS:
@@ -103,12 +103,12 @@ def build_stored_program(
 def build_program(
     graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, kinds: VjpCache
 ) -> ProgramWithPolicy:
-    """The program of a choice under some settings."""
+    """Return the program of a choice under some settings."""
     return build_stored_program(graph, rules, choice, mesh, settings, kinds).with_lifetimes(graph, settings)
 
 
 def as_grad_accum(spmd: SpmdProgram, settings: SearchConfig) -> SpmdProgram:
-    """The program with what a step of several passes does once."""
+    """Return the program with what a step of several passes does once."""
     if settings.passes == 1:
         return spmd
     scattered = settings.levers.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)

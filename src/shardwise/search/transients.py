@@ -25,9 +25,9 @@ NUM_CAPS = 6
 
 
 def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSearch]:
-    """What the search finds where moments are capped, the most promising first: those that should fit, by their
-    seconds, then those that should not, by how much they hold. ``name``: of the search. Every one is the fastest under
-    its cap, or where nothing fits so the one of least memory."""
+    """Return the searches with capped transients, the most promising first: those that should fit, by their seconds,
+    then the others, by how much they hold. ``name``: of the search. Every one is the fastest under its cap, or where
+    nothing fits so the one of least memory."""
     cost, ordered = search.cost, []
     moments = {number: table() for number, table in cost.transients.items()}
     for cap in _caps(cost, moments, search.outcome.assignment):
@@ -45,7 +45,7 @@ def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSea
 
 
 def _most(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) -> float:
-    """The most bytes that a choice of an assignment holds for a moment."""
+    """Return the most bytes that a choice of an assignment holds for a moment."""
     num_bytes = (moments[kind][tuple(assignment[v] for v in scope)] for scope, kind in cost.factors if kind in moments)
     return float(max(num_bytes, default=0.0))
 
@@ -60,7 +60,7 @@ def _caps(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) ->
 
 
 def _within(cost: CostGraph, moments: dict[int, Floats], cap: float) -> CostGraph:
-    """The cost graph in which choices of larger moments are forbidden: infinitely many seconds and bytes."""
+    """Return the cost graph in which choices of larger moments are forbidden: infinitely many seconds and bytes."""
     kinds: list[Components] = []
     for number, tables in enumerate(cost.kinds):
         if number not in moments or (moments[number] <= cap).all():

@@ -22,7 +22,7 @@ from shardwise.search.user_strategies import SplitCounts, choices_for, num_block
 
 
 def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
-    """The rules, in the variants that annotations name, and divided."""
+    """Return the rules, in the variants that annotations name, and divided."""
     rules = rules_of(graph, stacklevel=7)
     factored = factor_graph(graph, rules)
     if not any(rule.variants for rule in rules.values()):
@@ -38,7 +38,7 @@ def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[
 def fixed_choices(
     graph: Graph, rules: Mapping[str, OpRule], factored: Factored, annotations: Iterable[Annotation], mesh: Mesh
 ) -> Choices:
-    """The user's strategies and constraints, per operator."""
+    """Return the user's strategies and constraints, per operator."""
     annotations = tuple(annotations)
     weight = num_blockers(graph, factored.rules) if annotations else {}
     fixed: Choices = {}
@@ -80,7 +80,7 @@ def fixed_choices(
 
 
 def no_operator_error(annotation: Annotation) -> LayoutError:
-    """The error for a strategy of no operator."""
+    """Return the error for a strategy of no operator."""
     return LayoutError(
         problem(
             f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules",
@@ -174,14 +174,14 @@ def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> l
 
 
 def _factor_names(rule: OpRule) -> set[str]:
-    """The undivided factors, those of its variants included."""
+    """Return the undivided factors, those of its variants included."""
     rules = (rule, *(variant for _, variant in rule.variants))
     return {base_name(factor.name) for member in rules for factor in member.factors}
 
 
 def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:
-    """The modules whose parameters the operator reads, through views: the same in two calls of a module, and for all
-    experts of a mixture."""
+    """Return the modules whose parameters the operator reads, through views: the same in two calls of a module, and for
+    all experts of a mixture."""
     owners = []
     for name in op.operands:
         while (
@@ -195,7 +195,7 @@ def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:
 
 
 def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
-    """Whether the operator adds a parameter to the result of another operator of the same scope (a bias)."""
+    """Return whether the operator adds a parameter to the result of another operator of the same scope (a bias)."""
     names = {result for other in inside for result in other.results}
     sources = [name for name in op.operands if name in graph.source_of and graph.source_of[name].kind == "parameter"]
     return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)

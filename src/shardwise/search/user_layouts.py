@@ -59,8 +59,8 @@ def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, fac
 
 
 def sum_whole(choice: Choice, graph: Graph, factored: Factored, mesh: Mesh) -> Choice:
-    """The choice in which values marked ``constrain(x, "summed")`` are split as their operator leaves them, with its
-    partial sums summed by an all-reduce, although a consumer would have taken a part by a reduce-scatter."""
+    """Return the choice in which values marked ``constrain(x, "summed")`` are split as their operator leaves them, with
+    its partial sums summed by an all-reduce, although a consumer would have taken a part by a reduce-scatter."""
     strategies = dict(choice.strategies)
     for value, text in graph.constraints:
         if text != SUMMED or value not in graph.producer:  # what another stage has sent was summed there
@@ -77,7 +77,7 @@ def sum_whole(choice: Choice, graph: Graph, factored: Factored, mesh: Mesh) -> C
 
 
 def _inside_blocks(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout | None:
-    """The layout with the axes of every dim on the outermost of its atoms that they divide, if there is one."""
+    """Return the layout with the axes of every dim on the outermost of its atoms that they divide, if there is one."""
     dims = []
     for dim, sizes in zip(layout.dims, atoms, strict=True):
         axes = tuple(axis for atom in dim for axis in atom.axes)

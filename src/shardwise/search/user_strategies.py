@@ -54,7 +54,7 @@ def choices_for(
 
 
 def splittable(rule: OpRule) -> str:
-    """What a strategy of the rule may name, for messages."""
+    """Describe, for messages, what a strategy of the rule may name."""
     can = [f.name for f in rule.factors if f.kind != "whole"]
     instead = "".join(f"; or {name}" for name, _ in rule.variants)
     return f"the rule is {rule}; factors that can be split: {', '.join(can) or 'none'}{instead}"

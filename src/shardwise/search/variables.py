@@ -25,7 +25,7 @@ class OperatorVariable:
         return len(self.domain)
 
     def choice(self, value: int) -> Strategy:
-        """What a value stands for."""
+        """Return the choice that a value stands for."""
         return self.domain.strategy(value)
 
 
@@ -43,7 +43,7 @@ class _LayoutVariable:
         return len(self.nodes)
 
     def choice(self, value: int) -> Layout:
-        """What a value stands for."""
+        """Return the choice that a value stands for."""
         return self.routes.layout(int(self.nodes[value]))
 
 

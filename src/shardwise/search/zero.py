@@ -42,19 +42,19 @@ class Zero:
 
     @property
     def gathered(self) -> Gathered:
-        """What becomes of gathered parameters."""
+        """Return the reshard-after-forward mode of gathered parameters."""
         ways: dict[int, Gathered] = {1: "once", 2: "held", 3: "again"}
         return ways[self.stage]
 
     @staticmethod
     def of(zero: int | Zero | None) -> Zero | None:
-        """A stage as settings."""
+        """Return a stage as settings."""
         return zero if zero is None or isinstance(zero, Zero) else Zero(zero)
 
 
 def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
-    """The choice with parameters stored in parts. ``spmd``: its program, whose conversions say along which axes a
-    parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
+    """Return the choice with parameters stored in parts. ``spmd``: its program, whose conversions say along which axes
+    a parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
     mesh = spmd.mesh
     over = set(mesh.sub_axes)
     if zero.over is not None:
@@ -82,7 +82,7 @@ def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
 
 
 def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
-    """The choice in which what is made of parameters alone (a transposed weight, an expert's rows) hands partial
+    """Return the choice in which what is made of parameters alone (a transposed weight, an expert's rows) hands partial
     gradients on to them: they are summed where the parameter is, and what can be split over devices is the parameter.
     So it is where all who read such a value do different work along an axis."""
     derived = {source.value for source in graph.sources if source.kind == "parameter"}
@@ -119,7 +119,7 @@ def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule
 
 
 def _may_have_gradient(graph: Graph, parameter: str) -> bool:
-    """Whether a parameter is to be trained, and nothing says that no gradient reaches it."""
+    """Return whether a parameter is to be trained, and nothing says that no gradient reaches it."""
     results = [name for op in graph.consumers[parameter] for name in op.results]
     return graph.by_name[parameter].requires_grad and (
         not results or any(graph.by_name[name].requires_grad for name in results)

@@ -13,7 +13,7 @@ from shardwise.rules.lowerings.precision import cast
 
 
 def count_of(x: Tensor, dims: Sequence[int]) -> int:
-    """How many elements ``dims`` have together."""
+    """Return the number of elements of ``dims`` together."""
     return prod(x.shape[dim] for dim in dims)
 
 
@@ -170,7 +170,7 @@ def linalg_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Of vectors, or "fro", or without an order."""
+    """Compute the norm of vectors, "fro", or without an order."""
     return vector_norm(self, 2 if ord is None or isinstance(ord, str) else ord, dim, keepdim, dtype=dtype)
 
 

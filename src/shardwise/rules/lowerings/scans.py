@@ -19,12 +19,12 @@ def _by_runs(x: Tensor, dim: int, runs: Sequence[int]) -> tuple[int, Tensor | No
 
 
 def _starts(x: Tensor, dim: int) -> Tensor:
-    """Where the runs of ``x`` begin, to be added to indices within them."""
+    """Return the starts of the runs of ``x``, to be added to indices within them."""
     return dim_indices(x, dim) * x.shape[dim + 1]
 
 
 def _before(totals: Tensor, dim: int, neutral: float) -> Tensor:
-    """What precedes every run, given the totals up to its end: ``neutral`` for the first; with a dim for the run."""
+    """Return the total before every run from those up to its end: ``neutral`` for the first; with a run dim."""
     first = torch.full_like(totals.narrow(dim, 0, 1), neutral)
     return torch.cat([first, totals.narrow(dim, 0, totals.shape[dim] - 1)], dim).unsqueeze(dim + 1)
 
@@ -73,7 +73,7 @@ def cummin(self: Tensor, dim: int, *, runs: Sequence[int] = ()) -> tuple[Tensor,
 
 
 def _cumulative_extreme(x: Tensor, largest: bool, dim: int, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of equal values the later one counts, and nan beats numbers, as in PyTorch."""
+    """Compute cummax or cummin over runs; the later of equal values counts, and nan beats numbers, as in PyTorch."""
     scan = torch.cummax if largest else torch.cummin
     dim, parts = _by_runs(x, dim, runs)
     if parts is None:
