@@ -1,4 +1,4 @@
-"""``sw.plan``: from a module to a plan, without devices."""
+"""Plan a module without devices: ``sw.plan``, ``sw.compare`` and ``sw.step_memory``."""
 
 from __future__ import annotations
 
@@ -94,55 +94,71 @@ def plan(
     stages: int | Literal["marked", "auto"] | None = None,
     schedule: str | None = None,
 ) -> Plan:
-    """Choose how to split ``module`` over a cluster (its name, such as ``"h100-2x8"``, will do; a number: devices of
-    this machine). No devices are needed; parameters and inputs may be meta tensors.
+    """Choose how to split ``module`` over a cluster, and return the plan.
 
-    ``example_inputs``: the inputs of one whole batch: a tuple (or one tensor), or a dict of named ones; ``kwargs``:
-    named ones beside positional ones.
-    ``loss``: a callable ``loss(output, *targets)`` when the module does not return its loss; the targets are then the
-    last inputs. ``optimizer``: the one whose states and temporaries are counted, and that ``sw.verify`` steps with;
-    ``"adamw fused"`` (or ``foreach``, ``single``) where it does not update as torch does by default; ``"... on host"``:
-    its states wait in the memory of the host from step to step, and come to the device in groups of parameters while it
-    updates. ``precision``: in which dtypes ranks compute, store and reduce, where they are not the model's
-    (``sw.Precision``). ``mode``:
-    ``"auto"``, ``"semi_auto"``, ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``). ``search``: how ``"auto"``
-    decides (``search.auto``); by default ``"dynamic_programming"``, and where strategies are given
-    ``"sharding_propagation"``, which completes them.
-    ``mesh``: by default the searches that go by price try all shapes of up to ``max_mesh_axes`` axes that respect the
-    cluster's levels, and call axes by what they do, where they do one thing (``plans.axis_names``); the others use one
-    axis ``dp`` over all devices. ``global_batch``: the samples of an optimizer
-    step; ``micro_batch``: those of a pass, of which a step makes as many as it takes (``par.step`` takes the whole
-    batch). Example inputs are those of one micro-batch or of the whole global batch; every tensor whose dim 0 has the
-    size of the first one's has samples, others are given to every pass. Where they have ``global_batch`` samples and
-    no ``micro_batch`` is said, a search by price chooses it: divisors are tried, the largest first, as long as none
-    fits or the steps get faster (``plan.explain("micro_batch")``); every one is a search of its own. Where neither is
-    said, a step is one pass over the example inputs, or in passes if only these fit. ``memory_bytes``:
-    what the tensors of a device may take at the peak of a step; by default what the cluster's devices have less their
-    reserve, of which a given number is clear (a number of devices is no description: they have what it takes).
-    ``strategies``: module path patterns to strategies, the same as ``sw.shard`` on these submodules. ``layouts``:
-    inputs, parameters or buffers that are delivered or kept in a given layout, ``"[32@dp, 512]"``, or split so many
-    ways per dim, ``(8, 1)``; the rest is chosen as if they were free, and they are converted (how a data loader splits
-    its batches, say). ``bucket_bytes``: the largest message in which gradients (or gathered parameters) travel
-    together; 0: each by itself. ``recompute``: what backward makes again instead of keeping it: ``"full"``,
-    ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"`` (``sw.recompute``): of the repeated blocks of the model, besides
-    what it asks for itself; ``"none"``: nothing; None: what the model asks for (``sw.recompute``,
-    ``torch.utils.checkpoint``); by default the same, and where nothing fits, searches that go by price make again what
-    lets a plan fit (``search.fit_memory``). ``offload``: what waits for backward in the memory of the host: ``"all"``:
-    what is kept of the repeated blocks; ``"none"``: nothing; by default what the model asks for (``sw.offload``), and
-    where nothing fits what lets a plan fit. ``zero``: 1, 2 or 3 (or ``sw.Zero``): parameters, gradients and optimizer
-    states are stored in parts wherever they would be copied; under 3 gathered parameters are not held from forward to
-    backward, but gathered again. ``stages``: the model is cut into so many stages of a pipeline, balanced by price and
-    memory at any operator boundary, or ``"marked"``: where ``sw.stage`` says; every stage has an equal part of the
-    devices, and ``mesh`` is that of a stage. ``"auto"``: how many (one is no pipeline), which schedule and which
-    micro-batch is chosen by price, for the samples of a step (``plans.auto_stages``); ``plan.explain("stages")`` says
-    what was tried. ``schedule``: one of ``torch.distributed.pipelining`` by name (``plans.schedule``); by default
-    ``"1F1B"``; or ``"Solved"``: an order that is searched for these stages, within the memory. All but ``GPipe`` and
-    ``1F1B`` have two stages on every part of the devices; loops have as many as they are told, ``"Interleaved1F1B:4"``.
-    Without ``micro_batch`` a search by price chooses it; other modes take the largest under which the schedule is full.
+    No devices are needed; parameters and inputs may be meta tensors. Searches by price are those of ``search.auto``
+    under mode ``"auto"``.
 
-    Raises CaptureError, LayoutError or ShardwiseError for what a user can mend; PlanError when nothing fits (with
-    three mends that do, the cheapest first, where planning takes a few seconds), and for a loss that is no sum over
-    micro-batches, where there are several (``programs.time_axis``).
+    Args:
+        module: The model to plan.
+        example_inputs: Inputs of one micro-batch or of the whole global batch: a tuple, one tensor, or a dict of named
+            inputs. Tensors whose dim 0 has the size of the first tensor's dim 0 hold samples; every micro-batch gets
+            all others whole.
+        cluster: A cluster, its name (``"h100-2x8"``), or a number of devices of this machine.
+        kwargs: Named inputs, in addition to positional ones.
+        loss: ``loss(output, *targets)``, for a module that does not return its loss. The targets are the last inputs.
+        optimizer: The optimizer whose states and temporaries count as memory; ``sw.verify`` steps with it. Add
+            ``fused``, ``foreach`` or ``single`` (``"adamw fused"``) if it does not update as torch does by default.
+            With ``"... on host"`` its states stay in host memory between steps; the update brings them to the device
+            in groups of parameters.
+        precision: The dtypes of compute, storage and reductions, if they differ from the model's (``sw.Precision``).
+        mode: ``"auto"``, ``"semi_auto"``, ``"data_parallel"`` or ``"stand_alone"`` (``search.modes``).
+        search: How ``"auto"`` decides (``search.auto``). Default: ``"dynamic_programming"``; if strategies are given,
+            ``"sharding_propagation"``, which completes them.
+        mesh: The mesh; with ``stages``, the mesh of one stage. By default searches by price try all shapes of up to
+            ``max_mesh_axes`` axes that respect the cluster's levels. They name an axis by its role if it has only one
+            (``plans.axis_names``). Otherwise the default is one axis ``dp`` over all devices.
+        max_mesh_axes: The largest number of axes of the meshes that are tried.
+        global_batch: Samples of an optimizer step. ``par.step`` takes the whole batch.
+        micro_batch: Samples of a micro-batch; a step runs as many micro-batches as it needs. If the inputs have
+            ``global_batch`` samples and this is None, a search by price chooses it. It tries divisors, the largest
+            first, until one fits and steps get no faster; each is a search of its own
+            (``plan.explain("micro_batch")``). If both sizes are None, a step is one pass over the example inputs, or
+            several micro-batches if only these fit. With ``stages``, a search by price chooses it; other modes take
+            the largest that fills the schedule.
+        memory_bytes: Bytes that the tensors of a device may take at the peak of a step. Default: the memory of the
+            cluster's devices less their reserve. A given number is used without subtracting the reserve. If
+            ``cluster`` is a number of devices, the default is no limit.
+        strategies: Module path patterns to strategies, as ``sw.shard`` on these submodules.
+        layouts: Inputs, parameters or buffers to the layouts in which they are delivered or stored:
+            ``"[32@dp, 512]"``, or the number of parts per dim, ``(8, 1)``. The rest is chosen as if these were free,
+            and they are converted. Use it for the way a data loader splits its batches, for example.
+        bucket_bytes: The largest message, in bytes, that carries several gradients or gathered parameters; 0: one
+            message each.
+        recompute: What backward recomputes. ``"full"``, ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"``
+            (``sw.recompute``) apply to the model's repeated blocks, in addition to what the model asks for. ``"none"``:
+            nothing. None: only what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``). ``"auto"``: as
+            None; if nothing fits, searches by price also recompute what makes a plan fit (``search.fit_memory``).
+        offload: What waits in host memory for backward. ``"all"``: the saved tensors of the repeated blocks.
+            ``"none"``: nothing. ``"auto"``: what the model asks for (``sw.offload``); if nothing fits, also what makes
+            a plan fit.
+        zero: 1, 2, 3 or ``sw.Zero``: shard parameters, gradients and optimizer states wherever they would be copied.
+            Stage 3 frees gathered parameters after forward and gathers them again in backward.
+        stages: The number of pipeline stages, balanced by price and memory at any operator boundary; ``"marked"``: cut
+            at ``sw.stage``. Every stage has an equal part of the devices. ``"auto"`` chooses the number (one: no
+            pipeline), schedule and micro-batch by price, for the samples of a step (``plans.auto_stages``);
+            ``plan.explain("stages")`` lists what was tried.
+        schedule: A schedule of ``torch.distributed.pipelining`` by name (``plans.schedule``), default ``"1F1B"``; or
+            ``"Solved"``: an order searched for these stages within the memory. All but ``GPipe`` and ``1F1B`` run two
+            stages per pipeline rank; loops run as many as the name gives, ``"Interleaved1F1B:4"``.
+
+    Returns:
+        The plan: print it, save it, or give it to ``sw.parallelize``.
+
+    Raises:
+        ShardwiseError: The model or a setting has a fault that the user can fix (also CaptureError and LayoutError).
+        PlanError: Nothing fits; if planning takes a few seconds, the error lists up to three fixes, the cheapest first.
+            Or a step has several micro-batches, and the loss is no sum over them (``programs.time_axis``).
     """
     arguments = dict(locals())
     _check_words(mode, search, bucket_bytes, recompute, offload)
@@ -153,7 +169,7 @@ def plan(
         raise ShardwiseError(
             problem(f"memory_bytes is {memory_bytes!r}", fix="the bytes that a device has for tensors, above 0")
         )
-    if isinstance(cluster, int) and memory_bytes is None:  # devices that nobody described have the memory it takes
+    if isinstance(cluster, int) and memory_bytes is None:  # devices without a description: no memory limit
         memory_bytes = inf
     cluster = Cluster.of(cluster)
     if mesh is not None and stages is None:
@@ -331,9 +347,20 @@ def compare(
     mesh: Mesh | None = None,
     **settings: Any,
 ) -> Comparison:
-    """Plans of several searches side by side: how long each takes, and a simulated step of what it found, at the same
-    prices. ``settings`` and all others: those of ``sw.plan``. A search that finds nothing that fits has a row that says
-    so; whatever else is wrong raises as ``sw.plan`` does."""
+    """Plan with several searches, and compare planning times and simulated steps at the same prices.
+
+    All arguments but ``searches`` are those of ``sw.plan``.
+
+    Args:
+        searches: Names of the searches, a list or tuple; by default all.
+        **settings: Other settings of ``sw.plan``.
+
+    Returns:
+        One row per search. If a search raises PlanError (nothing fits), its row holds the error.
+
+    Raises:
+        ShardwiseError: ``searches`` is not a list or tuple, or ``sw.plan`` raises an error other than PlanError.
+    """
     if isinstance(cluster, int):  # as in ``plan``
         settings = {"memory_bytes": inf, **settings}
     cluster = Cluster.of(cluster)
@@ -380,8 +407,16 @@ def step_memory(
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
 ) -> MemoryEstimate:
-    """What a device holds during a training step under a plan: the peak, where it is and what it is made of. Inputs and
-    parameters may be meta tensors. Raises PlanError when the plan does not fit."""
+    """Return the peak memory of a device in a training step under ``plan``, where the peak is, and what it consists of.
+
+    All arguments but ``plan`` are those of ``sw.plan``; inputs and parameters may be meta tensors.
+
+    Args:
+        plan: The plan of the step.
+
+    Raises:
+        PlanError: The plan does not fit the model.
+    """
     call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=plan.precision)
     return memory_of(program_of(plan, planned_graph(call, plan), training=module.training), prices_of(plan))
 
@@ -408,7 +443,7 @@ def _announce_repeated(graph: Graph, mesh: Mesh, stacklevel: int) -> None:
 
 
 def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: str | None, offload: str) -> None:
-    """Refuse what is no mode, no search, no size of a message, no way to recompute and none to offload."""
+    """Raise ShardwiseError for an invalid mode, search, bucket size, recompute or offload setting."""
     if offload not in OFFLOADS:
         fix = f"one of {', '.join(map(repr, OFFLOADS))}, or sw.offload(module.layers[3]) for parts"
         raise ShardwiseError(problem(f"unknown offload={offload!r}", fix=fix))
@@ -425,7 +460,7 @@ def _check_words(mode: str, search: str | None, bucket_bytes: int, recompute: st
 
 
 def check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
-    """Refuse what is no mesh, no precision and no optimizer whose states are known."""
+    """Raise ShardwiseError for an invalid mesh or precision, or an optimizer whose states are not known."""
     parse_optimizer(optimizer)
     if not isinstance(mesh, Mesh | None):
         raise ShardwiseError(problem(f"mesh is {mesh!r}", fix="sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"))
@@ -440,7 +475,7 @@ def _check_names(setting: str, entries: Any, example: str) -> None:
 
 
 def _pricing(cluster: Cluster, memory_bytes: float | None, search: MeshSearch, called: Mesh) -> PricingEntry:
-    """What a plan says of the prices that it was chosen by. ``called``: the mesh of the search as the plan calls it."""
+    """Return the plan's record of its prices. ``called``: the mesh of the search with the axis names of the plan."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
     separate = tuple(
         called_name
