@@ -155,3 +155,14 @@ def test_the_version_is_stated_once_and_the_same() -> None:
 
 def test_ci_can_be_executed() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_class_names_are_unique_outside_the_dialect() -> None:
+    """The dialect has the reference's names, which repeat from module to module."""
+    modules: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "mindspore" not in path.parts:
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    modules.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}

@@ -20,17 +20,10 @@ from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Floats
 from shardwise.plans import auto_stages, stage_planner, stage_timing
 from shardwise.plans.auto_stages import AutoStagesReport, StageConfig
-from shardwise.plans.stage_estimator import (
-    ESTIMATED_POLICIES,
-    ROOM,
-    SLACK,
-    BlockSpans,
-    MeshOption,
-    ParetoFront,
-    StageEstimator,
-)
+from shardwise.plans.stage_estimator import ESTIMATED_POLICIES, BlockSpans, MeshOption, ParetoFront, StageEstimator
 from shardwise.search import fit_memory
 from shardwise.search.config import SearchConfig
+from shardwise.search.constants import ESTIMATED_MEMORY_SHARE, EVEN_STAGE_SLACK
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.memory_policy import MemoryPolicy
@@ -84,7 +77,7 @@ def test_a_joint_search_captures_once_for_every_size() -> None:
 
 def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
-    monkeypatch.setattr(auto_stages, "TRIES", 2)
+    monkeypatch.setattr(auto_stages, "MAX_PLANNED_SETTINGS", 2)
     with (
         mock.patch.object(StageEstimator, "least", autospec=True, side_effect=StageEstimator.least) as bounds,
         mock.patch.object(StageEstimator, "seconds", autospec=True, side_effect=StageEstimator.seconds) as estimates,
@@ -130,7 +123,9 @@ def test_less_memory_takes_about_what_the_search_of_the_rungs_takes(share: float
         levers = MemoryPolicy.of(free.whole, (), how, gathered)
         searches, _ = replace(planner, settings=replace(planner.settings, levers=levers)).searches()
         prices += [own.outcome.seconds for own in searches]
-    estimate = fronts_of(8, SearchConfig(memory_bytes=limit / ROOM)).seconds(StageConfig(1, "", 32, 1))
+    estimate = fronts_of(8, SearchConfig(memory_bytes=limit / ESTIMATED_MEMORY_SHARE)).seconds(
+        StageConfig(1, "", 32, 1)
+    )
     assert estimate >= min(prices) * 0.95, "the ends of the model weigh more in a short one"
     assert estimate <= min(prices) * 1.25, "points are few, and of one way for all blocks"
 
@@ -196,7 +191,7 @@ def test_a_cut_is_the_best_of_all(seed: int, limit: float) -> None:
     if best < inf:
         spans = pairwise((*found.starts, BLOCKS))
         slowest = max(taken(*own, kept) for own, kept in zip(spans, flying, strict=True))
-        assert best <= slowest * (1 + 1e-12) <= SLACK * best * (1 + 1e-9)
+        assert best <= slowest * (1 + 1e-12) <= EVEN_STAGE_SLACK * best * (1 + 1e-9)
         assert found.starts[0] == 0
         assert len(found.starts) == places
     assert front.settled().cut(limit, flying).slowest == pytest.approx(best)

@@ -125,7 +125,7 @@ def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
 
 
 def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_stages, "TRIES", 1)
+    monkeypatch.setattr(auto_stages, "MAX_PLANNED_SETTINGS", 1)
     found = sw.plan(Staged(layers=3), BATCH, 2, stages="auto", schedule="GPipe")
     said = found.explain("stages")
     assert isinstance(said, AutoStagesReport)
@@ -160,7 +160,7 @@ def test_settings_are_estimated_as_far_as_they_may_be_the_least_and_few_stages_c
     assert {setting for setting, _ in order} == set(found)
     last = dict(order)
     least = min(last.values())
-    alike = [setting for setting, seconds in last.items() if seconds <= auto_stages.ALIKE * least]
+    alike = [setting for setting, seconds in last.items() if seconds <= auto_stages.EQUAL_ESTIMATE_RATIO * least]
     assert order[0][0].stages == min(setting.stages for setting in alike)
     assert [seconds for _, seconds in order[1:]] == sorted(seconds for _, seconds in order[1:])
 

@@ -159,7 +159,7 @@ def test_variables_of_one_value_in_a_long_chain_are_all_eliminated() -> None:
 
 @pytest.mark.parametrize("max_joint", [10, 50, 300])
 def test_conditioning_has_a_bound_and_an_assignment_on_both_sides_of_the_least_value(max_joint, monkeypatch):
-    monkeypatch.setattr(conditioning, "MAX_JOINT", max_joint)
+    monkeypatch.setattr(conditioning, "MAX_CONDITIONED_COMBINATIONS", max_joint)
     reached = 0
     for seed in range(150):
         problem = random_problem(seed)
@@ -176,13 +176,13 @@ def test_conditioning_has_a_bound_and_an_assignment_on_both_sides_of_the_least_v
 
 
 def test_an_integer_program_that_is_too_large_is_refused_before_it_is_built(monkeypatch):
-    monkeypatch.setattr(ilp, "MAX_BYTES", 1000)
+    monkeypatch.setattr(ilp, "MAX_ILP_BYTES", 1000)
     monkeypatch.setattr(ilp._IntegerProgram, "_matrix", None)
     with pytest.raises(ilp.TooLarge, match="the integer program takes"):
         ilp.solve_ilp(clique(6, 5))
 
 
 def test_an_elimination_whose_tables_together_are_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr("shardwise.search.elimination.MAX_BYTES", 8 * 5**4)
+    monkeypatch.setattr("shardwise.search.elimination.MAX_ELIMINATION_BYTES", 8 * 5**4)
     with pytest.raises(TooWide, match="makes tables of"):
         solve(clique(6, 5))

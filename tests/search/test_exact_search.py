@@ -184,7 +184,7 @@ def test_a_graph_that_is_too_wide_is_solved_as_an_integer_program_and_says_so(mo
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
     exact = run_search(cost, "dynamic_programming", None).outcome
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))  # which remembers nothing
-    monkeypatch.setattr(solving, "MAX_JOINT", 100)
+    monkeypatch.setattr(solving, "MAX_JOINT_COMBINATIONS", 100)
     with pytest.warns(WideWarning, match=r"more than 100: solved as an integer program"):
         found = run_search(cost, "dynamic_programming", None).outcome
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
@@ -201,7 +201,7 @@ def test_what_else_solves_a_graph_that_is_too_wide_does_so_as_an_integer_program
         return [step_seconds(completed), run_search(cost, "recursive_programming", None).outcome.seconds]
 
     exact = found()
-    monkeypatch.setattr(solving, "MAX_JOINT", 30)
+    monkeypatch.setattr(solving, "MAX_JOINT_COMBINATIONS", 30)
     with pytest.warns(WideWarning) as warned:
         assert found() == pytest.approx(exact, rel=1e-9)
     assert len(warned) >= 2, "two completions are too wide"
@@ -227,9 +227,9 @@ def test_plans_of_wide_models_by_conditioning_are_not_above_their_gap(name, sear
     kind, shape = WIDE[name]
     model, x, mesh = kind(), torch.randn(shape), sw.Mesh(x=2)
     exact = sw.plan(model, x, 2, mesh=mesh).prediction
-    monkeypatch.setattr(solving, "MAX_JOINT", 200)
-    monkeypatch.setattr(conditioning, "MAX_JOINT", 200)
-    monkeypatch.setattr(ilp, "MAX_BYTES", 0)
+    monkeypatch.setattr(solving, "MAX_JOINT_COMBINATIONS", 200)
+    monkeypatch.setattr(conditioning, "MAX_CONDITIONED_COMBINATIONS", 200)
+    monkeypatch.setattr(ilp, "MAX_ILP_BYTES", 0)
     with pytest.warns(WideWarning, match="with some choices fixed in turns"):
         plan = sw.plan(model, x, 2, mesh=mesh, search=search)
     found = plan.prediction
@@ -242,7 +242,7 @@ def test_a_plan_of_another_search_is_completed_where_the_graph_is_too_wide(monke
     """Only shared layouts are left to choose: no width that matters."""
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
     choice = run_search(cost, "dynamic_programming", None).choice()
-    monkeypatch.setattr(solving, "MAX_JOINT", 30)
+    monkeypatch.setattr(solving, "MAX_JOINT_COMBINATIONS", 30)
     assert assignment_of(cost, choice) is not None
 
 

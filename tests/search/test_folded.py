@@ -40,8 +40,8 @@ def graph() -> Graph:
 
 @pytest.fixture(autouse=True)
 def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_extrapolation, "LEAST_OPERATORS", 0)
-    monkeypatch.setattr(block_extrapolation, "WORTH", 10.0)
+    monkeypatch.setattr(block_extrapolation, "MIN_OPERATORS_TO_FOLD", 0)
+    monkeypatch.setattr(block_extrapolation, "MAX_FOLDED_SHARE", 10.0)
 
 
 def levers(graph: Graph, how: str) -> MemoryPolicy:

@@ -21,9 +21,10 @@ from shardwise.plans.printing import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
 from shardwise.search.auto import MeshSearch
-from shardwise.search.candidates import NEAR, Candidate, candidates
+from shardwise.search.candidates import Candidate, candidates
+from shardwise.search.constants import CANDIDATE_PRICE_RATIO, CLEARLY_FASTER
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.ranking import CLEARLY, SimulatedCandidate, rank_candidates
+from shardwise.search.ranking import SimulatedCandidate, rank_candidates
 
 
 class Residual(nn.Module):
@@ -90,8 +91,8 @@ def check_default_is_fastest(comparison: sw.Comparison) -> None:
     assert default.step is not None
     for row in comparison:
         if row.step is not None:
-            assert default.step.seconds <= row.step.seconds / CLEARLY, f"{row.search} is faster:\n{comparison}"
-    assert default.plan.prediction.given_away <= NEAR - 1 + 1e-9
+            assert default.step.seconds <= row.step.seconds / CLEARLY_FASTER, f"{row.search} is faster:\n{comparison}"
+    assert default.plan.prediction.given_away <= CANDIDATE_PRICE_RATIO - 1 + 1e-9
 
 
 SEARCHES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
@@ -135,7 +136,9 @@ def test_under_a_cap_no_more_is_given_away_than_stated(share: float) -> None:
     assert plan is not None
     assert plan.prediction.peak_bytes <= limit
     passed_over = plan.prediction.passed_over
-    assert plan.prediction.given_away <= NEAR - 1 + 1e-9 or (passed_over is not None and not passed_over.fits)
+    assert plan.prediction.given_away <= CANDIDATE_PRICE_RATIO - 1 + 1e-9 or (
+        passed_over is not None and not passed_over.fits
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- candidates
@@ -158,8 +161,8 @@ def test_candidates_are_near_the_cheapest_and_differ() -> None:
     outcome = replace(search.outcome, assignment=cheapest, components=search.cost.components(cheapest))
     listed = candidates([replace(search, outcome=outcome)], "dynamic_programming", np.inf)
     assert listed[0].assignment == cheapest
-    assert 1 < len(listed) <= choosing.MAX_PER_MESH
-    dearer = [one for one in listed if one.additive_price > NEAR * outcome.seconds]
+    assert 1 < len(listed) <= choosing.MAX_CANDIDATES_PER_MESH
+    dearer = [one for one in listed if one.additive_price > CANDIDATE_PRICE_RATIO * outcome.seconds]
     assert len(dearer) <= 1, "data parallelism alone, whatever its price"
     assert len({tuple(np.round(one.components, 15)) for one in listed}) == len(listed)
     assert len(candidates([search], "recursive_programming", np.inf)) == 1, "the greedy search answers for itself"
@@ -192,7 +195,7 @@ def verdict(search: MeshSearch, assignment: list[int], seconds: float, peak_byte
     ("own", "its", "taken"),
     [
         ((1.0, 10), (0.9, 10), "other"),
-        ((1.0, 10), (CLEARLY + 1e-6, 10), "first"),  # not clearly faster
+        ((1.0, 10), (CLEARLY_FASTER + 1e-6, 10), "first"),  # not clearly faster
         ((1.0, 10), (0.9, 200), "first"),  # the other does not fit
         ((1.0, 200), (2.0, 10), "other"),  # the first does not fit
     ],
@@ -227,7 +230,7 @@ def test_a_peak_beyond_the_limit_is_told() -> None:
 
 
 def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "MAX_OPERATORS", 3)
+    monkeypatch.setattr(planning, "MAX_SIMULATED_OPERATORS", 3)
     with torch.device("meta"):
         plan = sw.plan(Chain(), (torch.empty(64, 256),), 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
     assert plan.prediction.simulated_seconds == 0

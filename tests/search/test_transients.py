@@ -88,5 +88,5 @@ def test_the_least_memory_of_a_refusal_is_a_peak_that_a_plan_has() -> None:
 def test_what_keeps_least_is_not_what_needs_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of the least sum of bytes gathers scores; caps on moments find one that does not."""
     least = least_of_wide()
-    monkeypatch.setattr(planner, "PROBES", 0)
+    monkeypatch.setattr(planner, "MAX_CAP_PROGRAMS", 0)
     assert least < 0.8 * least_of_wide()

@@ -63,7 +63,7 @@ def test_work_of_inputs_is_split_and_in_the_price_and_its_bound(kind: str, mesh:
 def test_work_of_inputs_that_is_split_equals_one_device(
     kind: str, mesh: sw.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(domains, "MUCH_WORK", 2)
+    monkeypatch.setattr(domains, "HEAVY_INPUT_WORK", 2)
     model, x = Weighted(kind), torch.randn(30, 8)
     plan = sw.plan(model, x, cluster_of(2, 4), mesh=mesh)
     assert any({e.name: e.strategy for e in plan.operators}[name] for name in KINDS[kind])

@@ -44,12 +44,12 @@ def align_lookups(graph: Graph, constants: Mapping[str, Tensor]) -> Graph:
     }
     if not wanted:
         return graph
-    rewriting = _Rewriting(evaluate_known_values(graph, wanted, constants))
+    rewriting = _LookupRewriting(evaluate_known_values(graph, wanted, constants))
     return rewrite_graph(graph, {aten.index.Tensor: rewriting.index, aten.index_put.default: rewriting.index_put})
 
 
 @dataclass(frozen=True)
-class _Rewriting:
+class _LookupRewriting:
     """Rewrites lookups (``emitter.Rewrite``) by what is known of their indices."""
 
     known: Mapping[str, Abstract]

@@ -5,7 +5,7 @@ again or waits on the host. Settings are planned in the order of a rough estimat
 best step found is not planned, as it can not be better: no step is shorter than its products at the peak of all devices
 together, longer by what a pipeline needs to fill and to drain. One whose prices are clearly above that step is not
 planned to the end (``search.fit_memory``). So the result is what planning all settings would find, as far as prices are
-right by so much, unless more than ``TRIES`` are left; these are said, with their bound.
+right by so much, unless more than ``MAX_PLANNED_SETTINGS`` are left; these are said, with their bound.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import report_progress
 from shardwise.rules.attention_bands import EVERYTHING, band_between, band_of
+from shardwise.search.constants import (
+    EQUAL_ESTIMATE_RATIO,
+    LEARNED_ESTIMATE_SHARE,
+    MAX_PLANNED_OPERATORS,
+    MAX_PLANNED_SETTINGS,
+    MAX_REFINED_ESTIMATES,
+    ROUGH_STEP_FACTOR,
+)
 from shardwise.search.memory_policy import blocks_of, ends_of
 from shardwise.search.micro_batch import MicroBatchOptions
 
-TRIES = 24  # settings that are planned at most
-OPERATORS = 12_000  # of large models fewer, so that these are all their operators; two at least
-REFINED = 32  # pairs of a number of places and a micro-batch that are estimated by searches
-REACHED = 1.5  # times the seconds of all products at the peak: about what a step takes without bubbles
-# What was estimated by searches for as many places and samples of a device, or more, says that much of what they would
-# say here: the share of products' seconds that is spent otherwise grew, within a tenth, where either is less.
-LEARNED = 0.9
-# Estimates that differ by less do not say which step is shorter: fewer stages are planned first, which takes less time.
-ALIKE = 1.05
 SCHEDULES = (  # where the user names none
     "1F1B",
     "GPipe",
@@ -182,7 +181,7 @@ class LowerBound:
         started = setting.passes * self.kernels / places * cluster.device.kernel_latency
         sharing = cluster.num_devices / places / setting.micro_batch / cluster.levels[0].size
         uneven = stages * ceil(self.blocks / stages) / self.blocks if self.blocks else 1.0
-        products = REACHED * self.seconds * max(1.0, sharing) * uneven
+        products = ROUGH_STEP_FACTOR * self.seconds * max(1.0, sharing) * uneven
         seconds = max(products, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
         return max(seconds, self.bound(setting))
 
@@ -231,7 +230,7 @@ def _seen(op: Op, graph: Graph) -> float:
 
 def tries_of(graph: Graph) -> int:
     """How many settings of a model are planned at most."""
-    return min(TRIES, max(2, OPERATORS // len(graph.ops)))
+    return min(MAX_PLANNED_SETTINGS, max(2, MAX_PLANNED_OPERATORS // len(graph.ops)))
 
 
 def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
@@ -294,7 +293,7 @@ def joint_search(
     cluster: Cluster,
     plan_of: Callable[[StageConfig, float], _AnyPlan],
     *,
-    tries: int = TRIES,
+    tries: int = MAX_PLANNED_SETTINGS,
     estimates: Sequence[Callable[[StageConfig], float]] = (),
 ) -> tuple[_AnyPlan, AutoStagesReport]:
     """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: takes a
@@ -371,7 +370,7 @@ class _Queue:
                 heappush(self.heap, (False, more, number, 0))
                 continue
             size = setting.places, setting.micro_batch
-            if len(self.sizes | {size}) > REFINED:
+            if len(self.sizes | {size}) > MAX_REFINED_ESTIMATES:
                 heappush(self.heap, (True, seconds, number, done))
                 continue
             self.sizes.add(size)
@@ -386,7 +385,9 @@ class _Queue:
         """Of the settings with all estimates that are about as fast as one of so many seconds, the one of the fewest
         stages; the others wait on."""
         alike = [
-            item for item in self.heap if not item[0] and item[3] == len(self.estimates) and item[1] <= ALIKE * seconds
+            item
+            for item in self.heap
+            if not item[0] and item[3] == len(self.estimates) and item[1] <= EQUAL_ESTIMATE_RATIO * seconds
         ]
         fewest = min(alike, key=lambda item: (self.settings[item[2]].stages, item[1]), default=None)
         if fewest is None or self.settings[fewest[2]].stages >= self.settings[number].stages:
@@ -404,7 +405,7 @@ class _Queue:
             for (more_places, more_samples), ratio in self.learned.items()
             if more_places >= places and more_samples >= samples
         )
-        return LEARNED * self.rough[number] * max(longer, default=0.0)
+        return LEARNED_ESTIMATE_SHARE * self.rough[number] * max(longer, default=0.0)
 
     def _size_of_device(self, setting: StageConfig) -> tuple[int, float]:
         return setting.places, setting.micro_batch * setting.places / self.num_devices
@@ -419,7 +420,7 @@ def figures(plan: Plan) -> tuple[float, float]:
 
 
 __all__ = [
-    "TRIES",
+    "MAX_PLANNED_SETTINGS",
     "AutoStagesReport",
     "LowerBound",
     "SettingOutcome",

@@ -14,8 +14,7 @@ from shardwise.graph.segments import block_of
 from shardwise.plans.auto_stages import AutoStagesReport, figures
 from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
-
-MOST_STEPS = 3  # by which a cut is moved
+from shardwise.search.constants import MAX_CUT_MOVES
 
 
 class RankedPipeline(NamedTuple):
@@ -44,7 +43,7 @@ def rank_pipelines(
         planned = [t for t in joint.considered if t.setting != joint.taken]
         others += [RankedPipeline(t.step_seconds, t.num_bytes, str(t.setting)) for t in planned if t.step_seconds]
         refused += sum(bool(t.refused) for t in planned)
-    for distance in range(1, MOST_STEPS + 1):
+    for distance in range(1, MAX_CUT_MOVES + 1):
         if distance > 1 and len(others) >= k - 1:
             break
         for changed, parts in _moved(pipeline, distance):

@@ -51,14 +51,13 @@ from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.search.config import SearchConfig
+from shardwise.search.constants import MAX_BOUNDARY_TRIES
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
 from shardwise.search.stage_partition import balanced_parts
 from shardwise.search.stored_program import as_grad_accum
-
-TRIES = 3  # to fit what crosses, too
 
 
 def plan_captured_pipeline(
@@ -246,7 +245,7 @@ def plan_pipeline(
     limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
     chooser = StagePlanner(how, kinds, annotated_in_parts(graph, cut.parts, how.annotations))
     chosen = chooser.of_all(cut.parts, flying, limits[0])
-    for left in reversed(range(TRIES)):
+    for left in reversed(range(MAX_BOUNDARY_TRIES)):
         choices, spmds = _together(cut, chosen, how.settings)
         timed = timed_stages(how, cut, choices, spmds, kinds) if how.by_price or how.schedule.is_solved else []
         over = _excess(how, timed, order, num_passes) if how.by_price else {}
@@ -256,7 +255,7 @@ def plan_pipeline(
             raise _too_much(how, cut, flying, over)
         # Its stages divide what a place has too much; if that is not enough, each gives way to all of it. Each is sent
         # to as the next one was chosen now.
-        sharing = how.schedule.stages_per_place if left == TRIES - 1 else 1
+        sharing = how.schedule.stages_per_place if left == MAX_BOUNDARY_TRIES - 1 else 1
         for number, num_bytes in sorted(over.items(), reverse=True):
             limits[number] -= num_bytes / sharing
             following = chosen[number + 1] if number + 1 < len(chosen) else None

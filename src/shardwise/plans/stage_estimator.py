@@ -28,8 +28,13 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.plans.auto_stages import StageConfig
 from shardwise.search.config import SearchConfig
+from shardwise.search.constants import (
+    ESTIMATED_BYTE_PRICES,
+    ESTIMATED_MEMORY_SHARE,
+    ESTIMATED_TRAFFIC_WEIGHTS,
+    EVEN_STAGE_SLACK,
+)
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
-from shardwise.search.dynamic_programming import HIDDEN
 from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.memory_policy import MemoryPolicy, blocks_of, ends_of
 from shardwise.search.planner import Planner
@@ -37,7 +42,6 @@ from shardwise.search.recompute_spec import Gathered
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-ROOM = 0.93  # of a device, for what adds up; the rest is held for moments
 # What is made again, and whether gathered parameters are.
 Rung = tuple[How | None, Gathered]
 EstimatedPolicies = tuple[Rung, ...]
@@ -51,10 +55,7 @@ ESTIMATED_POLICIES: EstimatedPolicies = (
     ("full", "once"),
     ("full", "again"),
 )
-TRAFFICS = (HIDDEN, 0.5, 1.0 - HIDDEN)  # weights of traffic, the others being those of compute
-PRICES = (0.03, 0.3, 3.0, 30.0)  # of all bytes of a device, in steps
 STAYS, KEPT = 3, 4
-SLACK = 1.01  # of the seconds of the slowest place, where that divides the time more evenly
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +170,7 @@ class StageCuts:
         slowest = np.array([0.0, *[inf] * len(spans[0])])
         for seconds_of_place in spans:
             slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], seconds_of_place).min(axis=0)])
-        most = SLACK * slowest[-1]
+        most = EVEN_STAGE_SLACK * slowest[-1]
         if most == inf:
             return StageCuts(inf, ())
         total, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
@@ -228,7 +229,7 @@ class StageEstimator:
     def _limit(self, setting: StageConfig) -> float:
         """Bytes that a stage may take."""
         memory_bytes = self.settings.memory_bytes
-        limit = ROOM * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
+        limit = ESTIMATED_MEMORY_SHARE * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         return limit * setting.places / setting.stages
 
     def parts(self, setting: StageConfig, flying: Sequence[float]) -> list[list[str]] | None:
@@ -292,7 +293,10 @@ class StageEstimator:
     def _way(self, cost: CostGraph, stages: int) -> MeshOption | None:
         """None where a search takes too long."""
         try:
-            free = [minimise(cost.weighted(CostWeights(1.0, 1.0 - share, share, 0.0))).assignment for share in TRAFFICS]
+            free = [
+                minimise(cost.weighted(CostWeights(1.0, 1.0 - share, share, 0.0))).assignment
+                for share in ESTIMATED_TRAFFIC_WEIGHTS
+            ]
         except TooWide:
             return None
         seconds = cost.components(free[0])  # of a step, for which all bytes of a device are to be had
@@ -304,7 +308,11 @@ class StageEstimator:
             return self._divided(np.stack([self._added_up(cost, parts, each) for each in different]), stages)
 
         def all_points() -> Floats:
-            priced = [CostWeights(1.0, 1.0 - share, share, price * scale) for price in PRICES for share in TRAFFICS]
+            priced = [
+                CostWeights(1.0, 1.0 - share, share, price * scale)
+                for price in ESTIMATED_BYTE_PRICES
+                for share in ESTIMATED_TRAFFIC_WEIGHTS
+            ]
             return points([*free, *(minimise(cost.weighted(weights)).assignment for weights in priced)])
 
         return MeshOption(BlockSpans.of(points(free)), all_points)

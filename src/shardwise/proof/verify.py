@@ -39,7 +39,7 @@ from shardwise.progress import each, show_progress
 from shardwise.proof.dtypes import DtypeComparison, DtypeReport, in_dtypes, stored_module
 from shardwise.proof.errors_by_tensor import Key, TensorError, Values
 from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
-from shardwise.proof.micro_batches import OneDeviceMicroBatches, RanksMicroBatches
+from shardwise.proof.micro_batch_runs import OneDeviceMicroBatches, RanksMicroBatches
 from shardwise.proof.pipeline_ranks import PipelineRanks
 from shardwise.proof.rounding import Rounding, explain, of_sources
 from shardwise.proof.runs import OneDevice, Ranks, RunStart, as_leaf, widened, widened_module

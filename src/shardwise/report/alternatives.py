@@ -19,13 +19,12 @@ from shardwise.plans.bounds import minimum_by_value
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.report.choice_names import find_variable, text_of, variable_name
 from shardwise.search.auto import MeshSearch
+from shardwise.search.constants import EXACT_GAP, TOP_K_WIDENING
 from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, CostWeights
-from shardwise.search.dynamic_programming import EXACT, step_seconds
+from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.elimination import TooWide, fix_variables
 from shardwise.search.k_best import k_best
 
-# How many times ``k`` assignments of least bound are looked at until the k best steps are proven to be among them.
-WIDENING = (1, 8, 64)
 WIDTH = 120
 SHOWN = 3  # changes of one plan that a table names
 
@@ -118,10 +117,10 @@ def top(search: MeshSearch, k: int) -> PlanRanking:
     seen = [search.outcome.assignment, *search.outcome.candidates]
     price_of = {tuple(assignment): step_seconds(cost.components(assignment)) for assignment in seen}
     exact = False
-    for factor in WIDENING:
+    for factor in TOP_K_WIDENING:
         listed, bound = _listed(search, k, factor)
         price_of |= {tuple(assignment): step_seconds(cost.components(assignment)) for assignment in listed}
-        exact = sorted(price_of.values())[:k][-1] <= bound * (1 + EXACT)
+        exact = sorted(price_of.values())[:k][-1] <= bound * (1 + EXACT_GAP)
         if exact or not bound:
             break
     others = sorted((values for values in price_of if values != chosen), key=lambda values: price_of[values])

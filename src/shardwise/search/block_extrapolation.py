@@ -24,11 +24,8 @@ from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.spmd import Choice
+from shardwise.search.constants import MAX_FOLDED_SHARE, MIN_OPERATORS_TO_FOLD, MIN_REPEATED_BLOCKS
 from shardwise.search.memory_policy import MemoryPolicy
-
-LEAST_RUN = 4
-LEAST_OPERATORS = 400  # smaller models are simulated as they are
-WORTH = 1.0  # of the model's operators, at most so many in all the programs that stand for it
 
 Simulate = Callable[[Graph, MemoryPolicy], SimulatedStep]
 
@@ -80,15 +77,15 @@ class FoldedSteps:
     def step(self, choice: Choice, levers: MemoryPolicy, mesh: Mesh, simulate: Simulate) -> SimulatedStep | None:
         """Return the step of a choice, from short programs that ``simulate`` builds; None: that is not worth it, or the
         model cannot be shortened."""
-        if len(self.graph.ops) < LEAST_OPERATORS:
+        if len(self.graph.ops) < MIN_OPERATORS_TO_FOLD:
             return None
         keys = self._keys(choice, levers)
         runs = self.folding.runs(keys.__getitem__)
-        long = [run for run in runs if len(run) >= LEAST_RUN]
+        long = [run for run in runs if len(run) >= MIN_REPEATED_BLOCKS]
         removed = {number for run in long for number in run[1:-1]}
         sizes = {run: len(self.folding.blocks[run[0]].ops) for run in long}
         short = len(self.graph.ops) - sum(len(self.folding.blocks[number].ops) for number in removed)
-        if not long or short * (1 + len(long)) + sum(sizes.values()) > WORTH * len(self.graph.ops):
+        if not long or short * (1 + len(long)) + sum(sizes.values()) > MAX_FOLDED_SHARE * len(self.graph.ops):
             return None
         kept = tuple(keys[run[0]] if run in long else tuple(map(keys.__getitem__, run)) for run in runs)
         on = mesh, levers.gathered, levers.offloads

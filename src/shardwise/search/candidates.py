@@ -19,6 +19,15 @@ import numpy as np
 from shardwise.layouts.routes import Floats
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import MeshSearch, assignment_of
+from shardwise.search.constants import (
+    CANDIDATE_PRICE_RATIO,
+    MAX_CANDIDATES,
+    MAX_CANDIDATES_PER_MESH,
+    MAX_LISTED_VARIABLES,
+    MAX_OPERATORS_FOR_GREEDY,
+    MAX_SIMULATED_OPERATORS,
+    NUM_LISTED_ASSIGNMENTS,
+)
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 from shardwise.search.elimination import TooWide
@@ -26,23 +35,6 @@ from shardwise.search.k_best import k_best
 from shardwise.search.modes import choose
 from shardwise.search.recursive_programming import recursive_search
 
-# The stated share: assignments of a higher additive price than this times the least are not looked at.
-NEAR = 1.05
-# The same where values are recomputed, gathered again or wait on the host, as prices know less of what hides these:
-# steps of a block of Llama-3-405B are simulated at 0.95 to 1.25 times their prices, and the fastest had a price of 1.06
-# to 1.2 times the least.
-NEAR_WITH_LEVERS = 1.2
-# Of one mesh, and of all meshes together.
-MAX_PER_MESH = 5
-MAX_CANDIDATES = 8
-# Operators in all the programs that are built for one mesh: about ten seconds. A model of more than this many operators
-# gets no simulation, only its peak is looked at.
-MAX_OPERATORS = 12_000
-# Variables in all the assignments that ``k_best`` lists for one mesh: some tenths of a second.
-MAX_LISTED = 16_000
-NUM_LISTED = 8
-# Larger models are not searched greedily, nor compared with data parallelism: that takes longer than the exact search.
-MAX_OTHERS = 1_000
 # Searches that know how far the least price may be from what they found.
 BOUNDED = ("dynamic_programming", "ilp")
 NOTHING_HIDES = CostWeights(1.0, 1.0, 1.0)
@@ -70,15 +62,22 @@ class Candidate:
         return float(self.components[[EXPOSED, COMPUTE, TRAFFIC]].sum())
 
 
-def candidates(searches: Sequence[MeshSearch], name: str, limit: float, share: float = NEAR) -> list[Candidate]:
+def candidates(
+    searches: Sequence[MeshSearch], name: str, limit: float, share: float = CANDIDATE_PRICE_RATIO
+) -> list[Candidate]:
     """Return candidates of searches on several meshes, the cheapest first. Their prices are within ``share`` of its,
     their bytes within ``limit``; ``name``: of the search."""
     ordered = sorted(searches, key=lambda search: search.outcome.seconds)
     most = share * ordered[0].outcome.seconds
     size = max(len(ordered[0].cost.domains.graph.ops), 1)
     per_mesh = [list(_of_mesh(search, name, limit, most)) for search in ordered]
-    turns = [of_one_mesh[turn] for turn in range(MAX_PER_MESH) for of_one_mesh in per_mesh if turn < len(of_one_mesh)]
-    return turns[: min(MAX_CANDIDATES, max(1, MAX_OPERATORS // size) * len(per_mesh))]
+    turns = [
+        of_one_mesh[turn]
+        for turn in range(MAX_CANDIDATES_PER_MESH)
+        for of_one_mesh in per_mesh
+        if turn < len(of_one_mesh)
+    ]
+    return turns[: min(MAX_CANDIDATES, max(1, MAX_SIMULATED_OPERATORS // size) * len(per_mesh))]
 
 
 def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterator[Candidate]:
@@ -108,7 +107,7 @@ def _candidate(search: MeshSearch, assignment: list[int]) -> Candidate:
 def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
     """Yield the least sum where nothing hides, and what the greedy search finds."""
     yield from _least(search, NOTHING_HIDES, 1)
-    if len(search.cost.domains.graph.ops) <= MAX_OTHERS:
+    if len(search.cost.domains.graph.ops) <= MAX_OPERATORS_FOR_GREEDY:
         with suppress(DoesNotFit):
             yield recursive_search(search.cost, limit).assignment
 
@@ -116,7 +115,7 @@ def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
 def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
     """Data parallelism, where it is in the space (what the user fixed may leave it out)."""
     cost, domains = search.cost, search.cost.domains
-    if len(domains.graph.ops) > MAX_OTHERS:
+    if len(domains.graph.ops) > MAX_OPERATORS_FOR_GREEDY:
         return
     factored = Factored(domains.rules, domains.atoms)
     data_parallel = assignment_of(cost, choose(domains.graph, factored, search.mesh, "data_parallel", {}))
@@ -126,7 +125,7 @@ def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
 
 def _listed(search: MeshSearch) -> list[list[int]]:
     """Return the next best assignments, by their bound and where nothing hides."""
-    count = min(NUM_LISTED, MAX_LISTED // max(len(search.cost.variables), 1))
+    count = min(NUM_LISTED_ASSIGNMENTS, MAX_LISTED_VARIABLES // max(len(search.cost.variables), 1))
     return _least(search, search.bounding_weights, count) + _least(search, NOTHING_HIDES, count)
 
 

@@ -14,6 +14,7 @@ from itertools import product
 import numpy as np
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.search.constants import CONDITIONING_ROUNDS, MAX_CONDITIONED_COMBINATIONS
 from shardwise.search.elimination import (
     Interner,
     Problem,
@@ -25,10 +26,6 @@ from shardwise.search.elimination import (
     fix_variables,
 )
 
-# Combinations of the largest joint table: a few hundredths of a second.
-MAX_JOINT = 20_000_000
-ROUNDS = 3
-
 
 def solve_conditioned(sums: Problem) -> Solution:
     """Return an assignment that no change outside of a cutset improves, and a bound. Raises ShardwiseError where it
@@ -38,7 +35,7 @@ def solve_conditioned(sums: Problem) -> Solution:
     tables = Interner([sums.interner.tables[number] for _, number in sums.factors])
     sums = Problem(sums.sizes, apart, tables, sums.known)
     assignment, avoided, bound = greedy(sums), frozenset[int](), -np.inf
-    for _ in range(ROUNDS):
+    for _ in range(CONDITIONING_ROUNDS):
         cutset = _cutset(sums, avoided)
         others = _eliminated(fix_variables(sums, {variable: assignment[variable] for variable in cutset}))
         assignment = min(others, assignment, key=sums.value)
@@ -48,7 +45,7 @@ def solve_conditioned(sums: Problem) -> Solution:
     value = sums.value(assignment)
     if bound < np.inf == value:
         raise ShardwiseError(problem("no plan was found in bounded memory", fix="fewer mesh axes"))
-    return Solution(assignment, value, MAX_JOINT, bound=min(bound, value))
+    return Solution(assignment, value, MAX_CONDITIONED_COMBINATIONS, bound=min(bound, value))
 
 
 def _eliminated(sums: Problem) -> list[int]:
@@ -65,7 +62,7 @@ def _cutset(sums: Problem, avoided: frozenset[int]) -> frozenset[int]:
         scopes = [tuple([v for v in scope if v not in cutset]) for scope, _ in sums.factors]
         shape = Problem(sums.sizes, [(scope, i) for i, scope in enumerate(scopes)], sums.interner, sums.known)
         try:
-            elimination_of(shape, max_joint=MAX_JOINT)
+            elimination_of(shape, max_joint=MAX_CONDITIONED_COMBINATIONS)
         except TooWide as error:
             cutset |= {max(error.scope, key=lambda v: (v not in avoided, degrees[v], sums.sizes[v], v))}
         else:

@@ -19,6 +19,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
+from shardwise.search.constants import REGATHER_TRAFFIC, RESEND_TRAFFIC
 from shardwise.search.conversion_tables import (
     bytes_sent,
     is_brought,
@@ -31,7 +32,7 @@ from shardwise.search.conversion_tables import (
 from shardwise.search.cost_graph import Components, CostGraph, FoldedView
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Scope
-from shardwise.search.recompute_spec import GATHERED_AGAIN, SENT_AGAIN, RecomputeSpec
+from shardwise.search.recompute_spec import RecomputeSpec
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 
@@ -378,7 +379,7 @@ class Tables:
         does not have do so again in backward, where that is asked for."""
         if not traffic or levers.gathered != "again":
             return 1.0
-        return np.where(is_brought(routes, starts, nodes), GATHERED_AGAIN, 1.0)
+        return np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
 
     def _whole_sums(
         self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
@@ -451,7 +452,7 @@ class Tables:
         if not again.any():
             return once
         exposed, compute, traffic, kept_bytes = once
-        more, overlap = SENT_AGAIN * seconds * again, self.domains.prices.device.overlap if is_beside else 0.0
+        more, overlap = RESEND_TRAFFIC * seconds * again, self.domains.prices.device.overlap if is_beside else 0.0
         beside = overlap * more if traffic is None else traffic + overlap * more
         waits = (1 - overlap) * more if exposed is None else exposed + (1 - overlap) * more
         return waits, compute, beside, kept_bytes

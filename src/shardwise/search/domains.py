@@ -30,13 +30,9 @@ from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule, base_name
+from shardwise.search.constants import HEAVY_INPUT_WORK, LOWERED_FORWARD_PARTS
 from shardwise.search.elimination import Elimination, Shape
 from shardwise.search.user_strategies import num_blockers
-
-# Of the seconds of a lowered operator forward has one part in so many: as many as for each of two operands.
-LOWERED_PARTS = 3
-# Elements, or products, from which an operator that depends on no parameter is worth a choice: about 10 us on an H100.
-MUCH_WORK = 2**22
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class SearchSpace:
         reduced: set[str] = set()
         for op in reversed(free):
             rule, is_needed = self.rules[op.name], not reduced.isdisjoint(op.results)
-            if prod(factor.size for factor in rule.factors) >= MUCH_WORK and (is_needed or _reduces(rule)):
+            if prod(factor.size for factor in rule.factors) >= HEAVY_INPUT_WORK and (is_needed or _reduces(rule)):
                 is_needed = True
                 heavy.update(() if is_view(op.target) else (op.name,))
             if is_needed:
@@ -386,7 +382,7 @@ class Domains:
         for i in np.flatnonzero(~plain).tolist():
             fragment = self.fragments(op, rule, strategy_of(choices[i], self.axes))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
-            forward[i] = fragment.compute / LOWERED_PARTS
+            forward[i] = fragment.compute / LOWERED_FORWARD_PARTS
             taken = zip(operands, op.operands, fragment.operands, strict=True)
             produced = zip(results, op.results, fragment.results, strict=True)
             for nodes, name, layout in (*taken, *produced):

@@ -17,22 +17,18 @@ from math import inf
 import numpy as np
 
 from shardwise.layouts.routes import Floats
+from shardwise.search.constants import (
+    BOUND_TOLERANCE,
+    BYTE_TIE_BREAK,
+    EXACT_GAP,
+    HIDDEN_WEIGHT,
+    MAX_BRANCHES,
+    MAX_BRANCHING_COMBINATIONS,
+    MAX_SOLVES,
+)
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
 from shardwise.search.elimination import Scope, fix_variables
 from shardwise.search.solving import Solver, minimise
-
-# Seconds per byte by which choices of equal time are told apart: 80 GB weigh less than a picosecond.
-TIE = 1e-23
-# The weight of what is hidden (traffic behind compute, or compute behind traffic): it moves no bound beyond EXACT.
-HIDDEN = 1e-9
-MAX_SOLVES = 24
-# The bound over multipliers is settled when it can rise by no more than this share.
-NEAR = 5e-4
-# Variables that are held at a value, one at a time, to come closer to the bound; only where a solve is cheap.
-BRANCHES = 3
-CHEAP_JOINT = 2_000_000
-# Gaps below this are rounding.
-EXACT = 1e-9
 
 
 def step_seconds(components: Floats) -> float:
@@ -64,7 +60,7 @@ class SearchOutcome:
         if self.bound <= 0:
             return float("inf") if self.seconds > 0 else 0.0
         gap = self.seconds / self.bound - 1
-        return gap if gap > EXACT else 0.0
+        return gap if gap > EXACT_GAP else 0.0
 
 
 class DoesNotFit(Exception):
@@ -82,7 +78,7 @@ def search(
     elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far will do (``stopped``).
     Raises DoesNotFit."""
     run = _ExactSearch(cost, memory_bytes, solver, cutoff)
-    bound = run.overlapped(TIE)
+    bound = run.overlapped(BYTE_TIE_BREAK)
     if memory_bytes is not None and not run.fits(run.best_of_last):
         bound = max(bound, run.within_memory())
     if bound <= cutoff:
@@ -157,14 +153,14 @@ class _ExactSearch:
 
         # Where all traffic hides behind compute, or all compute behind traffic, one solve settles it.
         # What is hidden is weighed a little all the same, so that there is no more of it than need be.
-        low = self.solved(weights(HIDDEN))
+        low = self.solved(weights(HIDDEN_WEIGHT))
         self.best_of_last, self.bracket = low, (low, low)
-        bound = self._without_ties(low.at(weights(HIDDEN)) - self.slack, low, per_byte)
+        bound = self._without_ties(low.at(weights(HIDDEN_WEIGHT)) - self.slack, low, per_byte)
         if low.components[TRAFFIC] <= low.components[COMPUTE] or self._is_beaten(bound, per_byte):
             return bound
-        high = self.solved(weights(1.0 - HIDDEN))
+        high = self.solved(weights(1.0 - HIDDEN_WEIGHT))
         self.bracket = (low, high)
-        bound = max(bound, self._without_ties(high.at(weights(1.0 - HIDDEN)) - self.slack, high, per_byte))
+        bound = max(bound, self._without_ties(high.at(weights(1.0 - HIDDEN_WEIGHT)) - self.slack, high, per_byte))
         if high.components[COMPUTE] <= high.components[TRAFFIC]:
             self.best_of_last = high
             return bound
@@ -176,7 +172,7 @@ class _ExactSearch:
             middle = self.solved(weights(multiplier))
             value = middle.at(weights(multiplier))
             bound = max(bound, value - self.slack)
-            if value >= meet * (1 - NEAR) or self._is_beaten(bound, per_byte):
+            if value >= meet * (1 - BOUND_TOLERANCE) or self._is_beaten(bound, per_byte):
                 break
             if middle.components[TRAFFIC] > middle.components[COMPUTE]:
                 low = middle
@@ -184,17 +180,21 @@ class _ExactSearch:
                 high = middle
         self.bracket = (low, high)
         self.best_of_last = min((low, high), key=lambda item: item.seconds + per_byte * item.components[BYTES])
-        return bound if per_byte > TIE else bound - TIE * max(low.components[BYTES], high.components[BYTES])
+        return (
+            bound
+            if per_byte > BYTE_TIE_BREAK
+            else bound - BYTE_TIE_BREAK * max(low.components[BYTES], high.components[BYTES])
+        )
 
     def _is_beaten(self, bound: float, per_byte: float) -> bool:
         """Return whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties
         (bytes that have a price are in the bound, too)."""
-        return per_byte == TIE and bound > self.cutoff * (1 + EXACT)
+        return per_byte == BYTE_TIE_BREAK and bound > self.cutoff * (1 + EXACT_GAP)
 
     @staticmethod
     def _without_ties(value: float, item: _VisitedAssignments, per_byte: float) -> float:
         """Return a bound without what the bytes were weighed with to settle ties."""
-        return value if per_byte > TIE else value - float(item.components[BYTES]) * TIE
+        return value if per_byte > BYTE_TIE_BREAK else value - float(item.components[BYTES]) * BYTE_TIE_BREAK
 
     def within_memory(self) -> float:
         """Return the best bound over the price of a byte, and assignments around the limit."""
@@ -210,7 +210,7 @@ class _ExactSearch:
             saved = float(large.components[BYTES] - small.components[BYTES])
             if saved <= 0:
                 break
-            per_byte = max((small.seconds - large.seconds) / saved, TIE)
+            per_byte = max((small.seconds - large.seconds) / saved, BYTE_TIE_BREAK)
             meet = large.seconds + per_byte * float(large.components[BYTES])
             value = self.overlapped(per_byte)
             bound = max(bound, value - per_byte * self.memory_bytes)
@@ -231,15 +231,15 @@ class _ExactSearch:
     def improve(self, bound: float) -> None:
         """Close the gap: mixtures of the two assignments around the bound, the variables that decide most traffic held
         as either has them, then single variables."""
-        if self.best is None or self.best.seconds <= bound * (1 + EXACT):
+        if self.best is None or self.best.seconds <= bound * (1 + EXACT_GAP):
             return
         low, high = self.bracket
         self.mix(low, high)
         self.mix(high, low)
-        if self.best.seconds > bound * (1 + NEAR) and self.largest_joint <= CHEAP_JOINT:
+        if self.best.seconds > bound * (1 + BOUND_TOLERANCE) and self.largest_joint <= MAX_BRANCHING_COMBINATIONS:
             deciding = self.deciding(low, high)
-            for multiplier in (HIDDEN, self.multiplier, 1.0 - HIDDEN):
-                problem = self.cost.weighted(CostWeights(1.0, 1.0 - multiplier, multiplier, TIE))
+            for multiplier in (HIDDEN_WEIGHT, self.multiplier, 1.0 - HIDDEN_WEIGHT):
+                problem = self.cost.weighted(CostWeights(1.0, 1.0 - multiplier, multiplier, BYTE_TIE_BREAK))
                 for variable in deciding:
                     for value in (low.assignment[variable], high.assignment[variable]):
                         self.add(self.solver(fix_variables(problem, {variable: value})).assignment)
@@ -256,7 +256,7 @@ class _ExactSearch:
                 for variable in scope:
                     if low.assignment[variable] != high.assignment[variable]:
                         moved[variable] = moved.get(variable, 0.0) + abs(ends[0] - ends[1])
-        return sorted(moved, key=lambda variable: -moved[variable])[:BRANCHES]
+        return sorted(moved, key=lambda variable: -moved[variable])[:MAX_BRANCHES]
 
     def mix(self, first: _VisitedAssignments, second: _VisitedAssignments) -> None:
         """Try all assignments that follow one up to some variable and the other from there; the best that fits.
@@ -316,7 +316,7 @@ class _ExactSearch:
                 if self.memory_bytes is not None:
                     seconds = np.where(there[:, BYTES] <= self.memory_bytes, seconds, np.inf)
                 choice = int(seconds.argmin())
-                if seconds[choice] < step_seconds(total) * (1 - EXACT):
+                if seconds[choice] < step_seconds(total) * (1 - EXACT_GAP):
                     total, assignment[variable], improved = there[choice], choice, True
                     settled.clear()
                 else:

@@ -21,17 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardwise.search.constants import CACHE_BLOCK_ELEMENTS, MAX_ELIMINATION_BYTES, MAX_JOINT_COMBINATIONS
+
 Table = NDArray[np.float64]
 Scope = tuple[int, ...]
 # Of a problem: the sizes of its variables, and its factors.
 Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...]]
-
-# Elements of a block that stays in the second-level cache of today's processors (512 KiB of float64).
-BLOCK = 65_536
-# Joint tables beyond this many combinations are refused: 2 billion additions take about a second.
-MAX_JOINT = 4_000_000_000
-# And eliminations whose results, which are all kept until the way back, take more bytes than this.
-MAX_BYTES = 2 * 2**30
 
 
 class TooWide(Exception):
@@ -264,9 +259,9 @@ def eliminated_minimum(step: _Least, tables: Sequence[Table], neighbours: Sequen
     return total
 
 
-def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT) -> Elimination:
+def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT_COMBINATIONS) -> Elimination:
     """Return the elimination of a problem; those without ``last`` are cached. Raises TooWide when a joint table would
-    have more than ``max_joint`` combinations, or all tables more than ``MAX_BYTES``."""
+    have more than ``max_joint`` combinations, or all tables more than ``MAX_ELIMINATION_BYTES``."""
     key = tuple(problem.sizes), tuple(problem.factors)
     elimination = problem.known.get(key) if last is None else None
     if elimination is None:
@@ -277,12 +272,14 @@ def elimination_of(problem: Problem, last: int | None = None, max_joint: int = M
     if largest > max_joint:
         joined = f"eliminating a variable joins {largest} combinations over {len(scope)} variables"
         raise TooWide(scope, f"{joined}, more than {max_joint}")
-    if num_bytes > MAX_BYTES:
-        raise TooWide(scope, f"eliminating the variables makes tables of {num_bytes} bytes, more than {MAX_BYTES}")
+    if num_bytes > MAX_ELIMINATION_BYTES:
+        raise TooWide(
+            scope, f"eliminating the variables makes tables of {num_bytes} bytes, more than {MAX_ELIMINATION_BYTES}"
+        )
     return elimination
 
 
-def solve(problem: Problem, *, last: int | None = None, max_joint: int = MAX_JOINT) -> Solution:
+def solve(problem: Problem, *, last: int | None = None, max_joint: int = MAX_JOINT_COMBINATIONS) -> Solution:
     """Return an assignment of least value; exact.
 
     ``last``: a variable to eliminate last, whose marginal is then returned. Raises TooWide when a joint table would
@@ -318,7 +315,7 @@ def _minimum(step: _Least, tables: Sequence[Table]) -> Table:
         least: Table = small[0].min(axis=0)
         return least
     out = np.full(step.shape, np.inf)
-    rows = max(1, BLOCK // max(1, prod(step.shape[1:])))
+    rows = max(1, CACHE_BLOCK_ELEMENTS // max(1, prod(step.shape[1:])))
     for start in range(0, step.shape[0], rows):
         block = out[start : start + rows]
         cut = [np.ascontiguousarray(t if t.shape[1] == 1 else t[:, start : start + rows]) for t in small]

@@ -20,6 +20,7 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.segments import How, Segment
 from shardwise.search.auto import MeshSearch
 from shardwise.search.config import SearchConfig
+from shardwise.search.constants import BINDING_LIMIT, FOLDED_STEP_ERROR, MIN_POLICIES_FOR_RATIO, PRICE_CUTOFF
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MemoryPolicy, Offload, blocks_of
 from shardwise.search.planner import Planner, PlannerResult, SearchResult
@@ -61,15 +62,6 @@ EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
 GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
-# Simulated steps of plans with levers were 0.95 to 1.25 times their prices (``search.candidates``).
-CLEARLY_ABOVE = 1 / 0.9
-# Rungs whose steps say together how far prices of this model are below them. Fewer do not: of one model rungs of about
-# one price were simulated at 1.35, 1.16 and 1.03 times it.
-SEVERAL = 3
-# Steps that come from programs of few blocks are within this of those of whole programs
-# (``search.block_extrapolation``).
-FOLDED = 1.01
-BINDING = 1.01  # a price above this times the bound of no limit is due to the limit
 
 
 def fit_memory(
@@ -82,7 +74,7 @@ def fit_memory(
     weakest = next(ladder)
     rungs = [weakest]
     bound = planner.bound_without_limit(weakest.costs)
-    if weakest.price > BINDING * bound or weakest.answer.ranking.excess:
+    if weakest.price > BINDING_LIMIT * bound or weakest.answer.ranking.excess:
         rungs = [weakest, *ladder]
         once = (rung for rung in rungs if rung.how is None and rung.planner.settings.levers.gathered == "once")
         bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
@@ -114,13 +106,13 @@ def fit_memory(
     eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
         least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
-        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED * known)
+        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * known)
         if least < fastest:
             eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
     if not eased:
         raise _slower(min(_seconds(rung.answer.ranking) for rung in fitting), planner.settings)
     rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
-    if _seconds(ranking) > FOLDED * known:
+    if _seconds(ranking) > FOLDED_STEP_ERROR * known:
         raise _slower(_seconds(ranking), planner.settings)
     best = easier.planned(SearchResult(ranking, rung.answer.searches))
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
@@ -135,7 +127,7 @@ def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
     the nearest of these, within what is clear."""
     simulated = [rung.answer.ranking.best for rung in answered]
     ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
-    return price / CLEARLY_ABOVE * max(1.0, min(ratios) if len(ratios) >= SEVERAL else 1.0)
+    return price / PRICE_CUTOFF * max(1.0, min(ratios) if len(ratios) >= MIN_POLICIES_FOR_RATIO else 1.0)
 
 
 def _times(settings: SearchConfig) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.search.conditioning import greedy
+from shardwise.search.constants import ILP_ENTRY_BYTES, ILP_PRICE_SCALE, ILP_SECONDS, MAX_ILP_BYTES
 from shardwise.search.elimination import Problem, Scope, Solution, Table
 
 if TYPE_CHECKING:
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
-# Seconds after which HiGHS returns the best it has.
-TIME_LIMIT = 60.0
-# Of HiGHS, per entry of the matrix: 22 million entries passed 21 GB (scipy 1.17, 2026).
-ENTRY_BYTES = 1_000
-MAX_BYTES = 2 * 2**30
-# The largest price is scaled to this, so that the absolute tolerances of HiGHS (1e-6 and 1e-7) are small beside it.
-SCALE = 1e6
 # What scipy.optimize.milp calls the states of a result.
 FINISHED, STOPPED, INFEASIBLE = 0, 1, 2
 
@@ -40,16 +34,16 @@ class TooLarge(Exception):
     """HiGHS would need ``num_bytes`` for an integer program."""
 
     def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"the integer program takes {num_bytes / 2**30:.1f} GiB, more than {MAX_BYTES / 2**30:g}")
+        super().__init__(f"the integer program takes {num_bytes / 2**30:.1f} GiB, more than {MAX_ILP_BYTES / 2**30:g}")
         self.num_bytes = num_bytes
 
 
-def solve_ilp(sums: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
+def solve_ilp(sums: Problem, *, time_limit: float = ILP_SECONDS) -> Solution:
     """An assignment of least value, to the tolerances of HiGHS; after ``time_limit`` seconds the best found, with the
-    bound that was proven. Raises TooLarge for a program of more than ``MAX_BYTES``, and ShardwiseError when by then
+    bound that was proven. Raises TooLarge for a program of more than ``MAX_ILP_BYTES``, and ShardwiseError when by then
     neither HiGHS nor a greedy pass has found a finite one."""
     program = _IntegerProgram(sums)
-    if program.num_bytes > MAX_BYTES:
+    if program.num_bytes > MAX_ILP_BYTES:
         raise TooLarge(program.num_bytes)
     assignment, bound = program.solve(time_limit)
     if bound is None:
@@ -125,7 +119,7 @@ class _IntegerProgram:
         entries = sum(map(len, self.values))
         for joint in self.joints:
             entries += len(joint.scope) * int(np.isfinite(joint.table).sum())
-        return ENTRY_BYTES * entries
+        return ILP_ENTRY_BYTES * entries
 
     def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
         """Return the assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
@@ -135,7 +129,9 @@ class _IntegerProgram:
         if not all(map(len, self.values)):
             return None, None
         prices, starts, matrix, right = self._matrix()
-        scale = SCALE / max(float(np.abs(prices).max(initial=0.0)), np.finfo(np.float64).tiny * SCALE)
+        scale = ILP_PRICE_SCALE / max(
+            float(np.abs(prices).max(initial=0.0)), np.finfo(np.float64).tiny * ILP_PRICE_SCALE
+        )
         result: Any = milp(
             prices * scale,
             integrality=(np.arange(len(prices)) < starts[-1]).astype(np.int64),

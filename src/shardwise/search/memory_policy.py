@@ -25,6 +25,7 @@ from shardwise.programs.lower import lowered_by_model, lowered_operators, model_
 from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import Lifetimes, SpmdProgram
+from shardwise.search.constants import MIN_RESEND_SAVING
 from shardwise.search.recompute_spec import Gathered, RecomputeSpec
 
 Offload = Literal["auto", "all", "none"]
@@ -33,7 +34,6 @@ OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
 CUTS: Mapping[How, tuple[bool, bool]] = {
     "cheap": (True, False), "gathers": (False, True), "cheap+gathers": (True, True)
 }  # fmt: skip
-LEAST_SAVED = 64  # a message is sent again where that saves more than the largest one brings, divided by this
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class _MinimumCuts:
             if sent_by(instruction)
             for name in instruction.results
         )
-        least = 1 + max(brought, default=0) // LEAST_SAVED
+        least = 1 + max(brought, default=0) // MIN_RESEND_SAVING
         for instruction in ordered:
             price = self._price(instruction, kernels, messages, least)
             for name in instruction.results:

@@ -28,13 +28,10 @@ from math import inf
 from random import Random
 
 from shardwise.costs.pipeline_simulation import Action, Kind, Order, StageSeconds, simulate_pipeline
+from shardwise.search.constants import MAX_ORDER_ACTIONS, MAX_ORDER_TRIES, ORDER_ROUNDING, ORDER_WORTH_MEMORY
 
 _KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
 _FORWARD, _INPUT, _WEIGHT = range(3)
-_ACTIONS_TRIED = 300_000  # about a second
-_MOST_TRIES = 2_000
-_SAME = 1e-9  # of a step: rounding
-_WORTH = 0.995  # an order that keeps more than the known ones must be so much faster
 
 
 @dataclass(frozen=True)
@@ -100,9 +97,9 @@ def solve_order(work: OrderProblem, known: Sequence[Order] = ()) -> SolvedOrder:
             ((simulate_pipeline(order, work.stages).seconds, order) for order in fitting), key=lambda timed: timed[0]
         )
         best = _searched(usual, fitting, best, bound)
-    if best is None or best[0] > bound * (1 + _SAME):
+    if best is None or best[0] > bound * (1 + ORDER_ROUNDING):
         roomy = _searched(work, [] if best is None else [best[1]], None, bound)
-        if roomy is not None and (best is None or roomy[0] < _WORTH * best[0]):
+        if roomy is not None and (best is None or roomy[0] < ORDER_WORTH_MEMORY * best[0]):
             best = roomy
     if best is None:
         raise ValueError("there is room for no order of these stages")
@@ -165,8 +162,8 @@ def _searched(
     ]
     least = inf if best is None else best[0]
     current, seconds = starts[0], inf
-    enough = bound * (1 + _SAME)
-    tries = min(_MOST_TRIES, _ACTIONS_TRIED // (3 * len(work.stages) * work.num_micro_batches) + 1)
+    enough = bound * (1 + ORDER_ROUNDING)
+    tries = min(MAX_ORDER_TRIES, MAX_ORDER_ACTIONS // (3 * len(work.stages) * work.num_micro_batches) + 1)
     for number in range(len(starts) + tries):
         if least <= enough:
             break
@@ -182,7 +179,7 @@ def _searched(
         taken = attempt.run()
         if taken <= seconds:
             current, seconds = candidate, taken
-        if taken < least * (1 - _SAME):
+        if taken < least * (1 - ORDER_ROUNDING):
             least, best = taken, (taken, attempt.order())
     return best
 
@@ -234,7 +231,7 @@ class _Construction:
     def __init__(self, table: _Table, policy: _Policy, bumps: _Bumps) -> None:
         work = table.work
         self.table, self.policy, self.bumps, self.work = table, policy, bumps, work
-        self.room = [room * policy.filled * (1 + _SAME) for room in work.room]
+        self.room = [room * policy.filled * (1 + ORDER_ROUNDING) for room in work.room]
         self.done = [[0, 0, 0] for _ in work.stages]
         self.arrivals: list[tuple[list[float], list[float]]] = [([], []) for _ in work.stages]
         self.arrivals[0][_FORWARD].extend([0.0] * work.num_micro_batches)

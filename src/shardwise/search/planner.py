@@ -36,32 +36,28 @@ from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import MeshSearch, domains_of, run_search, separate_axes
 from shardwise.search.block_extrapolation import FoldedSteps
-from shardwise.search.candidates import (
-    BOUNDED,
-    MAX_OPERATORS,
-    MAX_OTHERS,
-    NEAR,
-    NEAR_WITH_LEVERS,
-    Candidate,
-    candidates,
-)
+from shardwise.search.candidates import BOUNDED, Candidate, candidates
 from shardwise.search.config import SearchConfig
+from shardwise.search.constants import (
+    CANDIDATE_PRICE_RATIO,
+    CANDIDATE_PRICE_RATIO_RECOMPUTED,
+    EXACT_GAP,
+    MAX_CAP_PROGRAMS,
+    MAX_LIMIT_HALVINGS,
+    MAX_LIMIT_RETRIES,
+    MAX_OPERATORS_FOR_GREEDY,
+    MAX_SIMULATED_OPERATORS,
+)
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
 from shardwise.search.domains import SearchSpace
-from shardwise.search.dynamic_programming import EXACT, DoesNotFit
+from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.ranking import CandidateRanking, SimulatedCandidate, rank_candidates
 from shardwise.search.stored_program import StoredProgram, build_program, build_stored_program
 from shardwise.search.transients import searches_within
 from shardwise.search.user_choices import annotated_rules, fixed_choices
 from shardwise.search.user_layouts import apply_layouts
-
-RETRIES = 3
-# Of the searches with a cap on moments, how many become programs.
-PROBES = 3
-# Times that a lower limit is taken back by halves, once something fits under it.
-HALVINGS = 3
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ class Planner:
         refused: list[tuple[float, CostGraph]] = []
         for number, mesh in enumerate(each(self.meshes, lambda mesh: f"prices and search on {mesh}")):
             cost = self.cost_graph(mesh) if costs is None else costs[number]
-            cutoff = NEAR * min((search.outcome.seconds for search in searches), default=inf)
+            cutoff = CANDIDATE_PRICE_RATIO * min((search.outcome.seconds for search in searches), default=inf)
             try:
                 searches.append(run_search(cost, self.settings.search, self.limit, cutoff))
             except DoesNotFit as error:
@@ -200,7 +196,7 @@ class Planner:
         the meshes in the order of their price, each under lower limits. A search that stopped goes on where its turn
         comes."""
         left = sorted(searches, key=_least_seconds)
-        most = NEAR * left[0].outcome.seconds
+        most = CANDIDATE_PRICE_RATIO * left[0].outcome.seconds
         near = [search for search in left if not search.outcome.stopped and search.outcome.seconds <= most]
         pooled = self.rank(near)
         lowest, cheapest = pooled, pooled.cheapest
@@ -218,19 +214,19 @@ class Planner:
         keeps least, and in the end what it finds under caps on moments. If all of them are too large, the one of the
         lowest peak."""
         lowest, allowed, too_much = start, self.limit, self.limit
-        for attempt in range(RETRIES + 1):
+        for attempt in range(MAX_LIMIT_RETRIES + 1):
             if not lowest.excess:
                 break
             num_bytes = lowest.best.candidate.num_bytes
             too_much = min(allowed, num_bytes)
-            allowed = too_much - lowest.excess if attempt < RETRIES else 0.0
+            allowed = too_much - lowest.excess if attempt < MAX_LIMIT_RETRIES else 0.0
             below, is_least = self._searched_below(search, allowed)
             # Beside what keeps least there is nothing to choose.
             below_limit = self._rank_alone(below) if is_least else self.rank([below])
             lowest = min(lowest, below_limit, key=lambda ranking: ranking.excess)
             if is_least:
                 break
-        if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OTHERS:
+        if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OPERATORS_FOR_GREEDY:
             return self._between(search, lowest, allowed, too_much)
         return self.within_moments(search, lowest)
 
@@ -239,7 +235,7 @@ class Planner:
     ) -> CandidateRanking:
         """Return the fastest of a ranking that fits under a lower limit and of what the search finds under limits
         between that and one that was too high."""
-        for _ in range(HALVINGS):
+        for _ in range(MAX_LIMIT_HALVINGS):
             middle = (allowed + too_much) / 2
             below, _ = self._searched_below(search, middle)
             ranking = self._rank_alone(below)
@@ -255,7 +251,7 @@ class Planner:
         moments, else the one of the lowest peak."""
         lowest = known
         if lowest.excess:
-            for capped in searches_within(search, self.settings.search, self.limit)[:PROBES]:
+            for capped in searches_within(search, self.settings.search, self.limit)[:MAX_CAP_PROGRAMS]:
                 lowest = min(lowest, self._rank_alone(capped), key=lambda ranking: ranking.excess)
                 if not lowest.excess:
                     break
@@ -264,7 +260,9 @@ class Planner:
     def _rank_alone(self, search: MeshSearch) -> CandidateRanking:
         """Return the ranking of what a search found, without other candidates."""
         alone = Candidate(search, search.outcome.assignment, search.outcome.components)
-        return rank_candidates([self._built(alone, simulated=len(self.graph.ops) <= MAX_OPERATORS)], self.limit)
+        return rank_candidates(
+            [self._built(alone, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS)], self.limit
+        )
 
     def _searched_below(self, search: MeshSearch, allowed: float) -> tuple[MeshSearch, bool]:
         """Return the search under a limit, and whether that was too low and it is the one of least memory instead."""
@@ -275,9 +273,9 @@ class Planner:
 
     def rank(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
         """Return the best candidate of searches."""
-        if len(self.graph.ops) > MAX_OPERATORS:
+        if len(self.graph.ops) > MAX_SIMULATED_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
-        share = NEAR_WITH_LEVERS if self.settings.levers else NEAR
+        share = CANDIDATE_PRICE_RATIO_RECOMPUTED if self.settings.levers else CANDIDATE_PRICE_RATIO
         near = candidates(searches, self.settings.search, self.limit, share)
         counted = each(near, lambda candidate: "simulating candidates")
         return rank_candidates([self._built(candidate) for candidate in counted], self.limit)
@@ -381,13 +379,13 @@ class Planner:
         if self.settings.search not in BOUNDED:
             return 0.0
         searches = (run_search(cost, self.settings.search, None, 0.0) for cost in costs)
-        return min(float(search.outcome.bound) for search in searches) * (1 - EXACT)
+        return min(float(search.outcome.bound) for search in searches) * (1 - EXACT_GAP)
 
     def planned(self, answer: SearchResult) -> PlannerResult:
         """Return the plan of an answer, whose program is built where that was only estimated."""
         ranking, best = answer.ranking, answer.ranking.best
         if best.spmd is None:
-            best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_OPERATORS, whole=True)
+            best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
             ranking = replace(ranking, best=best)
         assert best.spmd is not None, "a whole program was built"
         search = ranking.search

@@ -12,9 +12,7 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.programs.spmd import Choice, SpmdProgram
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import Candidate
-
-# A simulated step must be faster than that of a cheaper candidate by this factor to be preferred.
-CLEARLY = 0.999
+from shardwise.search.constants import CLEARLY_FASTER
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +92,6 @@ def rank_candidates(simulated: Sequence[SimulatedCandidate], limit: float) -> Ca
     for candidate in fitting[1:]:
         assert candidate.step is not None, "several candidates are simulated"
         assert best.step is not None, "several candidates are simulated"
-        if candidate.step.seconds < CLEARLY * best.step.seconds:
+        if candidate.step.seconds < CLEARLY_FASTER * best.step.seconds:
             best = candidate
     return CandidateRanking(best, simulated[0], limit)

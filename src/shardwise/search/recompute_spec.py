@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.search.constants import REGATHER_TRAFFIC, RESEND_TRAFFIC
+
 # Gathered parameters are held from forward to backward, gathered again in backward (ZeRO-3), or gathered once for all
 # passes of a step, whose gradients add up whole (ZeRO-1). In a step of one pass the last is the same as the first.
 Gathered = Literal["once", "held", "again"]
-# A gather and the reduction of its gradient send the same; gathered again, that is half as much again.
-GATHERED_AGAIN = 1.5
-SENT_AGAIN = GATHERED_AGAIN - 1  # what that adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +27,4 @@ class RecomputeSpec:
     resent: frozenset[str] = frozenset()
 
 
-__all__ = ["GATHERED_AGAIN", "SENT_AGAIN", "Gathered", "RecomputeSpec"]
+__all__ = ["REGATHER_TRAFFIC", "RESEND_TRAFFIC", "Gathered", "RecomputeSpec"]

@@ -16,9 +16,10 @@ import numpy as np
 
 from shardwise.layouts.choice import INVARIANT, AxisChoice, Split
 from shardwise.layouts.routes import Floats, Ints
+from shardwise.search.constants import BYTE_TIE_BREAK
 from shardwise.search.cost_graph import BYTES, CostGraph, CostWeights
 from shardwise.search.domains import Domain
-from shardwise.search.dynamic_programming import TIE, DoesNotFit, SearchOutcome
+from shardwise.search.dynamic_programming import DoesNotFit, SearchOutcome
 from shardwise.search.elimination import Problem, Scope, Solution, fix_variables
 from shardwise.search.solving import minimise
 from shardwise.search.variables import OperatorVariable
@@ -32,7 +33,7 @@ def recursive_search(cost: CostGraph, memory_bytes: float | None = None) -> Sear
     """Return the greedy assignment; where it does not fit, the first that does at growing prices of a byte, and in the
     end the one of least memory. Its bound is not known. Raises DoesNotFit."""
     solves = 0
-    for per_byte in (TIE, *PER_BYTE):
+    for per_byte in (BYTE_TIE_BREAK, *PER_BYTE):
         assignment = _Levels(cost, cost.weighted(CostWeights(bytes=per_byte))).run()
         components = cost.components(assignment)
         solves += 1

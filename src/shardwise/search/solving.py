@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable
 
 from shardwise.search.conditioning import solve_conditioned
-from shardwise.search.elimination import MAX_JOINT, Elimination, Problem, Solution, TooWide, elimination_of, solve
+from shardwise.search.constants import MAX_JOINT_COMBINATIONS
+from shardwise.search.elimination import Elimination, Problem, Solution, TooWide, elimination_of, solve
 
 Solver = Callable[[Problem], Solution]
 
@@ -19,7 +20,7 @@ class WideWarning(UserWarning):
 def minimise(problem: Problem) -> Solution:
     """By elimination; where that is too wide, as an integer program; where that is too large, by conditioning."""
     try:
-        return solve(problem, max_joint=MAX_JOINT)
+        return solve(problem, max_joint=MAX_JOINT_COMBINATIONS)
     except TooWide as error:
         return _bounded(problem, f"{error}")
 
@@ -47,7 +48,7 @@ def _bounded(problem: Problem, cause: str) -> Solution:
 
 def narrow_elimination(problem: Problem) -> Elimination:
     """Return the elimination of a problem. Raises TooWide where it is not worth it."""
-    return elimination_of(problem, max_joint=MAX_JOINT)
+    return elimination_of(problem, max_joint=MAX_JOINT_COMBINATIONS)
 
 
 def solver_of(search: str) -> Solver:

@@ -20,10 +20,8 @@ from shardwise.costs.prices import Prices
 from shardwise.errors import PlanError, problem
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph
+from shardwise.search.constants import MAX_CUT_POSITIONS, OVER_LIMIT_PENALTY, SLOWEST_STAGE_SLACK
 
-MOST_POSITIONS = 400
-SLACK = 1.03  # a slowest stage that is so much slower than the best is taken if fewer bytes cross
-TOO_MUCH = 1e6
 Floats = NDArray[np.float64]
 
 
@@ -96,7 +94,7 @@ def _positions(weights: _OperatorCosts, num_stages: int) -> list[int]:
     """Return the positions where stages may begin, and the end."""
     count = len(weights.names)
     inner = list(range(1, count))
-    most = max(MOST_POSITIONS, num_stages)
+    most = max(MAX_CUT_POSITIONS, num_stages)
     if len(inner) > most:
         inner = sorted(sorted(inner, key=lambda position: (weights.sent[position], position))[:most])
     return [0, *inner, count]
@@ -121,11 +119,15 @@ def _best(
     for stage in range(num_stages):
         num_bytes = parameters[None, :] - parameters[:, None] + in_flight[stage] * (values[None, :] - values[:, None])
         # Bytes that are too many count as seconds without end; where nothing fits they are divided.
-        excess = np.where(num_bytes > limit, TOO_MUCH * num_bytes / max(limit, 1.0), 0.0) if isfinite(limit) else 0.0
+        excess = (
+            np.where(num_bytes > limit, OVER_LIMIT_PENALTY * num_bytes / max(limit, 1.0), 0.0)
+            if isfinite(limit)
+            else 0.0
+        )
         spans.append(np.where(is_stage, span + excess, inf))
     slowest = _least_slowest(spans)
-    most = SLACK * slowest
-    fits = slowest <= SLACK * _least_slowest([np.where(is_stage, span, inf)] * num_stages)
+    most = SLOWEST_STAGE_SLACK * slowest
+    fits = slowest <= SLOWEST_STAGE_SLACK * _least_slowest([np.where(is_stage, span, inf)] * num_stages)
     if most == inf:
         raise PlanError(
             problem(

@@ -21,8 +21,8 @@ from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.rules.rule import OpRule
-from shardwise.search.candidates import MAX_OPERATORS
 from shardwise.search.config import SearchConfig
+from shardwise.search.constants import MAX_SIMULATED_OPERATORS
 from shardwise.search.memory_policy import with_memory_policy
 from shardwise.search.zero import reduce_at_parameter, shard_storage
 
@@ -67,7 +67,7 @@ class ProgramWithPolicy:
         """Predict a pass of a plan that is compared with no others."""
         price, program = price_program(self.spmd, prices), self.busiest
         exposed, compute, traffic = price.exposed + price.update, price.compute, price.traffic
-        if len(self.spmd.graph.ops) > MAX_OPERATORS:
+        if len(self.spmd.graph.ops) > MAX_SIMULATED_OPERATORS:
             seconds, kept_bytes, peak = 0.0, (memory := memory_of_program(program, prices)).kept_bytes, memory.peak
         else:
             seconds, kept_bytes, peak = (step := simulate_program(program, prices)).seconds, step.kept_bytes, step.peak

@@ -16,12 +16,11 @@ import numpy as np
 
 from shardwise.layouts.routes import Floats
 from shardwise.search.auto import MeshSearch
+from shardwise.search.constants import NUM_TRANSIENT_CAPS
 from shardwise.search.cost_graph import BYTES, EXPOSED, Components, CostGraph, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.solving import solver_of
-
-NUM_CAPS = 6
 
 
 def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSearch]:
@@ -55,8 +54,8 @@ def _caps(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) ->
     most = _most(cost, moments, assignment)
     least = float(max((table.min() for table in moments.values()), default=0.0))
     least = max(min(least, most), 1.0)
-    for number in range(NUM_CAPS):
-        yield most * (least / max(most, 1.0)) ** (number / (NUM_CAPS - 1))
+    for number in range(NUM_TRANSIENT_CAPS):
+        yield most * (least / max(most, 1.0)) ** (number / (NUM_TRANSIENT_CAPS - 1))
 
 
 def _within(cost: CostGraph, moments: dict[int, Floats], cap: float) -> CostGraph:

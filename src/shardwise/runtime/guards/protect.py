@@ -11,7 +11,7 @@ when the first module with shards is created (the optimizer hook with the first 
 * ``DistributedDataParallel``, which refuses a module with shards in it;
 * the functions of ``torch.nn.init`` that draw or depend on positions, which refuse shards (``initial_values``);
 * the functions of ``torch.distributed.checkpoint``, which learn what part of the whole a shard is (``dcp``);
-* ``torch.save`` and safetensors, which refuse files of one rank's part under the names of the whole (``files``).
+* ``torch.save`` and safetensors, which refuse files of one rank's part under the names of the whole (``file_writers``).
 
 Nothing changes for tensors that are not shards. The user's own arithmetic on gradients is not covered:
 ``p.grad.norm()`` is the norm of this rank's part.
@@ -34,7 +34,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from shardwise.errors import ShardwiseError, problem
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import device_of
-from shardwise.runtime.guards import dcp, files, initial_values
+from shardwise.runtime.guards import dcp, file_writers, initial_values
 from shardwise.runtime.guards.elementwise_optimizers import before_step
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import ShardRecord, held_parameters, register_module
@@ -68,7 +68,7 @@ def _install() -> None:
     missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
     if body is None:
         missing.insert(0, "the body of torch.nn.utils.get_total_norm")
-    missing += initial_values.missing() + dcp.missing() + files.missing()
+    missing += initial_values.missing() + dcp.missing() + file_writers.missing()
     if missing:
         raise ShardwiseError(
             problem(
@@ -87,7 +87,7 @@ def _install() -> None:
         setattr(kind, name, change(getattr(kind, name)))
     initial_values.install()
     dcp.install()
-    files.install()
+    file_writers.install()
 
 
 def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
