@@ -289,7 +289,8 @@ def _item_key(item: Any) -> object:
 def _pickled(value: Any) -> object:
     """The content of an object that has no attributes (a generator of numbers, an iterator), or its identity."""
     try:
-        return pickle.dumps(value)
+        with torch._C.DisableTorchFunction():  # a tensor in it is looked at, not used
+            return pickle.dumps(value)
     except Exception:  # whatever an object raises that can not be pickled: it is then known by its identity
         return id(value)
 
