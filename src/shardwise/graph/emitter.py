@@ -131,8 +131,7 @@ class Emitter:
         return Ref(value.name)
 
     def graph(self, outputs: tuple[Arg, ...], loss: str | None, mutations: tuple[tuple[str, str], ...]) -> Graph:
-        """Return the finished graph. Operator names are unique but provisional: ``naming.assign_names`` gives the final
-        ones."""
+        """Return the finished graph. Op names are unique but provisional: ``naming.assign_names`` replaces them."""
         values = tuple(self.values.values())
         return Graph(values, tuple(self.sources), tuple(self.ops), outputs, loss, mutations, tuple(self.constraints))
 
@@ -147,8 +146,7 @@ class Emitter:
 
 
 def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph:
-    """Return the graph with every operator in ``rewrites`` replaced by what its function emits. All types are inferred
-    again."""
+    """Replace every operator in ``rewrites`` by what its function emits. All types are inferred again."""
     source_values = [graph.by_name[source.value] for source in graph.sources]
     emitter = Emitter(source_values, graph.sources, rewrites)
     emitter.constraints = []

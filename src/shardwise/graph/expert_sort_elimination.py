@@ -195,8 +195,7 @@ class _SortElimination:
                 self.known[name] = result
 
     def _results(self, op: Op, sort: str) -> tuple[_SortedValue | Arg, ...] | None:
-        """Return the results: values in the order of the sort, or new values emitted here. None: the operator is not
-        supported."""
+        """Return the results: values in the order of the sort, or new values emitted here. None: not supported."""
         for rule in (self._of_order, self._taken, self._put, self._added):
             result = rule(op, sort)
             if result is not None:
@@ -210,8 +209,7 @@ class _SortElimination:
         return tuple(_SortedValue("rows", sort, _ref(new)) for new in self._written(op)) if self._is_alike(op) else None
 
     def _of_order(self, op: Op, sort: str) -> _SortedValue | None:
-        """Return the result of an operator on an order: token numbers, the inverse, a blank for it, or a reshaped
-        order."""
+        """Return what an operator makes of an order: token numbers, the inverse, a blank for it, or more dims."""
         first = self.ordered.get(op.operands[0])
         if first is None or first.kind != "order" or len(op.operands) > 1:
             return None

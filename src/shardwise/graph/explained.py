@@ -91,8 +91,7 @@ def _construct(filename: str) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the innermost user line of a traceback; the line of a torch module if it was called from outside the
-    model."""
+    """Return the innermost user line of a traceback; for a torch module called outside the model, its own line."""
     line = module_line = ""
     inside = False
     step = error.__traceback__

@@ -20,7 +20,7 @@ from shardwise.graph.segments import block_of
 @dataclass(frozen=True)
 class GraphBlock:
     """``path``: of the module; ``ops``: in order; ``made``: the values that they make, in order; ``sources``: those
-    read by no other block, in order of first use."""
+    read by no operator outside the block, in order of first use."""
 
     path: str
     ops: tuple[Op, ...]
@@ -60,12 +60,12 @@ class Folding:
 
     @cached_property
     def home(self) -> dict[str, int]:
-        """Return a map from values that a block makes, and sources of its own, to its number."""
+        """Return a map from the values that blocks make, and the blocks' own sources, to block numbers."""
         return {name: i for i, block in enumerate(self.blocks) for name in (*block.made, *block.sources)}
 
     def without(self, removed: Collection[int]) -> Graph | None:
         """Return the graph without some blocks; each must have a remaining block of its kind before it. None if the
-        model returns a removed block's value, or something behind the next block reads it."""
+        model returns a removed block's value, or if an operator behind the next block reads it."""
         if not removed:
             return self.graph
         gone = {name for i in removed for name in (*self.blocks[i].made, *self.blocks[i].sources)}

@@ -134,7 +134,7 @@ def encode_arguments(call_args: Sequence[Any], name: str, line: str) -> str:
         try:
             if is_constant(arg):
                 return {"pickled": pickle.dumps(arg)}
-        except Exception as error:  # whatever an object raises that can not be pickled
+        except Exception as error:  # any exception of an object that cannot be pickled
             raise _refusal(name, line, f"it takes a {type_name(arg)}: {error}") from error
         raise _refusal(name, line, f"it takes a {type_name(arg)} among its arguments")
 

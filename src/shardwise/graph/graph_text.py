@@ -171,7 +171,7 @@ class _Cursor:
             self.fail(f"expected {word!r}")
 
     def list_of(self, item: Any, end: str) -> tuple[Any, ...]:
-        """Parse items up to ``end`` (which is consumed), or without ``end``, up to the last item followed by no comma."""
+        """Parse comma-separated items up to ``end``, which is consumed; without ``end``, while commas follow."""
         items = []
         if end and self.skip(end):
             return ()

@@ -1,5 +1,4 @@
-"""Detection of what a model reads from outside while it runs: a clock, the environment, files, its own generators, its
-rank.
+"""Detection of what a model reads from outside while it runs: clock, environment, files, own generators, its rank.
 
 Capture runs the model's Python once, on one rank, so such values would be the same on every rank and in every step.
 Calls of C functions are visible only to a profiler, which is slow; so the names in the model's code are checked first
@@ -150,8 +149,7 @@ def _of_builtin(called: Any) -> str:
 
 
 def _asker(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the model's code that makes the query, directly or through a known helper; None for other
-    code."""
+    """Return the frame of model code that makes the query, directly or through a known helper; else None."""
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     if frame is None:
@@ -215,7 +213,7 @@ def reads_of(code: ReachableCode, run: Callable[[Watching], object]) -> tuple[Im
 def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
     """Raise CaptureError for seeds that are set, and for any read if ``what`` a second call does differently is known.
 
-    Warn about other reads except generators, which are made again in every call.
+    Warn about other reads except generators, which every call creates.
     """
     seeds = [read for read in reads if read.what.startswith(_SEEDS)]
     if seeds:

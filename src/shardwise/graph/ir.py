@@ -55,7 +55,7 @@ class Value:
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """Return the dtype in which a source is stored or passed, and in which a parameter's gradient is accumulated."""
+        """Return the dtype in which a source is stored or passed, and a parameter's gradient accumulated."""
         return self.stored or self.dtype
 
     @property
@@ -107,7 +107,7 @@ class Op:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Return the names of the tensor operands: the Refs in args, then kwargs, flattened in order, repetitions kept."""
+        """Return the names of the tensor operands: Refs in args, then kwargs, flattened in order, repetitions kept."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
 
 

@@ -1,6 +1,6 @@
 """Rejection of module kinds that cannot be captured as they are, with the module to pass instead.
 
-They are identified by class name, because graph/ must not import runtime code.
+They are identified by class name, because graph/ does not know the runtime.
 """
 
 from __future__ import annotations

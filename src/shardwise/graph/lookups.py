@@ -97,8 +97,8 @@ class _Lookup:
     """A lookup in ``operand``. ``total``: the broadcast shape of the indices; ``rows``: dim of the operand -> dim of
     ``total`` that counts its rows; ``chosen``: dim of the operand -> index that chooses among its elements.
 
-    It is computed with the dims that are not chosen from first (``kept``), then the chosen ones as one; its result has
-    ``kept`` first, then the dims of ``total`` that count no rows (``others``).
+    It is computed with unchosen dims first (``kept``), then the chosen ones as one; its result has ``kept`` first, then
+    the dims of ``total`` that count no rows (``others``).
     """
 
     emitter: Emitter
