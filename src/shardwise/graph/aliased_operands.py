@@ -47,7 +47,7 @@ def _aliased_operand(node: Node) -> dict[int, AliasedOperand]:
     operands = [leaf for leaf in leaves if isinstance(leaf, Node) and isinstance(leaf.meta["val"], torch.Tensor)]
     is_said = any(result.alias_info for result in target._schema.returns)
     dtypes = {tensor.dtype for tensor in (*(o.meta["val"] for o in operands), *tensor_results(node.meta["val"]))}
-    # One dtype: what is handed on has its operand's, and under autocast others are not called with what was traced.
+    # One dtype: an aliased result has its operand's, and autocast would change the dtypes of other calls.
     if is_said or not operands or len(dtypes) != 1 or not target._can_decompose():
         return {}
     args, kwargs = pytree.tree_map_only(Node, lambda argument: argument.meta["val"], (node.args, node.kwargs))

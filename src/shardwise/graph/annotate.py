@@ -27,7 +27,7 @@ Strategy = str | tuple[tuple[int, ...], ...]
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 REGION = "shardwise_region"
-SUMMED = "summed"  # the layout text of a value whose partial sums are summed at once
+SUMMED = "summed"  # the layout text that reduces partial sums at once
 _ATTRIBUTE = "_shardwise_region"
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 

@@ -112,7 +112,7 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
     if any(argument.name == "dtype" for argument in target._schema.arguments):
         candidates.append(Casts(ahead.operands, torch.float32))
     low = {i for i, dtype in enumerate(wanted.dtypes) if dtype.is_floating_point and dtype != torch.float64}
-    candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # of what is made of products, such as einsum
+    candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # for compositions of products, such as einsum
     for cast in candidates:
         kernels = _kernels(None, target, call, cast)
         if kernels is not None and kernels.computing == wanted.computing:

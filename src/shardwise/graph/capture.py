@@ -256,7 +256,7 @@ def _to_graph(
     """Return the finished graph, its constants, the scope of every region ("" if it covers no operator), the memories
     of its outputs, and its segments."""
     raw, constants, functionalizer, memories = _functional_graph(traced, module, inputs, precision)
-    # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
+    # Unused random calls stay until ``normalize`` has counted them.
     _announce_dense(raw)
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
     graph = eliminate_dead_code(raw, keep=drawing)
@@ -422,7 +422,7 @@ def _without_effect(
 
     try:
         _, what = _compared(called.inside(second_answered_otherwise), inputs)
-    except CaptureError:  # the model takes another path, which is not captured: the reading has an effect
+    except CaptureError:  # the model takes a path that cannot be captured: the read has an effect
         return ()
     return () if what else reads & answered
 

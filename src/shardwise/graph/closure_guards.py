@@ -80,7 +80,7 @@ class ClosureGuards:
             return
         now = self._now()
         changed = self._reader.changed(now)
-        if not changed:  # other objects of the same values
+        if not changed:  # other objects with the same values
             self._take(now)
             return
         raise ShardwiseError(
@@ -323,7 +323,7 @@ def _default_dtype(_: None, __: None) -> torch.dtype:
 def _content(cell: CellType, _: None) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing is in it
+    except ValueError:  # empty
         return None
 
 

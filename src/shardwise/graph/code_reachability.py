@@ -84,7 +84,7 @@ class ReachableCode:
             self.names |= names
             candidates: list[Any] = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
             for cell in function.__closure__ or ():
-                with suppress(ValueError):  # a cell that is empty yet
+                with suppress(ValueError):  # an empty cell
                     candidates.append(cell.cell_contents)
             modules: set[ModuleType] = set()
             while candidates:

@@ -25,7 +25,7 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph, Op, Ref, Source, refs
 from shardwise.graph.schema import is_random
 
-# Namespaces of operators that are functions of their arguments alone. What a user registers may be anything.
+# Namespaces of operators that depend only on their arguments. A user's operators may not.
 PURE = ("aten", "prims", "shardwise")
 
 

@@ -45,7 +45,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
                             fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
                         )
                     )
-                # What was computed from parameters is not used: its gradient would not reach them.
+                # Tensors computed from parameters are not used: their gradients would not reach the parameters.
                 memo[id(value)] = value.detach().cpu().requires_grad_(not value.is_leaf)
     return deep_copy(module, memo)
 

@@ -39,7 +39,7 @@ from shardwise.graph.trees import constant_key, is_constant, type_name
 
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define("function(Tensor[] operands, str function, str arguments, ScalarType lowest) -> Tensor[]")
-_SLOT = ...  # stands for a tensor in what a function returns
+_SLOT = ...  # stands for a tensor in a function's results
 _KNOWN: dict[str, type[Function]] = {}
 _FIX = (
     "write its forward with ordinary operators, or call it inside a torch.library.custom_op that register_autograd "

@@ -102,7 +102,7 @@ class Functionalizer:
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats
         self._selections = Selections(emitter)
-        self._val: Any = None  # what the present call returned when it was traced
+        self._val: Any = None  # the traced result of the present call
 
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
         """Bind a placeholder to its value."""
@@ -385,7 +385,7 @@ class Functionalizer:
             zero = self.emitter.with_zero_gradient((before.name,), root.ref)
             root.ref = self._selections.copied(root.ref.name, zero)
             if root is not tensor:
-                root.version += 1  # ``tensor`` and other views are read from it again
+                root.version += 1  # so that ``tensor`` and other views are recomputed from it
 
     def _store_at(self, tensor: ProgramTensor, new: Ref, version: int) -> None:
         if tensor.base is not None:

@@ -141,7 +141,7 @@ def _of_builtin(called: Any) -> str:
         return "the system (threading.get_ident)"
     if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
         return f"{_GRADIENTS} (torch.{name})"
-    # What Python holds itself is followed by ``host_random``.
+    # Python's own generators are checked by ``host_random``.
     is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
     if is_own_generator and name in ("random", "getrandbits"):
         return f"{_GENERATOR} (random.Random)"

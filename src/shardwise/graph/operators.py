@@ -110,7 +110,7 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int
             yield (*outer, row, *[0] * len(rest)), (*(i + 1 for i in outer), last, *rest)
 
 
-# ``first``: of a pass over a part of the batch, the number of its first sample; ``stride``: elements of a sample.
+# ``first``: number of a micro-batch's first sample; ``stride``: elements per sample.
 _IN_TIME = "Tensor? first=None, int stride=0"
 _DROPOUT = (
     f"(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None, {_IN_TIME}) -> Tensor"

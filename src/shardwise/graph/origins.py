@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 LINE = "shardwise_line"  # the key under which a node's metadata holds its line
-INITIAL = "shardwise_initial"  # and the key that tells that it makes the initial value of a parameter
+INITIAL = "shardwise_initial"  # the key that marks nodes that make initial values of parameters
 NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _NOT_OF_MODELS = (*NOT_USER_CODE, str(Path(np.__file__).parent))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")

@@ -27,7 +27,7 @@ from shardwise.graph.predicates import (
 )
 from shardwise.graph.schema import arguments, is_random, is_view, operator_name
 
-# Element by element, and rounded as IEEE 754 says on every device.
+# Pointwise, and rounded by IEEE 754 on every device.
 _POINTWISE = frozenset((
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__",
     "clamp", "clamp_max", "clamp_min", "clone", "eq", "floor_divide", "ge", "gt", "isinf", "le", "logical_and",
@@ -40,7 +40,7 @@ _FILLED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "full": lambda args: args["fill_value"],
     "scalar_tensor": lambda args: args["s"],
 }
-# They work along one dim: where operands are constant along others, so is what they make.
+# They work along one dim: if operands are constant along others, so are results.
 _ALONG_DIM = frozenset(("cumsum", "diff", "flip"))
 _SHAPED = frozenset(("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.graph.intervals import Intervals
 
-# Elements of a tensor that may be computed here: positions of the longest sequences, and never their squares.
+# Limit of elements computed here: positions of the longest sequences, but never their squares.
 MOST_ELEMENTS = 1 << 22
 
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
@@ -233,7 +233,7 @@ def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: 
         if not (is_one and name in ("abs", "to") and isinstance(x, PositionSum)):
             return None
         return _checked(replace(x, shape=shape, dtype=at_zero.dtype, absolute=True))
-    # What is linear is known from its values at 0 and at 1.
+    # A linear function is known from its values at 0 and 1.
     rest = int(at_zero)
     factors = [
         int(function(*(torch.ones_like(zero) if i == j else zero for j, zero in enumerate(zeros)))) - rest
@@ -386,7 +386,7 @@ def apply_view(function: Function, x: Abstract) -> Abstract | None:
             return (
                 collapse_constant_dims(function(x.tensor.contiguous())) if x.tensor.numel() <= MOST_ELEMENTS else None
             )
-    # A tensor without memory, whose strides tell the dims apart, says what the view does to them.
+    # The view of a meta tensor with distinct strides shows what it does to the dims.
     rank, keys = len(x.shape), x.shape[x.key]
     strides = tuple({rank + x.query: keys, rank + x.key: 1}.get(dim, 0) for dim in range(rank))
     try:

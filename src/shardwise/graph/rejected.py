@@ -18,7 +18,7 @@ _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk 
 TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _LOOP = "write the loop in Python: its iterations are captured one after the other"
-CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
+CONSTRUCTS = {  # torch constructs in place of Python, and what to write instead
     "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
     "torch.while_loop": _LOOP,
     "torch.scan": _LOOP,

@@ -275,7 +275,7 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, gro
     if any(tensor._has_symbolic_sizes_strides for tensor in operands):  # sizes that depend on data cannot be compared
         return None
     memory: dict[int, int] = {}
-    with torch._C.DisableTorchFunction():  # it is not the model that asks
+    with torch._C.DisableTorchFunction():  # this query is not the model's
         forms = tuple(
             (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
         )

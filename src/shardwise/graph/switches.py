@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch._ops import OpOverload
 
-_MOST = 50_000  # calls; a plan of a large model knows some thousands
+_MOST = 50_000  # calls; a plan of a large model has some thousands
 Found = TypeVar("Found")
 
 

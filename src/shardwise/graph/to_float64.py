@@ -87,7 +87,7 @@ class Dtypes:
     def __init__(self, known: Iterable[tuple[torch.Tensor, torch.dtype]] = ()) -> None:
         self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
         self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
-        self._copies: list[torch.Tensor] = []  # held: no other comes to lie there
+        self._copies: list[torch.Tensor] = []  # kept alive, so that their memory is not reused
         self._were_read = False  # float64, of a tensor that is widened: what is cast to float64 may be cast to that
 
     def read(self, tensor: torch.Tensor) -> torch.dtype:
@@ -120,7 +120,7 @@ class Dtypes:
         named = [*args[1:], *kwargs.values()]
         likes = (self.of(tensor) for tensor in named if isinstance(tensor, torch.Tensor))
         wanted = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
-        # Where the model reads dtypes, asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
+        # If the model reads dtypes (usually ``x.to(y.dtype)``), float64 stands for the model's own dtype.
         return self.of_others if wanted == torch.float64 and self._were_read else wanted
 
 

@@ -54,7 +54,7 @@ def run_model(call: Callable[..., Any], module: nn.Module, tensors: tuple[torch.
         _running.pop()
 
 
-# The inputs of the models that run now: where there is none, no frame need be looked at.
+# The inputs of the models running now; without any, no frame needs to be inspected.
 _running: list[tuple[torch.Tensor, ...]] = []
 
 
@@ -64,7 +64,7 @@ class UserLines(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.transformed = ""  # the first line under a transform of torch.func
-        self.caught: list[CaptureError] = []  # where the model goes on, it caught them
+        self.caught: list[CaptureError] = []  # if the model continues, it caught them
         self.asked: dict[str, None] = {}  # what the model asks of its inputs that programs do not look at
         self._saving = saved_tensors_hooks()
 

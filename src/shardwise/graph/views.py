@@ -39,7 +39,7 @@ def _emit(emitter: Emitter, target: OpOverload, *args: Any) -> Ref:
 
 
 def _scatter(emitter: Emitter, target: OpOverload, base: Ref, new: Ref, dim: int, *place: Any) -> Ref:
-    """Write ``new`` into a part of ``base``. Complex numbers are written as pairs: the operator lacks their derivative."""
+    """Write ``new`` into a part of ``base``; complex numbers as pairs: the operator has no complex derivative."""
     if not emitter.value(base).dtype.is_complex:
         return _emit(emitter, target, base, new, dim, *place)
     dim %= len(emitter.value(base).shape)
