@@ -103,8 +103,8 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
     Args:
         target: a callable, or an ``nn.Module``.
         in_strategy: axes per factor, ``"m@dp n@tp"``, with the number of indices per device where the devices' shares
-            differ, ``"v@tp{10,20,30,4}"``; or split counts, one tuple per tensor operand with one count per dim, ``((2,
-            4), (4, 1))``; or None if several operators do the work, which then follow the constraints inside.
+            differ, ``"v@tp{10,20,30,4}"``; or split counts, one tuple per tensor operand with one count per dim,
+            ``((2, 4), (4, 1))``; or None if several operators do the work, which then follow the constraints inside.
         out_strategy: split counts per result, or a layout text as in ``constrain`` if there is one result.
 
     Returns:

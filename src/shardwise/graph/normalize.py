@@ -1,8 +1,8 @@
 """Rewrite of operators into forms all of whose factors can be split.
 
-``linear`` with a bias hides a contraction behind an addition, and ``mean`` hides a global count. Written as ``linear +
-add`` and ``sum / n``, the contraction and the sum can be split like any other, and n is the global count. The new
-operators keep the module, line and scope of the old one. ``NORMALIZATIONS`` has one line per operator.
+``linear`` with a bias hides a contraction behind an addition, and ``mean`` hides a global count. Written as
+``linear + add`` and ``sum / n``, the contraction and the sum can be split like any other, and n is the global count.
+The new operators keep the module, line and scope of the old one. ``NORMALIZATIONS`` has one line per operator.
 """
 
 from __future__ import annotations

@@ -214,8 +214,9 @@ def _rrelu(op: Op, emitter: Emitter) -> Results:
 
 
 def alpha_scale(p: float) -> tuple[float, float]:
-    """Return (a, a alpha') of alpha dropout: kept elements become ``a x + a alpha' p``, dropped ones ``a alpha' (p -
-    1)``, which keeps mean 0 and variance 1 (Klambauer et al., "Self-normalizing neural networks", 2017)."""
+    """Return (a, a alpha') of alpha dropout: kept elements become ``a x + a alpha' p``, dropped ones
+    ``a alpha' (p - 1)``, which keeps mean 0 and variance 1 (Klambauer et al., "Self-normalizing neural networks",
+    2017)."""
     alpha = 1.7580993408473766  # lambda alpha of SELU
     a = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
     return a, a * alpha

@@ -156,8 +156,8 @@ def dropout(
     ``seed``: int64 of shape (). ``call``: which dropout of the model. ``sizes``: the global shape, ``offsets``: the
     global index of the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its
     dims, such as sizes (3, 8, 8), offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default
-    ``x.shape``. ``first``: number of a micro-batch's first sample (int64 of shape ()); the elements then begin ``first
-    * stride`` behind ``offsets``.
+    ``x.shape``. ``first``: number of a micro-batch's first sample (int64 of shape ()); the elements then begin
+    ``first * stride`` behind ``offsets``.
     """
     shape, start = tuple(x.shape) if lengths is None else tuple(lengths), _start(first, stride, x.device)
     keep = dropout_mask(seed.to(x.device), p, call, sizes, offsets, shape, start).reshape(x.shape)

@@ -63,8 +63,8 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
             of products and attention. ``"gathers"``: recompute nothing, but keep what was sent instead of what a
             collective returned (a sequence gathered by tensor parallelism) if that takes fewer bytes; the collective is
             repeated, overlapped with the backward that needs it (Korthikanti et al. 2022, arXiv:2205.05198, section
-            4.2.2). ``"cheap+gathers"``: both. ``"none"``: keep everything, even under ``sw.plan(...,
-            recompute="full")``.
+            4.2.2). ``"cheap+gathers"``: both. ``"none"``: keep everything, even under
+            ``sw.plan(..., recompute="full")``.
         messages: for ``"full"`` and ``"all"``. ``"values"``: repeat collectives inside. ``"none"``: keep their results.
             ``"parameters"``: also gather sharded parameters again.
 

@@ -25,9 +25,9 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Precision:
     """Dtypes of a training step; None: the model's own.
 
-    The step equals that of one device which calls ``torch.func.functional_call(model, {name: p.to(compute)}, inputs
-    cast to compute)``. Buffers, targets of a loss function, and integers keep their dtypes, and so do casts in the
-    model's code.
+    The step equals that of one device which calls
+    ``torch.func.functional_call(model, {name: p.to(compute)}, inputs cast to compute)``. Buffers, targets of a loss
+    function, and integers keep their dtypes, and so do casts in the model's code.
 
     Args:
         compute: dtype to which parameters and floating inputs are cast once per step; parameters before they are
