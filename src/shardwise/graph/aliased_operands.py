@@ -1,8 +1,8 @@
-"""Operators that hand on their operand's memory though their schema does not say so.
+"""Detection of operators that return their operand's memory though their schema does not say so.
 
-``dropout(x, 0.)``, ``einsum("i->i", x)``, ``meshgrid(x)`` and others are functions over other operators, and return the
-operand itself, or a view of it, for some arguments. Export keeps such a function as one operator and gives its result
-memory of its own. Called once more on the same fake tensors, without export around it, it shows what it returns.
+For some arguments ``dropout(x, 0.)``, ``einsum("i->i", x)``, ``meshgrid(x)`` and others return the operand itself or a
+view of it. torch.export keeps such a function as one operator, whose result has new memory. Calling the operator again
+on the same fake tensors, outside export, shows whose memory the result has.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwise.graph.schema import tensor_results
 
 @dataclass(frozen=True, slots=True)
 class AliasedOperand:
-    """``operand``: whose memory a result has; ``is_whole``: it is the operand, element by element, and its memory is
-    nothing else."""
+    """An operand whose memory a result has. ``is_whole``: the result equals the operand element by element, and the
+    operand's memory holds nothing else."""
 
     operand: Node
     is_whole: bool
@@ -30,12 +30,12 @@ class AliasedOperand:
 
 @dataclass
 class NodeCalls:
-    """Of a program: every node is called at most once, however often its layer is repeated."""
+    """Cache of aliased operands per node, so that a node is called at most once even if its layer is repeated."""
 
     known: dict[Node, Mapping[int, AliasedOperand]] = field(default_factory=dict)
 
     def of(self, node: Node) -> Mapping[int, AliasedOperand]:
-        """The results of a call that have an operand's memory, by position."""
+        """Return the results of a call that have an operand's memory, by position."""
         if node not in self.known:
             self.known[node] = _aliased_operand(node)
         return self.known[node]
@@ -47,7 +47,7 @@ def _aliased_operand(node: Node) -> dict[int, AliasedOperand]:
     operands = [leaf for leaf in leaves if isinstance(leaf, Node) and isinstance(leaf.meta["val"], torch.Tensor)]
     is_said = any(result.alias_info for result in target._schema.returns)
     dtypes = {tensor.dtype for tensor in (*(o.meta["val"] for o in operands), *tensor_results(node.meta["val"]))}
-    # One dtype: what is handed on has its operand's, and under autocast others are not called with what was traced.
+    # One dtype: an aliased result has its operand's, and autocast would change the dtypes of other calls.
     if is_said or not operands or len(dtypes) != 1 or not target._can_decompose():
         return {}
     args, kwargs = pytree.tree_map_only(Node, lambda argument: argument.meta["val"], (node.args, node.kwargs))

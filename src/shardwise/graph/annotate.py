@@ -1,8 +1,8 @@
-"""What the user says inside the model: strategies of calls and submodules, layouts of values.
+"""User annotations inside a model: strategies of calls and submodules, layouts of values.
 
-Outside capture all three functions change nothing. While a model is captured, a call made through ``shard`` opens a
-*region*: every operator traced inside it carries the region's number, and the innermost region wins. ``constrain``
-leaves a marker operator.
+Outside capture the functions change nothing. While a model is captured, a call made through ``shard`` opens a *region*:
+every operator traced inside carries the region's number, and the innermost region wins. ``constrain`` inserts a marker
+operator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Strategy = str | tuple[tuple[int, ...], ...]
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 REGION = "shardwise_region"
-SUMMED = "summed"  # the layout text of a value whose partial sums are summed at once
+SUMMED = "summed"  # the layout text that reduces partial sums at once
 _ATTRIBUTE = "_shardwise_region"
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -46,8 +46,8 @@ class Annotation:
 class AnnotatedRegion:
     """An annotation before its scope is known.
 
-    ``name``: the function's name, or "" for a module. ``path``: the module's path. ``strategy``: None if the
-    region only says which operators belong together.
+    ``name``: the function's name, or "" for a module. ``path``: the module's path. ``strategy``: None if the region
+    only groups operators.
     """
 
     name: str
@@ -59,7 +59,7 @@ class AnnotatedRegion:
 
 @dataclass
 class AnnotationRecorder:
-    """The regions that were opened while a model is captured, in order of their numbers."""
+    """The regions opened while a model is captured, in order of their numbers."""
 
     regions: list[AnnotatedRegion] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class AnnotationRecorder:
         return len(self.regions) - 1
 
     def cover(self, module: nn.Module, region: AnnotatedRegion) -> None:
-        """Lets every call of ``module`` (a copy made for capture) open the region."""
+        """Make every call of ``module`` (a copy made for capture) open the region."""
         number = self.add(region)
         forward = module.forward
 
@@ -86,7 +86,7 @@ _RECORDER: ContextVar[AnnotationRecorder | None] = ContextVar("shardwise_recorde
 
 @contextmanager
 def record_annotations() -> Iterator[AnnotationRecorder]:
-    """While a model is captured: annotated calls open regions of the recorder."""
+    """Record the regions that annotated calls open while a model is captured."""
     recorder = AnnotationRecorder()
     token = _RECORDER.set(recorder)
     try:
@@ -96,15 +96,22 @@ def record_annotations() -> Iterator[AnnotationRecorder]:
 
 
 def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
-    """Fixes the strategy of a call or of a submodule.
+    """Fix the strategy of a call or of a submodule.
 
-    ``target``: a callable, then the result is a callable to use inside ``forward``; or an ``nn.Module``, which is
-    annotated and returned. The strategy is that of the one operator inside that does the work: casts, views and a bias
-    follow it. ``in_strategy``: axes per factor, ``"m@dp n@tp"``, with how many indices each device has where these are
-    not equally many, ``"v@tp{10,20,30,4}"``; or split counts, one tuple per tensor operand with one count per dim:
-    ``((2, 4), (4, 1))``; or None, where several operators do the work: they follow what is constrained inside.
-    ``out_strategy``: split counts per result, or a layout text as in ``constrain`` if there is one result. Raises
-    ShardwiseError at once for a strategy that is nested wrongly or has a count that is not a whole number from 1.
+    The strategy applies to the one operator inside that does the work; casts, views and a bias follow it.
+
+    Args:
+        target: a callable, or an ``nn.Module``.
+        in_strategy: axes per factor, ``"m@dp n@tp"``, with the number of indices per device where the devices' shares
+            differ, ``"v@tp{10,20,30,4}"``; or split counts, one tuple per tensor operand with one count per dim,
+            ``((2, 4), (4, 1))``; or None if several operators do the work, which then follow the constraints inside.
+        out_strategy: split counts per result, or a layout text as in ``constrain`` if there is one result.
+
+    Returns:
+        For a callable, a callable to use inside ``forward``; for a module, the module itself, annotated.
+
+    Raises:
+        ShardwiseError: at once, if a strategy is nested wrongly or a count is not a positive integer.
     """
     source = _caller_line()
     name = getattr(target, "__name__", type(target).__name__)
@@ -128,11 +135,19 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
 
 
 def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
-    """Fixes the layout of a value: ``constrain(x, "[32@dp, 512, 4096@tp]")``, or split counts of its dims,
-    ``"((2, 1, 4),)"``. Returns x.
+    """Fix the layout of a value inside ``forward``.
 
-    ``constrain(x, "summed")``: whatever layout the value gets, partial sums become whole by an all-reduce here, and
-    consumers that want a part slice it (the searches that go by price ignore this).
+    Args:
+        x: the tensor.
+        text: a layout such as ``"[32@dp, 512, 4096@tp]"``, or split counts of its dims, ``"((2, 1, 4),)"``.
+            ``"summed"`` leaves the layout open, but reduces partial sums here by an all-reduce, and consumers that need
+            a part slice the result. Cost-based searches ignore ``"summed"``.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        ShardwiseError: ``text`` is not a string, or is empty.
     """
     if not isinstance(text, str) or not text.strip():
         raise ShardwiseError(
@@ -144,7 +159,7 @@ def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
 
 
 def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
-    """The results of an annotated call, marked with the layouts that they are to have."""
+    """Mark the results of an annotated call with their requested layouts."""
     out = region.out_strategy
     if out is None:
         return result
@@ -169,12 +184,12 @@ def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
 
 
 def module_region(module: nn.Module) -> AnnotatedRegion | None:
-    """The region that ``shard`` attached to a module."""
+    """Return the region that ``shard`` attached to a module, or None."""
     return cast("AnnotatedRegion | None", vars(module).get(_ATTRIBUTE))
 
 
 def checked_strategy(strategy: Any, name: str, source: str = "") -> Strategy:
-    """The strategy with lists as tuples. Raises ShardwiseError if its form is wrong."""
+    """Return the strategy with lists converted to tuples. Raises ShardwiseError if its form is wrong."""
     checked, _ = _checked_pair("" if strategy is None else strategy, None, name, source)
     assert checked is not None
     return checked

@@ -1,20 +1,19 @@
-"""Attention that knows what its mask says.
+"""Simplification of attention masks that are known at capture.
 
-Models hand attention a mask, and kernels of attention are at their best without one. Where a mask is known
-(``graph.positions``), attention takes
+Attention kernels are fastest without a mask. Where a mask is known (``graph.positions``), attention takes
 
     no mask              if every query sees every key
-    ``is_causal``        if query q sees the keys up to q, of equally many
-    a mask made anew     if the keys that a query sees are an interval: booleans over (query, key) alone; where these
+    ``is_causal``        if query q sees the keys up to q, and there are as many queries as keys
+    an interval mask     if the keys that a query sees are an interval: booleans over (query, key) alone; where these
                          would be large, blocks with masks of their own (``graph.attention_within``)
     its own mask         else, and where it depends on an input (padding) or on a parameter (a learned bias)
 
-An additive mask becomes one of these only if it is 0 on the keys that are seen, no more than the least number of its
-dtype on the others, and leaves no query without keys: then the softmax is the same in every bit. (A query without keys
-gets zeros from a boolean mask, and a mean of all values from an additive one of finite numbers.)
+An additive mask is replaced only if it is 0 on visible keys, at most the least number of its dtype on the others, and
+leaves every query a key: then the softmax is bitwise the same. (A query without keys gets zeros from a boolean mask,
+and the mean of all values from an additive one of finite numbers.)
 
 Keys and values that were repeated for groups of query heads (``unsqueeze``, ``expand``, ``reshape``, or
-``repeat_interleave``) go to attention as they were, with ``enable_gqa``.
+``repeat_interleave``) are passed unrepeated, with ``enable_gqa``.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def fold_masks(graph: Graph, constants: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
-    """The graph with attention as above, and the constants that it has beside those that were given: the intervals of
-    the masks that are made anew."""
+    """Return the graph with attention masks simplified as above, and the constants added for it: the intervals of the
+    masks."""
     masks = {mask.name for op in graph.ops if op.target is ATTENTION and isinstance(mask := _mask_of(op), Ref)}
     rewriting = _Rewriting(graph, evaluate_known_values(graph, masks, constants))
     return rewrite_graph(graph, {ATTENTION: rewriting}), rewriting.constants
@@ -56,8 +55,8 @@ def _mask_of(op: Op) -> Arg:
 
 @dataclass
 class _Rewriting:
-    """Rewrites calls of attention (``emitter.Rewrite``). ``masks``: those made anew, with their intervals; ``bounds``:
-    the ends of intervals, with their data."""
+    """Rewrite of attention calls (``emitter.Rewrite``). ``masks``: new masks by their intervals; ``bounds``: the ends
+    of intervals, with their data."""
 
     graph: Graph
     known: Mapping[str, Abstract]
@@ -92,8 +91,8 @@ class _Rewriting:
     def _conditions(
         self, mask: str, dtype: torch.dtype, queries: int, keys: int
     ) -> tuple[Intervals | None, tuple[str, ...]]:
-        """What must hold for a key to be seen: the interval that is known (None: nothing is), and values that say of
-        keys alone whether they are seen (padding)."""
+        """Split a mask into a known interval (None: unknown) and boolean values over keys alone (padding). A key is
+        visible if all of them hold."""
         if mask in self.known:
             return mask_intervals(self.known[mask], dtype, queries, keys), ()
         value, op = self.graph.by_name[mask], self.graph.producer.get(mask)
@@ -128,7 +127,7 @@ class _Rewriting:
         return result
 
     def _mask_of(self, seen: Intervals, emitter: Emitter) -> Ref:
-        """The mask of some intervals, which all attention of the model shares."""
+        """Return the boolean mask of some intervals, shared by all attention calls of the model."""
         for intervals, ref in self.masks:
             if intervals.equals(seen):
                 return ref
@@ -144,8 +143,8 @@ class _Rewriting:
         return mask
 
     def _bounds(self, seen: Intervals, emitter: Emitter) -> tuple[Ref | None, Ref | None]:
-        """The first key that each query sees and the one behind the last, None where all see the keys to that side.
-        All attention of the model shares them."""
+        """Return the first key that each query sees and the one after the last, None on a side without a bound. All
+        attention calls of the model share them."""
         every = seen.every()
         end = None if torch.equal(seen.hi, every.hi) else self._bound(seen.hi, seen.num_keys, emitter)
         first = None if torch.equal(seen.lo, every.lo) else self._bound(seen.lo, seen.num_keys, emitter)
@@ -173,15 +172,15 @@ class _Rewriting:
 
 
 def _first_of_band(bounds: Tensor, num_keys: int) -> int | None:
-    """``first``, where the bound of query q is ``first + q``, or the end of the keys at which that is cut off."""
+    """Return ``first`` if the bound of query q is ``first + q``, clamped to the number of keys; else None."""
     rows = torch.arange(len(bounds))
     firsts = (int(bounds[0]), int(bounds[-1]) - len(bounds) + 1)
     return next((x for x in firsts if torch.equal((rows + x).clamp(0, num_keys), bounds)), None)
 
 
 def mask_intervals(mask: Abstract, dtype: torch.dtype, num_queries: int, num_keys: int) -> Intervals | None:
-    """The keys that queries see under a mask, boolean or additive. None if they are no intervals, or if attention under
-    a boolean mask would not be the same."""
+    """Return the intervals of keys that queries see under a boolean or additive mask. None if they are no intervals, or
+    if attention under a boolean mask would give another result."""
     every = torch.zeros(num_queries, dtype=torch.int64)
     full = Intervals(every, every + num_keys, num_keys)
     least = None if dtype == torch.bool else torch.finfo(dtype).min
@@ -209,7 +208,7 @@ def mask_intervals(mask: Abstract, dtype: torch.dtype, num_queries: int, num_key
 
 
 def _dense(mask: KnownTensor, num_queries: int, num_keys: int) -> IntervalSelect | None:
-    """A mask that the model holds element by element."""
+    """Reduce a mask that is known element by element to intervals."""
     values = mask.core
     if varying_dims(values) != (-2, -1):
         return None
@@ -230,7 +229,7 @@ def _dense(mask: KnownTensor, num_queries: int, num_keys: int) -> IntervalSelect
 
 
 def _grouped(args: Mapping[str, Arg], emitter: Emitter) -> dict[str, Arg]:
-    """Keys and values as they were before they were repeated for every query head of a group."""
+    """Undo the repetition of keys and values for every query head of a group."""
     query, *repeated = (args[name] for name in ("query", "key", "value"))
     before = [_before_repetition(ref, emitter) for ref in repeated]
     if args["enable_gqa"] or None in before:
@@ -246,7 +245,7 @@ def _grouped(args: Mapping[str, Arg], emitter: Emitter) -> dict[str, Arg]:
 
 
 def _before_repetition(ref: Arg, emitter: Emitter) -> Ref | None:
-    """``b g s d``, if the value is that with every head repeated, ``b (g r) s d``."""
+    """Return ``b g s d`` if the value is that with every head repeated, ``b (g r) s d``; else None."""
     op = _producer(ref, emitter)
     if op is None or not isinstance(op.args[0], Ref) or len(emitter.value(ref).shape) != 4:
         return None

@@ -1,10 +1,9 @@
-"""``shardwise::attention_within``: attention of queries that each see an interval of keys, without a mask of all pairs.
+"""``shardwise::attention_within``: attention of queries that each see an interval of keys, without a full mask.
 
-Query q sees the keys first[q] <= k < end[q], but for those that no query sees (padding). The work goes block by block:
-of some queries with the keys that at least one of them sees. Each block compares positions for a mask of its own, which
-backward makes again. So neither memory nor arithmetic grows with the product of both lengths where intervals are short:
-a window of 4,096 over 131,072 positions is 32 masks of 4,096 by 8,192, one after the other, where one of all pairs
-takes 16 GiB.
+Query q sees the keys first[q] <= k < end[q], except keys that no query sees (padding). The work goes block by block:
+some queries with the keys that at least one of them sees. Each block computes its own mask from positions, and backward
+recomputes it. So neither memory nor arithmetic grows with the product of both lengths if intervals are short: a window
+of 4,096 over 131,072 positions takes 32 masks of 4,096 by 8,192, one at a time, where a full mask takes 16 GiB.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ def _attention_within(
     firsts: Sequence[int],
     ends: Sequence[int],
 ) -> Tensor:
-    """``first``, ``end``: int64 [queries], None where that side is not bounded. ``seen``: booleans [..., 1, keys],
-    False for keys that no query sees. The blocks: ``rows`` queries each, with keys from ``firsts`` up to ``ends``."""
+    """Compute attention block by block. ``first``, ``end``: int64 [queries], None: no bound. ``seen``: booleans [...,
+    1, keys], False for keys that no query sees. Block i: ``rows`` queries, keys from ``firsts[i]`` up to
+    ``ends[i]``."""
     parts, start = [], 0
     for number, lowest, highest in zip(rows, firsts, ends, strict=True):
         begins, stops = (None if x is None else x.narrow(0, start, number) for x in (first, end))
@@ -61,7 +61,7 @@ ATTENTION_WITHIN: Final = torch.ops.shardwise.attention_within.default
 
 
 def interval_mask(keys: Tensor, first: Tensor | None, end: Tensor | None, seen: Tensor | None) -> Tensor | None:
-    """Booleans over (query, key), for positions of keys. None if every query sees every key."""
+    """Return booleans over (query, key) for positions of keys, or None if every query sees every key."""
     conditions = [] if first is None else [keys >= first.unsqueeze(-1)]
     conditions += [] if end is None else [keys < end.unsqueeze(-1)]
     conditions += [] if seen is None else [seen]
@@ -77,8 +77,8 @@ def attend(
     enable_gqa: bool,
     scale: float | None,
 ) -> Tensor:
-    """Scaled dot-product attention. Keys and values are repeated for groups of heads where a device's fused kernels do
-    not know them; others would compute all scores at once."""
+    """Compute scaled dot-product attention. Keys and values are repeated for groups of heads if the device's fused
+    kernels do not support groups, because the fallback would materialize all scores."""
     if enable_gqa and not _knows_groups(query, mask):
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
@@ -90,14 +90,14 @@ def attend(
 
 
 def _knows_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether PyTorch's fused kernels take groups of heads: on a CPU always, on a GPU (flash attention) in half
-    precision and without a mask."""
+    """Return whether PyTorch's fused kernels support groups of heads: always on a CPU; on a GPU (flash attention) in
+    half precision and without a mask."""
     return query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
 
 
 def is_large(seen: Intervals, query: tuple[int, ...], key: tuple[int, ...], itemsize: int) -> bool:
-    """Whether a mask of all pairs takes more memory than the queries and the keys of a sample. ``query``, ``key``:
-    shapes ``... heads positions width``; ``itemsize``: bytes of their numbers."""
+    """Return whether a full mask takes more memory than the queries and keys of a sample. ``query``, ``key``: shapes
+    ``... heads positions width``; ``itemsize``: bytes per element."""
     of_sample = (prod(query[-3:]) + prod(key[-3:])) * itemsize
     return len(seen.lo) * seen.num_keys > of_sample
 
@@ -105,8 +105,9 @@ def is_large(seen: Intervals, query: tuple[int, ...], key: tuple[int, ...], item
 def blocks_of(
     seen: Intervals, query: tuple[int, ...], itemsize: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """``rows, firsts, ends``: blocks of as many queries as one of them sees keys at most, so that those of a window
-    meet two windows of keys; fewer, where a block's mask would take more memory than the queries of a sample."""
+    """Return ``rows, firsts, ends`` of the blocks. A block has as many queries as one of them sees keys at most, so
+    that a block of a window meets two windows of keys; fewer if its mask would take more memory than a sample's
+    queries."""
     number = len(seen.lo)
     widest = int((seen.hi - seen.lo).max())
     of_position = prod(query[-3:]) * itemsize // number
@@ -122,14 +123,14 @@ def blocks_of(
 
 
 def num_pairs(rows: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> int:
-    """Of a query and a key that meet in the blocks."""
+    """Return the number of (query, key) pairs in the blocks."""
     return sum(number * (end - first) for number, first, end in zip(rows, firsts, ends, strict=True))
 
 
 def blocks_at(
     index: Tensor, rows: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The blocks of some of the queries, by their indices in ascending runs."""
+    """Return the blocks of some of the queries, given their indices in ascending runs."""
     block = torch.searchsorted(torch.tensor(rows).cumsum(0), index, right=True)
     which, counts = torch.unique_consecutive(block, return_counts=True)
     return (

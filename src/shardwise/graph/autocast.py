@@ -1,7 +1,7 @@
-"""``torch.autocast`` as casts of a graph: which operands of an operator it casts, asked of torch itself.
+"""``torch.autocast`` as casts of a graph. The casts of an operator are observed from torch itself.
 
-An operator is called on fake tensors with autocast and without, and what reaches the kernels is written down. What is
-cast ahead of the operator becomes a cast in the graph; parameters are cast once, as torch's cache does it.
+An operator is called on fake tensors with and without autocast, and the kernels that run are recorded. Casts ahead of
+the operator become casts in the graph; parameters are cast once, as torch's cache does it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Autocast:
 
     @staticmethod
     def ambient() -> Autocast | None:
-        """The one that is active here. Raises CaptureError for that of a device whose lists are not known: a model is
-        captured on the CPU, and other devices cast other operators."""
+        """Return the active autocast, or None. Raises CaptureError for another device than the CPU: a model is captured
+        on the CPU, and other devices cast other operators."""
         active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
         if not active:
             return None
@@ -42,7 +42,7 @@ class Autocast:
 
     @staticmethod
     def region(device: str, dtype: torch.dtype | None) -> Autocast:
-        """That of a region. Raises CaptureError as ``ambient`` does."""
+        """Return the autocast of a region. Raises CaptureError as ``ambient`` does."""
         if device != "cpu":
             raise CaptureError(
                 problem(
@@ -55,7 +55,7 @@ class Autocast:
 
     @contextmanager
     def active(self, *, cache: bool = True) -> Iterator[None]:
-        """While it lasts, torch casts like this."""
+        """Enable this autocast in torch while the context lasts."""
         with torch.autocast(self.device, self.dtype, cache_enabled=cache):
             yield
 
@@ -64,8 +64,8 @@ class Autocast:
 
 
 def check_ambient(planned: Autocast | None, where: str) -> None:
-    """Raise CaptureError where another autocast is active than a plan was made for; none is right for what is not
-    called by the model's own code. ``where``: around what."""
+    """Raise CaptureError if the active autocast is not the one of the plan; code outside the model must run without
+    any. ``where``: what is being called."""
     active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     if not active or (planned is not None and Autocast.ambient() == planned):
         return
@@ -80,7 +80,7 @@ def check_ambient(planned: Autocast | None, where: str) -> None:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """While it lasts, torch casts nothing by itself."""
+    """Disable autocast while the context lasts."""
     with ExitStack() as stack:
         for device in DEVICES:
             if torch.is_autocast_enabled(device):
@@ -90,15 +90,15 @@ def no_autocast() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """What autocast does ahead of an operator. ``operands``: the position of a tensor among those of the call -> the
-    dtype that it is cast to; ``dtype``: what the operator is told by its argument ``dtype``, if anything."""
+    """The casts that autocast makes ahead of an operator. ``operands``: position of a tensor in the call -> the dtype
+    it is cast to; ``dtype``: the value passed as the operator's argument ``dtype``, if any."""
 
     operands: Mapping[int, torch.dtype]
     dtype: torch.dtype | None = None
 
 
 def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..., Any]], Any]) -> Casts | None:
-    """The casts of a call; None where autocast looks inside the operator, and no casts ahead of it come to the same.
+    """Return the casts of a call; None if autocast casts inside the operator and no casts ahead of it are equivalent.
 
     ``call(make)`` makes the arguments (args, kwargs) of the call, with ``make(shape, dtype)`` for every tensor.
     """
@@ -112,7 +112,7 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
     if any(argument.name == "dtype" for argument in target._schema.arguments):
         candidates.append(Casts(ahead.operands, torch.float32))
     low = {i for i, dtype in enumerate(wanted.dtypes) if dtype.is_floating_point and dtype != torch.float64}
-    candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # of what is made of products, such as einsum
+    candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # for compositions of products, such as einsum
     for cast in candidates:
         kernels = _kernels(None, target, call, cast)
         if kernels is not None and kernels.computing == wanted.computing:
@@ -123,7 +123,7 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
 @dataclass(frozen=True)
 class _KernelTrace:
     """The kernels of a call, in order. ``computing``: those that are neither casts nor views; ``casts``: position of a
-    tensor of the call -> the dtype it was cast to first; ``dtypes``: those of its tensors."""
+    tensor of the call -> the dtype it was first cast to; ``dtypes``: the dtypes of its tensors."""
 
     calls: list[_Call]
     computing: list[_Call]
@@ -134,8 +134,8 @@ class _KernelTrace:
 def _kernels(
     autocast: Autocast | None, target: OpOverload, call: Callable[..., Any], cast: Casts
 ) -> _KernelTrace | None:
-    """What a call on fake tensors comes to after some casts; None where it fails (operands of several dtypes, which an
-    operator may take under autocast only)."""
+    """Trace the kernels of a call on fake tensors after ``cast``. None if the call fails, as with operands of several
+    dtypes, which some operators accept only under autocast."""
     tensors: list[torch.Tensor] = []
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _kernels(
 
 
 class _AutocastRecorder(DispatchMode):
-    """Writes down what reaches the kernels."""
+    """Dispatch mode that records the kernels that run and their casts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The batch of a graph: which inputs have samples, and how many."""
+"""Batch size of a graph and of a call's arguments."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ T = TypeVar("T")
 
 
 def batch_size(graph: Graph) -> int | None:
-    """The size of dim 0 of the first input that has dims; of a part without inputs, of the first activation."""
+    """Return the size of dim 0 of the first input that has dims; for a part without inputs, of the first activation."""
     sources = [s for kind in ("input", "activation") for s in graph.sources if s.kind == kind]
     shapes = [graph.by_name[source.value].shape for source in sources]
     return next((shape[0] for shape in shapes if shape), None)
 
 
 def num_samples(arguments: Any) -> int | None:
-    """The samples of a call's arguments, nested as they are: dim 0 of the first tensor that has dims; None: there is
+    """Return the number of samples of a call's arguments: dim 0 of the first tensor that has dims, or None if there is
     none."""
     shapes = (leaf.shape for leaf in flatten(arguments)[0] if isinstance(leaf, torch.Tensor))
     return next((shape[0] for shape in shapes if shape), None)
 
 
 def with_samples(arguments: T, count: int) -> T:
-    """The arguments with ``count`` samples, without values: every tensor whose dim 0 has the size of the batch gets so
-    many rows; all else is as it was (inputs without samples, numbers)."""
+    """Return the arguments with ``count`` samples and without values. Tensors whose dim 0 has the size of the batch are
+    resized; everything else (inputs without samples, numbers) stays."""
     batch = num_samples(arguments)
     if count == batch:
         return arguments

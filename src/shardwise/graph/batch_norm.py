@@ -20,9 +20,9 @@ aten = torch.ops.aten
 
 
 def batch_norm_with_statistics(op: Op, emitter: Emitter) -> tuple[Ref, Ref, Ref]:
-    """Emits a training-mode ``aten.batch_norm``.
+    """Emit a training-mode ``aten.batch_norm``.
 
-    Its result, and the batch's mean and unbiased variance, detached, of shape (channels,).
+    Return its result, and the batch's mean and unbiased variance, detached, of shape (channels,).
     """
     args = arguments(op)
     x: Ref = args["input"]

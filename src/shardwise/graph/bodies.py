@@ -1,9 +1,8 @@
-"""What was traced between ``enter`` and ``leave`` of a repeated layer (``graph.repeats``), to be written again for the
-others.
+"""Bodies of repeated layers: nodes traced between ``enter`` and ``leave`` (``graph.repeats``), re-emitted per repeat.
 
-A body is *closed*: it uses nothing but the operands of its call and what it makes, and nothing of it is used outside
-but what the call returns. A body that is not, or whose witness has other operators, raises NotRepeated: the model is
-then captured plainly.
+A body must be *closed*: it uses only the operands of its call and values it makes, and only the call's results are used
+outside. A body that is not closed, or whose witness has other operators, raises NotRepeated; the model is then captured
+without repeats.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _ASSERTIONS = {
 
 
 class NotRepeated(Exception):
-    """What looked like a repeat is none."""
+    """Raised when layers that look like repeats are not."""
 
 
 @dataclass(frozen=True)
 class Body:
-    """The nodes of a call, in order. ``path``: of its module; ``prefix``: that of the wrapper around the model."""
+    """The nodes of a call, in order. ``path``: of its module; ``prefix``: path of the wrapper around the model."""
 
     path: str
     prefix: str
@@ -50,7 +49,7 @@ class Body:
 
     @staticmethod
     def between(enter: Node, leave: Node, path: str, prefix: str) -> Body:
-        """Raises NotRepeated for a body that is not closed."""
+        """Return the body between two nodes. Raises NotRepeated if it is not closed."""
         nodes = []
         node = enter.next
         while node is not leave:
@@ -83,7 +82,7 @@ class Body:
                 raise NotRepeated(f"{node} has a mark of its own")
 
     def check_equal(self, witness: Body) -> None:
-        """Raises NotRepeated unless the witness has the operators of this body."""
+        """Raise NotRepeated unless the witness has the operators of this body."""
         known = dict(zip(self.operands, witness.operands, strict=True))
         self._check_nodes(self.nodes, witness.nodes, known, witness)
         if [known.get(node) for node in self.results] != list(witness.results):
@@ -104,7 +103,7 @@ class Body:
             known[node] = other
 
     def _key(self, node: Node, known: Mapping[Node, Node]) -> object:
-        """What a node is. ``known``: node -> the witness's that stands for it."""
+        """Return a key by which nodes are compared. ``known``: node -> its counterpart in the witness."""
         target = node.op if node.op in ("placeholder", "output") else node.target
         line = (node.meta.get("custom") or {}).get(LINE)
         arguments = _key_of((node.args, node.kwargs), known)
@@ -112,32 +111,32 @@ class Body:
         return target, arguments, values, line, is_initial(node), self.relative(module_path(node, self.prefix))
 
     def relative(self, path: str) -> tuple[bool, str]:
-        """A module's path, from that of the body where it is inside of it."""
+        """Return whether a module is inside of the body, and its path, relative to the body if so."""
         if path == self.path or path.startswith(f"{self.path}."):
             return True, path[len(self.path) :]
         return False, path
 
 
 def marks_of(node: Node) -> tuple[Any, Any]:
-    """The region and the segment of a node."""
+    """Return the region and the segment of a node."""
     custom = node.meta.get("custom") or {}
     return custom.get(REGION), custom.get(SEGMENT, "")
 
 
 def is_assertion(target: Any) -> bool:
-    """Whether an operator checks something, and computes nothing."""
+    """Return whether an operator only checks something and computes nothing."""
     return isinstance(target, OpOverload) and operator_name(target) in _ASSERTIONS
 
 
 def storage_of(val: Any) -> int:
-    """What tensors that share memory have in common."""
+    """Return a number that tensors have in common if they share memory."""
     return int(val.untyped_storage()._cdata) if isinstance(val, torch.Tensor) else -1
 
 
 @dataclass(frozen=True)
 class Inlining:
-    """A body that is written again. ``path``: of the module that it stands for; ``marks``: region and segment of the
-    call; ``memory``: storage of a body's operand -> that of the call's; ``offset``: added to storages of its own."""
+    """A re-emitted body. ``path``: the module of this call; ``marks``: region and segment of the call; ``memory``:
+    storage of a body's operand -> storage of the call's; ``offset``: added to the body's other storages."""
 
     body: Body
     path: str
@@ -146,19 +145,19 @@ class Inlining:
     offset: int
 
     def path_of(self, path: str) -> str:
-        """The path of a module of the body, for the call."""
+        """Translate the path of a module of the body to the call."""
         inside, rest = self.body.relative(path)
         return f"{self.path}{rest}" if inside else rest
 
     def storage(self, body_storage: int) -> int:
-        """A storage of the body, for the call."""
+        """Translate a storage of the body to the call."""
         return self.memory.get(body_storage, body_storage + self.offset)
 
 
 @dataclass
 class Bodies:
-    """The bodies of a program. ``entered``, ``left``: their ends, by number; ``repeated``: those that stand elsewhere,
-    too."""
+    """The bodies of a program. ``entered``, ``left``: their first and last nodes, by number; ``repeated``: bodies that
+    have repeats."""
 
     repeats: Repeats
     prefix: str
@@ -168,18 +167,18 @@ class Bodies:
     count: int = 0
 
     def note(self, end: Node) -> None:
-        """An end of a body."""
+        """Record the first or last node of a body."""
         number: Any = end.args[1]
         (self.entered if end.target is ENTER else self.left)[number] = end
 
     def body(self, number: int) -> Body:
-        """A body. Raises NotRepeated."""
+        """Return a body by number. Raises NotRepeated if it is not closed."""
         if number not in self.left:
             raise NotRepeated("a body that does not end")
         return Body.between(self.entered[number], self.left[number], self.repeats.paths[number], self.prefix)
 
     def inlined(self, node: Node, storages: Callable[[Node], int]) -> Inlining:
-        """What stands for a ``repeat``. ``storages``: of the operands of the call. Raises NotRepeated."""
+        """Return the body to emit for a ``repeat`` node. ``storages``: of the call's operands. Raises NotRepeated."""
         arguments: Any = node.args
         operands, number, path = arguments
         if number not in self.repeated:
@@ -192,7 +191,7 @@ class Bodies:
         )
 
     def check(self) -> None:
-        """Raises NotRepeated where a witness differs from a body that is repeated."""
+        """Raise NotRepeated if a witness differs from a body that is repeated."""
         for number, of in self.repeats.witnesses.items():
             if of in self.repeated:
                 self.repeated[of].check_equal(self.body(number))
@@ -217,7 +216,7 @@ def _with_subgraphs(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _key_of(arg: Any, known: Mapping[Node, Node]) -> object:
-    """An argument, with nodes replaced by those that stand for them."""
+    """Return an argument with nodes replaced by their counterparts."""
     if isinstance(arg, Node):
         return known.get(arg, arg)
     if isinstance(arg, (tuple, list)):

@@ -1,4 +1,4 @@
-"""The call that is captured: its arguments, those that are targets of a loss function, and the loss that it returns."""
+"""Arguments of the captured call, the targets of a loss function among them, and the loss that the call returns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.untrusted_text import shorten_repr
 def call_arguments(
     example_inputs: Any, kwargs: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call whose inputs are given as a tensor, a tuple or a dict of named ones. Raises CaptureError
-    for what is none of these."""
+    """Return (args, kwargs) of a call whose inputs are given as a tensor, a tuple, or a dict of named ones. Raises
+    CaptureError for anything else."""
     if not isinstance(kwargs, Mapping | None):
         what = f"kwargs is {shorten_repr(kwargs)}"
         raise CaptureError(problem(what, fix="a dict of the inputs that are passed by name; leave it out for none"))
@@ -34,9 +34,9 @@ def call_arguments(
 def call_module(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Any] | None
 ) -> Any:
-    """What ``capture`` captures, as an ordinary call.
+    """Call the module as ``capture`` does, without capturing.
 
-    The module's output, or what ``loss`` makes of it and of the targets.
+    Return the module's output, or with ``loss`` the loss of that output and the targets.
     """
     own_args, own_kwargs, targets, named = divide_targets(module, tuple(args), dict(kwargs), loss)
     try:
@@ -50,7 +50,7 @@ def call_module(
 def divide_targets(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
-    """(module args, module kwargs, positional targets, named targets)"""
+    """Split a call's arguments into (module args, module kwargs, positional targets, named targets)."""
     if loss is None:
         return args, kwargs, (), {}
     parameters = _parameters_of(loss)
@@ -75,7 +75,7 @@ def divide_targets(
 
 
 def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_targets: int) -> None:
-    """Raise CaptureError for arguments that forward does not take. ``num_targets``: how many are for the loss."""
+    """Raise CaptureError for arguments that forward does not take. ``num_targets``: number of loss targets."""
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -90,7 +90,7 @@ def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _most_positional(module: nn.Module) -> int | None:
-    """How many positional arguments forward takes; None: any number."""
+    """Return the number of positional arguments that forward takes; None: any number."""
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return None
@@ -98,7 +98,7 @@ def _most_positional(module: nn.Module) -> int | None:
 
 
 def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What a loss takes. Raises CaptureError for what is no function, and for a builtin, which does not say."""
+    """Return the parameters of a loss. Raises CaptureError if it is no function, or has no signature (a builtin)."""
     try:
         return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
     except (TypeError, ValueError) as error:
@@ -113,7 +113,7 @@ def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
-    """The scalar that is differentiated, by the convention of ``capture``."""
+    """Return the scalar to differentiate, by the convention of ``capture``."""
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, Mapping):
         candidates.append(output.get("loss"))

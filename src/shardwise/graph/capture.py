@@ -1,11 +1,11 @@
-"""From a PyTorch module and example inputs to a ``Graph``.
+"""Capture of a PyTorch module with example inputs as a ``Graph``.
 
     trace           the call, exported on fake tensors                                    tracing.py
     functionalize   values instead of memory                                              functionalize.py
     simplify        no-op casts, copies and views dropped                                 simplify.py
-    fold_masks      attention that knows its mask, repeated heads grouped                 masks.py
+    fold_masks      attention with known masks, repeated heads grouped                    attention_masks.py
     normalize       forms whose factors can all be split                                  normalize.py
-    unsort          rows that are sorted by expert, computed where they were              unsort.py
+    eliminate_expert_sorts    rows sorted by expert, computed in their original order     expert_sort_elimination.py
     align_lookups   lookups that pair a dim's rows with their positions, element-wise in it    lookups.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
 
@@ -77,8 +77,8 @@ ROOT_SCOPE = "/"
 
 @dataclass(frozen=True, slots=True)
 class OutputMemory:
-    """Whose memory an output has on one device: the value of a source, or a name that is common to outputs which share
-    memory. ``geometry``: size, strides and offset of the output in a source's memory that is contiguous."""
+    """The memory of an output on one device: the value of a source, or a name shared by outputs that share memory.
+    ``geometry``: size, strides and offset of the output within a contiguous source."""
 
     name: str
     geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
@@ -88,10 +88,10 @@ class OutputMemory:
 class Capture:
     """A captured call.
 
-    ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of what the call returns (of the loss, if a loss
-    function was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: what the
-    user fixed, by scope. ``memories``: of the outputs; None for constants. ``segments``: the parts that the
-    model or the user wants computed again in backward.
+    ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of the call's result (of the loss, if a loss function
+    was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: the user's
+    strategies, by scope. ``memories``: of the outputs; None for constants. ``segments``: the parts that the model or
+    the user wants recomputed in backward.
     """
 
     graph: Graph
@@ -113,19 +113,19 @@ def capture(
     precision: Precision = MODELS_OWN,
     input_gradients: bool = False,
 ) -> Capture:
-    """Captures ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
+    """Capture ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
 
     Example inputs may be real, meta or fake tensors; other leaves (numbers, strings, None) are baked into the graph.
     ``loss`` has one required positional parameter for the output and n for targets: the last n positional examples, or
     the keyword examples that are named like its parameters and not like a parameter of the module's ``forward``.
     Without ``loss``, the loss is the output if it is a floating scalar, else its ``loss`` (attribute or key), else its
     first leaf if that is a floating scalar, else None. ``strategies`` maps patterns over module paths
-    ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every module that matches. ``precision``: the graph
-    has the dtypes that are computed in, and its sources say in which others they are stored, given and reduced. What
-    ``torch.autocast`` casts, around the call or in regions of the model, is cast in the graph. ``input_gradients``:
+    ("transformer.h.*.attn.c_attn") to strategies, like ``shard`` on every matching module. ``precision``: the graph has
+    the compute dtypes; its sources name the dtypes for storage, inputs and gradient reduction where these differ. Casts
+    of ``torch.autocast``, around the call or in regions of the model, become casts in the graph. ``input_gradients``:
     examples that require a gradient get one; else the loss is differentiated with respect to parameters alone.
 
-    Raises CaptureError with the line of the model and the mend if the model can not be captured.
+    Raises CaptureError with the line of the model and a fix if the model cannot be captured.
     """
     check_kinds(module)
     check_memory(module)
@@ -183,8 +183,8 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """A tensor of the call: its name, an example in the dtype that is computed with, and the dtype in which it is
-    given, where that is another."""
+    """A tensor of the call: its name, an example in the compute dtype, and the dtype in which it is passed if that
+    differs."""
 
     name: str
     example: torch.Tensor
@@ -199,14 +199,14 @@ class InputTensor:
 
 
 def _is_among(path: tuple[Any, ...], num_args: int, kwargs: Collection[str]) -> bool:
-    """Whether a leaf of (args, kwargs) belongs to the first arguments, or to some of the keywords."""
+    """Return whether a leaf of (args, kwargs) is one of the first ``num_args`` arguments or of the named keywords."""
     return path[1].idx < num_args if path[0].idx == 0 else path[1].key in kwargs
 
 
 def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...]) -> Graph:
-    """Captures a function over tensors. The sources are the examples, in order, used or not; requires_grad is theirs.
+    """Capture a function over tensors. The sources are the examples, in order, used or not, with their requires_grad.
 
-    Raises CaptureError if the function makes tensors from data: a graph alone has nowhere to keep constants.
+    Raises CaptureError if the function makes tensors from data, since a graph alone cannot hold constants.
     """
 
     def run(_: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
@@ -253,10 +253,10 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 def _to_graph(
     traced: ExportedCall, module: nn.Module, inputs: tuple[InputTensor, ...], precision: Precision = MODELS_OWN
 ) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[OutputMemory | None, ...], tuple[Segment, ...]]:
-    """The finished graph, its constants, the scope of every region ("" if it covers no operator), the memories of its
-    outputs, and its segments."""
+    """Return the finished graph, its constants, the scope of every region ("" if it covers no operator), the memories
+    of its outputs, and its segments."""
     raw, constants, functionalizer, memories = _functional_graph(traced, module, inputs, precision)
-    # Until ``normalize`` has counted random calls, those stay whose numbers the model does not use.
+    # Unused random calls stay until ``normalize`` has counted them.
     _announce_dense(raw)
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial
     graph = eliminate_dead_code(raw, keep=drawing)
@@ -278,7 +278,7 @@ def _to_graph(
 
 
 def _announce_dense(graph: Graph) -> None:
-    """Warns of lookups that ask for a sparse gradient: under a plan it is dense."""
+    """Warn about lookups that ask for a sparse gradient: under a plan it is dense."""
     for op in graph.ops:
         if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
             where = f" ({op.source})" if op.source else ""
@@ -291,8 +291,8 @@ def _announce_dense(graph: Graph) -> None:
 
 
 def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
-    """Initial values that the model draws while it runs are no random calls: whoever builds a layer once, or copies
-    weights into it, does not use them. Raises CaptureError where they are used."""
+    """Raise CaptureError if values drawn by ``torch.nn.init`` during the call are used. They are not random calls of
+    the model: a layer built in forward is usually built once, or gets its weights copied."""
     for op in graph.ops:
         if op.name in initial and is_random(op.target):
             raise CaptureError(
@@ -309,7 +309,7 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
 def _functional_graph(
     traced: ExportedCall, module: nn.Module, inputs: tuple[InputTensor, ...], precision: Precision
 ) -> tuple[Graph, dict[str, torch.Tensor], Functionalizer, tuple[OutputMemory | None, ...]]:
-    """The graph as traced, the data of all constants, who made it, and the memories of its outputs."""
+    """Return the graph as traced, the data of all constants, the functionalizer, and the memories of the outputs."""
     outcome = traced.outcome
     functionalizer, nodes, constants, canonical = _functionalized(
         traced.program, module, inputs, precision, traced.transformed, traced.repeats
@@ -328,7 +328,7 @@ def _functional_graph(
 
 
 def _memory(functionalizer: Functionalizer, node: Node) -> OutputMemory:
-    """Whose memory a returned tensor has. What was cast is another tensor than the source."""
+    """Return the memory of a returned tensor. A cast source is a new tensor."""
     name, geometry = functionalizer.memory_of(node)
     value = functionalizer.emitter.values.get(name)
     return OutputMemory(name, geometry) if value is None or value.stored is None else OutputMemory(f"#{name}")
@@ -342,8 +342,8 @@ def _functionalized(
     transformed: str = "",
     repeats: Repeats | None = None,
 ) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
-    """What emitted the program's nodes, the nodes that it returns, the data of its constants, and qualified name of a
-    parameter, buffer or constant -> its value."""
+    """Return the functionalizer that emitted the program's nodes, the returned nodes, the data of the constants, and a
+    map from the qualified name of a parameter, buffer or constant to its value."""
     sources, values, canonical = _module_sources(module, precision)
     constants: dict[str, torch.Tensor] = {}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -367,9 +367,8 @@ def _functionalized(
 
 
 def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: ExportedCall) -> None:
-    """Raises CaptureError if the Python state that a call changes, or what it reads, makes the next call compute
-    something else, and warns of state that goes on changing, and of what was read: what is captured is the first
-    call."""
+    """Raise CaptureError if Python state that the call changes or reads makes the next call compute something else.
+    Warn about state that keeps changing, and about impure reads: the graph is that of the first call."""
     changed = traced.outcome.changed
     if traced.outcome.registered:
         raise CaptureError(
@@ -400,7 +399,7 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
 
 
 def _compared(called: ModuleCall, inputs: tuple[InputTensor, ...]) -> tuple[TwoCalls, str]:
-    """What two calls after each other returned, and what the second computes otherwise, or ""."""
+    """Trace two consecutive calls. Return both, and what the second computes differently, or ""."""
     program, calls = trace_pair(called)
     functionalizer, nodes, constants, _ = _functionalized(program, called.module, inputs, called.precision)
     outputs = tuple(map(functionalizer.ref_of, nodes))
@@ -412,8 +411,8 @@ def _compared(called: ModuleCall, inputs: tuple[InputTensor, ...]) -> tuple[TwoC
 def _without_effect(
     called: ModuleCall, inputs: tuple[InputTensor, ...], traced: ExportedCall
 ) -> Collection[ImpureRead]:
-    """The reads whose other answer changes nothing: whether gradients are recorded, where a second call that is
-    answered the opposite computes the same."""
+    """Return the reads whose answer has no effect: queries of whether gradients are enabled, if a second call that gets
+    the opposite answers computes the same."""
     reads, answered, calls = ask_gradients(traced.reads), set[ImpureRead](), count()
     if not reads:
         return ()
@@ -423,13 +422,13 @@ def _without_effect(
 
     try:
         _, what = _compared(called.inside(second_answered_otherwise), inputs)
-    except CaptureError:  # the model takes another path, which is not captured: the reading has an effect
+    except CaptureError:  # the model takes a path that cannot be captured: the read has an effect
         return ()
     return () if what else reads & answered
 
 
 def _module_sources(module: nn.Module, precision: Precision) -> tuple[list[Source], list[Value], dict[str, str]]:
-    """A source for every parameter and buffer, by identity of the tensor; and qualified name -> value."""
+    """Return a source per distinct parameter or buffer tensor, their values, and a map from qualified name to value."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     parameters = [*module.named_parameters(remove_duplicate=False)]
@@ -481,7 +480,7 @@ def _unprefixed(target: str | None) -> str:
 
 
 def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor:
-    """The data of a tensor that the model made from Python numbers or holds as an attribute.
+    """Return the data of a tensor that the model made from Python numbers or holds as an attribute.
 
     ``node``: its placeholder.
     """
@@ -504,7 +503,7 @@ def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor
 
 
 def _scope_names(regions: tuple[AnnotatedRegion, ...], paths: Mapping[int, str]) -> tuple[str, ...]:
-    """The scope of every region.
+    """Return the scope of every region.
 
     A module's path ("/" for the root), or "<module path>/<function>", numbered when repeated.
     """

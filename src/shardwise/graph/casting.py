@@ -1,4 +1,4 @@
-"""The casts that autocast makes while a program becomes a graph."""
+"""Insertion of autocast's casts while a program is converted to a graph."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FIX = "call it under torch.autocast(..., enabled=False) with operands that are 
 
 
 class Casting:
-    """``autocast``: what is active where the program is now. What was cast of a trained parameter to autocast's own
-    dtype is known until the outermost region ends, as torch's cache has it."""
+    """Inserts casts for the active ``autocast``. As in torch's cache, a trained float32 parameter that was cast to
+    autocast's dtype is reused until the outermost region ends."""
 
     def __init__(self, emitter: Emitter, autocast: Autocast | None) -> None:
         self.emitter, self.autocast = emitter, autocast
@@ -31,7 +31,7 @@ class Casting:
 
     @contextmanager
     def region(self, autocast: Autocast | None) -> Iterator[None]:
-        """A region with an autocast of its own, or with none."""
+        """Enter a region with its own autocast, or with none."""
         before, self.autocast = self.autocast, autocast
         yield
         self.autocast = before
@@ -39,7 +39,7 @@ class Casting:
             self._known = {}
 
     def ahead_of(self, op: Op, cast: Callable[[str, torch.dtype], Ref], *, remembers: bool) -> Op:
-        """The operator with the operands that ``cast`` makes. Raises CaptureError where autocast casts inside of it."""
+        """Return the operator with operands cast by ``cast``. Raises CaptureError if autocast casts inside of it."""
         if self.autocast is None or not isinstance(op.target, OpOverload):
             return op
         names = refs((op.args, tuple(value for _, value in op.kwargs)))
@@ -72,7 +72,7 @@ class Casting:
         return cast_ref
 
     def _example(self, op: Op, make: Callable[..., Any]) -> tuple[Any, Any]:
-        """The arguments of an operator with examples for its tensors, in the order of ``refs``."""
+        """Return the arguments of an operator with examples for its tensors, in the order of ``refs``."""
 
         def filled(arg: Arg) -> Any:
             if isinstance(arg, tuple):
@@ -85,7 +85,7 @@ class Casting:
         return [filled(arg) for arg in op.args], {key: filled(value) for key, value in op.kwargs}
 
     def check(self, results: Sequence[Ref], val: Any, op: Op) -> None:
-        """Raise CaptureError unless results have the dtypes that the model saw. ``val``: those, as it was traced."""
+        """Raise CaptureError unless the results have the dtypes that the model saw. ``val``: the traced results."""
         if self.autocast is None:
             return
         for ref, fake in zip(results, tensor_results(val), strict=True):

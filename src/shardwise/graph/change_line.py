@@ -1,4 +1,4 @@
-"""The line of a model after which something is no longer what it was."""
+"""Search for the line of a model that changes some state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.garbage_collector import without_gc
 from shardwise.graph.origins import is_of_models
 
-Watching = Callable[[], AbstractContextManager[None]]  # what a model runs in, to be watched
+Watching = Callable[[], AbstractContextManager[None]]  # the context in which a watched model runs
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""What the code of a call uses beside its arguments and the model's tensors: names of files, closures, attributes of
-classes, what objects and containers hold, and the dtype in which torch makes new tensors.
+"""Guards on what the code of a call reads besides its arguments and the model's tensors: globals, closures, class
+attributes, contents of objects and containers, and torch's default dtype.
 
-One device reads them anew in every call. A program goes on with what they were when the call was captured. So a rank
-asks in every call whether they are the same: of every place whether it holds the same object, and by value only where
-one does not.
+Eager code reads them again in every call; a program keeps the values at capture. So a rank checks in every call that
+they are unchanged: by object identity first, and by value only where the object is another.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _OF_USERS = (Namespace, SimpleNamespace, threading.local)  # classes of Python w
 
 
 class ReadAttribute(NamedTuple):
-    """What ``get(holder, key)`` was."""
+    """A read: ``get(holder, key)`` returned ``value``."""
 
     get: Callable[[Any, Any], object]
     holder: Any
@@ -48,7 +47,7 @@ class ReadAttribute(NamedTuple):
 
 
 class ClosureGuards:
-    """What was read when somebody last took ``note``."""
+    """The values read by the last ``note``, to be compared by ``check``."""
 
     def __init__(self, names: Iterable[str], read: Callable[[_GuardReader], None]) -> None:
         self._names, self._read = frozenset(names), read
@@ -56,13 +55,13 @@ class ClosureGuards:
 
     @staticmethod
     def of_code(code: ReachableCode) -> ClosureGuards:
-        """What some code uses, which is read again in every capture."""
+        """Guard everything that some code uses; it is read again in every capture."""
         return ClosureGuards(_names_of(code), lambda reader: reader.read_code(code))
 
     @staticmethod
     def of_settings(module: nn.Module, code: ReachableCode) -> ClosureGuards:
-        """The objects and containers of numbers and texts that a model has as attributes and its code names: whoever
-        made the model may have them, too, and ranks have copies."""
+        """Guard objects and containers of numbers and texts that are attributes of the model and named in its code. The
+        creator of the model may still hold them and change them, while ranks have copies."""
         settings = {
             f"{path}.{name}" if path else name: value
             for path, owner in module.named_modules()
@@ -72,16 +71,16 @@ class ClosureGuards:
         return ClosureGuards(_names_of(code), lambda reader: reader.read_all(settings))
 
     def note(self) -> None:
-        """From now on things are to be as they are now."""
+        """Take the present values as the expected ones."""
         self._take(self._now())
 
     def check(self) -> None:
-        """Raise ShardwiseError where something is no longer what it was."""
+        """Raise ShardwiseError if a value changed since ``note``."""
         if all(map(is_, map(call, self._gets, self._holders, self._keys), self._values)):
             return
         now = self._now()
         changed = self._reader.changed(now)
-        if not changed:  # other objects of the same values
+        if not changed:  # other objects with the same values
             self._take(now)
             return
         raise ShardwiseError(
@@ -107,8 +106,8 @@ class ClosureGuards:
 
 
 class _GuardReader:
-    """Reads down to numbers, texts, tensors and identities. ``leaves``: where -> a key that tells values apart;
-    ``texts``: what a reader sees."""
+    """Reads values down to numbers, texts, tensors and identities. ``leaves``: location -> a key that distinguishes
+    values; ``texts``: how values are printed."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
@@ -119,8 +118,8 @@ class _GuardReader:
         self._seen: set[int] = set()
 
     def changed(self, after: _GuardReader) -> str:
-        """``model.py: SCALE (2.0 -> 3.0)``, or "" where nothing differs. New functions, classes and containers in a
-        container are no difference: it may be a registry or a cache."""
+        """Describe the differences, as in ``model.py: SCALE (2.0 -> 3.0)``, or return "". New functions, classes and
+        containers inside a container do not count: it may be a registry or a cache."""
         apart: list[str] = []
         for before, other in ((self, after), (after, self)):
             alone = [where for where in before.leaves if where not in other.leaves]
@@ -134,12 +133,12 @@ class _GuardReader:
     # -- places --------------------------------------------------------------------------------------------------------
 
     def read_all(self, values: Mapping[str, object]) -> None:
-        """Values by name."""
+        """Read values by name."""
         for name, value in values.items():
             self.read(name, value)
 
     def read_code(self, code: ReachableCode) -> None:
-        """What code uses, and torch's default dtype."""
+        """Read everything that the code uses, and torch's default dtype."""
         loss = code.loss if isinstance(code.loss, nn.Module) else None
         of_loss = set() if loss is None else set(map(id, loss.modules()))
         self._seen.update(set(map(id, code.owners)) - of_loss)
@@ -168,19 +167,19 @@ class _GuardReader:
             self.read("the loss", loss)
 
     def _at(self, get: Callable[[Any, Any], object], holder: Any, key: Any, where: str) -> None:
-        """A place, and what it holds."""
+        """Guard ``get(holder, key)`` and read its value."""
         value = get(holder, key)
         self.places.append(ReadAttribute(get, holder, key, value))
         self.read(where, value)
 
     def _if(self, is_so: Callable[[Any, Any], bool], holder: Any, key: Any) -> None:
-        """A place that holds whether something is as it is now."""
+        """Guard a predicate that is true now."""
         self.places.append(ReadAttribute(is_so, holder, key, True))
 
     # -- values --------------------------------------------------------------------------------------------------------
 
     def read(self, where: str, value: Any) -> None:
-        """A value that the code comes to, and what it holds."""
+        """Read a value and its contents."""
         if isinstance(value, torch.Tensor):
             self.numbers.add(where)
             self._read_tensor(where, value)
@@ -239,7 +238,7 @@ class _GuardReader:
             self._at(dict.get, table, name, f"{where}.{name}")
 
     def _read_module(self, where: str, module: nn.Module) -> None:
-        """A module that is not a part of the model: of its numbers programs have copies."""
+        """Read a module that is not a part of the model; programs hold copies of its numbers."""
         for path, owner in module.named_modules():
             prefix = f"{where}.{path}" if path else where
             if id(owner) in self._seen and owner is not module:
@@ -279,12 +278,12 @@ class _GuardReader:
 
 
 def _names_of(code: ReachableCode) -> frozenset[str]:
-    """The names of attributes that code may use, by name or through ``getattr``."""
+    """Return the names of attributes that code may use, by name or through ``getattr``."""
     return frozenset(code.names | code.texts | {"forward"})
 
 
 def _is_settings(value: Any, depth: int = 4) -> bool:
-    """Whether there is nothing but numbers and texts in a value, so that no tensor is kept alive with it."""
+    """Return whether a value holds only numbers and texts, so that keeping it keeps no tensor alive."""
     if is_constant(value):
         return True
     if isinstance(value, (list, tuple, dict, set)) and size_of(value) <= _MOST_ITEMS:
@@ -302,7 +301,7 @@ def _globals_of(code: CodeType) -> set[str]:
 
 
 def _is_of_a_user(value: object) -> bool:
-    """Whether an object is of a class whose attributes a user's code may set."""
+    """Return whether an object's class allows user code to set its attributes."""
     return isinstance(value, _OF_USERS) or is_module_of_models(sys.modules.get(type(value).__module__))
 
 
@@ -324,7 +323,7 @@ def _default_dtype(_: None, __: None) -> torch.dtype:
 def _content(cell: CellType, _: None) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing is in it
+    except ValueError:  # empty
         return None
 
 

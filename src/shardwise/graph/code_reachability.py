@@ -1,7 +1,7 @@
-"""The code that a call of a module may run, as far as it can be followed by names.
+"""The code that a call of a module may run, found by following names.
 
-From the ``forward`` of the modules' classes, through globals, closures, attributes of modules, and methods that any of
-the classes has under a name that is used. What is called through a container or a computed name is not found.
+The search starts at the ``forward`` of the modules' classes and follows globals, closures, attributes of modules, and
+methods of any found class whose name is used. Calls through a container or a computed name are not found.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MOST_OBJECTS = 100_000  # that are looked at in a cache
 
 @dataclass
 class ReachableCode:
-    """``names``: that the code uses; ``texts``: that it has as constants; ``values``: what globals, closures and
-    attributes of modules and owners with these names are; ``caches``: functions under ``functools.cache`` or
-    ``lru_cache``; ``owners``: the modules; ``functions``: that were followed; ``classes``: whose methods it may call;
-    ``bound``: objects whose methods it may call bound, and functions with some of their arguments; ``loss``: the
-    function that computes the loss."""
+    """Code found so far. ``names``: names the code uses; ``texts``: its string constants; ``values``: values of
+    globals, closures and attributes of modules and owners with these names; ``caches``: functions under
+    ``functools.cache`` or ``lru_cache``; ``owners``: the modules; ``functions``: functions followed; ``classes``:
+    classes whose methods may be called; ``bound``: objects with bound methods, and partial functions; ``loss``: the
+    loss function."""
 
     names: set[str] = field(default_factory=set)
     values: list[Any] = field(default_factory=list)
@@ -47,7 +47,7 @@ class ReachableCode:
     _pending: list[FunctionType] = field(default_factory=list)
 
     def meet(self, value: Any) -> None:
-        """A value that the code may use."""
+        """Add a value that the code may use."""
         if issubclass(type(value), (MethodType, functools.partial)):
             self.bound.append(value.__self__ if type(value) is MethodType else value)
         value = function_of(value)
@@ -64,7 +64,7 @@ class ReachableCode:
             self._pending.append(value)
 
     def meet_class(self, kind: type, *first: str) -> None:
-        """A class whose methods the code may call by their names, and calls ``first``."""
+        """Add a class whose methods the code may call by name, and of which it calls ``first``."""
         if id(kind) not in self._seen:
             self._seen.add(id(kind))
             self.classes.append(kind)
@@ -72,7 +72,7 @@ class ReachableCode:
                 self.meet(vars(kind).get(name))
 
     def follow(self) -> None:
-        """Everything that the functions met so far use."""
+        """Add everything that the functions found so far use."""
         while self._pending:
             function = self._pending.pop()
             self.functions.append(function)
@@ -84,7 +84,7 @@ class ReachableCode:
             self.names |= names
             candidates: list[Any] = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
             for cell in function.__closure__ or ():
-                with suppress(ValueError):  # a cell that is empty yet
+                with suppress(ValueError):  # an empty cell
                     candidates.append(cell.cell_contents)
             modules: set[ModuleType] = set()
             while candidates:
@@ -100,7 +100,7 @@ class ReachableCode:
 def reachable_code(
     module: nn.Module, loss: Callable[..., Any] | None = None, argument_functions: Iterable[Callable[..., Any]] = ()
 ) -> ReachableCode:
-    """What a call of a module, and of a loss, may run. ``argument_functions``: those among the call's arguments."""
+    """Return the code that a call of a module and of a loss may run, given the functions among its arguments."""
     owners = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
     code = ReachableCode(owners=owners, loss=loss)
     for owner in code.owners:
@@ -116,7 +116,7 @@ def reachable_code(
 
 
 def names_in_methods(kind: type, names: Collection[str]) -> set[str]:
-    """Names, and those that the methods use which have such names, of a class of a user's."""
+    """Return the names, and those with such names that are used in the methods of a user's class."""
     used, pending = set(names), [*names, "__call__"]
     while pending:
         name = pending.pop()
@@ -146,9 +146,9 @@ def _texts(code: CodeType) -> Iterator[str]:
 
 @contextmanager
 def empty_tensor_caches(code: ReachableCode, *, keeps: bool = True) -> Iterator[None]:
-    """With no tables of tensors in caches: what was called earlier changes no graph. Afterwards, without what was made
-    of tensors without data, or of any tensors (``keeps`` is False: they are float64, which the model's are not). Other
-    objects stay: settings, or a module, of which there is one are not made anew."""
+    """Empty caches that hold tensors while the context lasts, so that earlier calls do not affect the graph. Afterwards
+    drop entries made with fake tensors, or (``keeps`` False, where they are float64 and the model's are not) any
+    tensors. Other entries stay: settings or a shared module must not be created again."""
     _empty_tables(code)
     try:
         yield
@@ -168,7 +168,7 @@ def _empty_tables(code: ReachableCode) -> None:
 
 
 def _contents(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:
-    """What a cache holds, itself or in what it holds, but for the model, on whose methods it may be."""
+    """Return the nested contents of a cache, except the model's modules: the cache may decorate their methods."""
     objects: list[Any] = []
     seen = {id(cache), id(cache.__wrapped__), *map(id, owners)}
     pending: list[Any] = [cache]

@@ -1,4 +1,4 @@
-"""Operators that are functions of others, traced as what they call: rules are for that.
+"""Decompositions of composite operators: they are traced as the operators that they call, which have rules.
 
 PyTorch computes most of them like this itself (CompositeImplicitAutograd): their derivatives are those of eager.
 """
@@ -29,7 +29,7 @@ _COMPOSITE = """
 
 
 def _overloads(packet: OpOverloadPacket) -> Iterator[OpOverload]:
-    """The functional overloads of a packet. Some have a schema, and no operator."""
+    """Iterate over the functional overloads of a packet. Some have a schema but no operator."""
     for target in (getattr(packet, name) for name in packet.overloads()):
         if not target._schema.is_mutable and torch._C._dispatch_has_kernel(target.name()):
             yield target
@@ -41,7 +41,7 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def _block_diag(tensors: Sequence[Tensor]) -> Tensor:
-    """Every block with zeros on its left and right."""
+    """Pad every block with zeros on its left and right."""
     blocks = [torch.atleast_2d(tensor) for tensor in tensors]
     width, offset, rows = sum(block.shape[1] for block in blocks), 0, []
     for block in blocks:
@@ -58,7 +58,7 @@ def _native_group_norm(
 
 
 def _combinations(self: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """PyTorch's own selects by a mask."""
+    """Replace PyTorch's own, which selects by a mask."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     rows = list(choose(range(self.shape[0]), r))
     return self[torch.tensor(rows, dtype=torch.int64).reshape(len(rows), r)]
@@ -67,7 +67,7 @@ def _combinations(self: Tensor, r: int = 2, with_replacement: bool = False) -> T
 def _cov(
     self: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """PyTorch's own looks at the weights' data."""
+    """Replace PyTorch's own, which inspects the weights' data."""
     x = self if self.dim() == 2 else self.reshape(1, -1)
     if fweights is None and aweights is None:
         centred = x - x.mean(1, keepdim=True)
@@ -143,7 +143,7 @@ COMPOSITES: Mapping[OpOverload, Callable[..., Any]] = {
 
 
 def _unless_cast(target: OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Under autocast an operator stays whole if the casts of what it calls are others than its own."""
+    """Keep an operator whole under autocast if the operators that it calls are cast differently than itself."""
     is_cast = target.has_kernel_for_dispatch_key(torch.DispatchKey.AutocastCPU)
     stays = is_cast or function != target.decompose
     return lambda *args, **kwargs: (
@@ -156,7 +156,7 @@ _TRACED = {target: _unless_cast(target, function) for target, function in COMPOS
 
 @contextmanager
 def composites_written_out() -> Iterator[None]:
-    """While a model is traced, its composites become the operators that they call."""
+    """Decompose composites while a model is traced."""
     if proxy_tensor.get_proxy_mode() is None:
         yield
         return

@@ -1,17 +1,17 @@
-"""Cutting a graph into parts, one for every stage of a pipeline.
+"""Cutting of a graph into parts, one per pipeline stage.
 
-A part is a graph of its own. What other parts make comes in as a source of the kind ``activation``; what later parts
-need is an output, and one of the part's ``cotangents`` where a gradient of the loss flows back through it. Executed one
-after another, forward and then backward, the parts compute what the graph does:
+A part is a graph of its own. Values of other parts come in as sources of the kind ``activation``. Values that later
+parts need are outputs, and also ``cotangents`` of the part if a gradient of the loss flows back through them. Executed
+one after another, forward and then backward, the parts compute what the graph does:
 
 * A value that a later part than the next one uses is *carried*: the parts between receive it and send it on, and its
   cotangent takes the same way back.
 * What depends on no input and no parameter (positions, masks, random numbers of the seed) is not sent: every part that
   uses it *repeats* its operators.
 * A parameter that several parts use (tied weights) is a source of each; its gradient is the sum of theirs. So is an
-  input, and a buffer that is only read, or rewritten with what is repeated.
+  input, and a buffer that is only read, or rewritten with repeated values.
 * A buffer that is rewritten with computed data (running statistics) stays with the part that computes them. Later
-  parts that read it receive its old value; an earlier reader is refused, since nothing but cotangents goes backwards.
+  parts that read it receive its old value; an earlier reader is refused, since only cotangents are sent backwards.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.ir import Graph, Op, Ref, Source, refs
 from shardwise.graph.schema import is_random
 
-# Namespaces of operators that are functions of their arguments alone. What a user registers may be anything.
+# Namespaces of operators that depend only on their arguments. A user's operators may not.
 PURE = ("aten", "prims", "shardwise")
 
 
 @dataclass(frozen=True, slots=True)
 class CutValue:
-    """A value that part ``maker`` makes and the operators of ``users``, later parts, use."""
+    """A value that part ``maker`` makes and operators of ``users``, later parts, use."""
 
     value: str
     maker: int
@@ -39,19 +39,19 @@ class CutValue:
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """The parts that it comes to: the next one, and on to the last that uses it."""
+        """Return the parts that receive it: from the next one to the last user."""
         return tuple(range(self.maker + 1, self.users[-1] + 1))
 
     @property
     def carriers(self) -> tuple[int, ...]:
-        """The parts that only pass it on."""
+        """Return the parts that only forward it."""
         return tuple(part for part in self.receivers if part not in self.users)
 
 
 @dataclass(frozen=True)
 class GraphCut:
     """A graph in parts. ``crossings``: the values that parts send, in order of definition. ``output_parts``: per tensor
-    among the graph's outputs the part that delivers it."""
+    output of the graph, the part that computes it."""
 
     parts: tuple[Graph, ...]
     crossings: tuple[CutValue, ...]
@@ -59,16 +59,16 @@ class GraphCut:
 
     @cached_property
     def repeated(self) -> dict[str, tuple[int, ...]]:
-        """Operator -> the parts that repeat it, for those that are in several."""
+        """Return operator -> the parts that repeat it, for operators in several parts."""
         return _in_several((op.name for op in part.ops) for part in self.parts)
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Parameter, input or buffer -> the parts that hold it, for those that are in several."""
+        """Return parameter, input or buffer -> the parts that hold it, for those in several parts."""
         return _in_several((s.value for s in part.sources if s.kind != "activation") for part in self.parts)
 
     def sends(self, part: int) -> tuple[str, ...]:
-        """The values that a part sends to the next one."""
+        """Return the values that a part sends to the next one."""
         return tuple(crossing.value for crossing in self.crossings if part + 1 in crossing.receivers)
 
 
@@ -81,7 +81,7 @@ def _in_several(names_of_parts: Iterable[Iterable[str]]) -> dict[str, tuple[int,
 
 
 def cut_graph(graph: Graph, boundaries: Sequence[str]) -> GraphCut:
-    """The graph cut before each of some operators, named in execution order: one part more than there are boundaries.
+    """Cut the graph before each of the ``boundaries``, operators in execution order: one part more than boundaries.
 
     Raises PlanError for an operator that does not exist, boundaries out of order, and a part without operators.
     """
@@ -107,8 +107,8 @@ def cut_graph(graph: Graph, boundaries: Sequence[str]) -> GraphCut:
 
 
 def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
-    """The graph cut into parts of named operators: every operator in one of them, none before what it needs. Operators
-    keep their order inside a part.
+    """Cut the graph into parts of named operators. Every operator is in one part, none in an earlier one than its
+    operands need. Operators keep their order inside a part.
 
     Raises PlanError naming the operators at fault.
     """
@@ -146,8 +146,8 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
 
 
 def extract_part(graph: Graph, ops: Sequence[str]) -> Graph:
-    """The part of a graph that holds the named operators: it receives what they need, and delivers what all others need
-    of them. Raises PlanError where another operator would have to run between them."""
+    """Return the part that holds the named operators; it receives what they need and delivers what other operators
+    need. Raises PlanError if another operator would have to run between them."""
     _check_exist(graph, ops)
     if not ops:
         raise PlanError(problem("a part of no operators", fix="name at least one"))
@@ -165,7 +165,7 @@ def _check_exist(graph: Graph, names: Iterable[str]) -> None:
 
 
 def _ancestors(graph: Graph, ops: Iterable[str]) -> set[str]:
-    """The operators whose results some operators need, directly or through others."""
+    """Return the operators on whose results ``ops`` depend, directly or through others."""
     ancestors: set[str] = set()
     pending = list(ops)
     while pending:
@@ -178,7 +178,7 @@ def _ancestors(graph: Graph, ops: Iterable[str]) -> set[str]:
 
 
 def free_values(graph: Graph) -> frozenset[str]:
-    """The values that depend on no input and no parameter."""
+    """Return the values that depend on no input and no parameter."""
     known = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
     for op in graph.ops:
         pure = op.target.namespace in PURE and not is_random(op.target)
@@ -189,9 +189,9 @@ def free_values(graph: Graph) -> frozenset[str]:
 
 @dataclass
 class _Cutter:
-    """Where everything of a graph goes. ``maker``: the part that computes a value which is sent rather than repeated,
-    or that rewrites a buffer with computed data. ``carries``: values that skip parts pass through them. ``needed``: per
-    part what it uses and neither computes nor receives from an operator: sources, and values that it repeats."""
+    """Assigns everything in a graph to parts. ``maker``: the part that computes a sent value or a buffer's computed
+    data. ``carries``: whether parts between forward values. ``needed``: per part, the sources it uses and the values it
+    repeats, unless it computes them or receives them from an operator."""
 
     graph: Graph
     part_of: dict[str, int]
@@ -227,12 +227,12 @@ class _Cutter:
         return self.free.issuperset(op.results)
 
     def _home_of_buffer(self, buffer: str) -> int:
-        """The part that computes what is written into a buffer; where that is an input, the first that reads it."""
+        """Return the part that computes a buffer's new value; if that is an input, the buffer's first reader."""
         value = self.written[buffer]
         return self.maker[value] if value in self.maker else min(self.users.get(buffer, ()), default=0)
 
     def _output_parts(self) -> dict[str, int]:
-        """Output, or loss -> the part that delivers it."""
+        """Return a map from outputs and the loss to the parts that deliver them."""
         part_of_output: dict[str, int] = {}
         for name in [*refs(self.graph.outputs), *([] if self.graph.loss is None else [self.graph.loss])]:
             producer = self.graph.producer.get(name)
@@ -250,8 +250,8 @@ class _Cutter:
         return needed
 
     def _add_needed(self, needed: set[str], wanted: Iterable[str]) -> None:
-        """Add values, and what it takes to repeat them. Who holds a buffer that is rewritten with what is repeated
-        rewrites it as well."""
+        """Add values and what is needed to repeat them. Every part that holds a buffer rewritten with repeated values
+        rewrites it."""
         pending = list(wanted)
         while pending:
             name = pending.pop()
@@ -265,7 +265,7 @@ class _Cutter:
                 pending.append(self.written[name])
 
     def _place_unused(self) -> None:
-        """What nobody uses belongs to the module or to the call all the same; operators that nobody needs stay."""
+        """Assign unused sources, which belong to the module or its call, and unused repeatable operators to parts."""
         for source in self.graph.sources:
             if source.kind != "constant" and not any(source.value in needed for needed in self.needed):
                 self._add_needed(self.needed[0], [source.value])
@@ -300,7 +300,7 @@ class _Cutter:
         return tuple(crossings)
 
     def parts(self) -> tuple[Graph, ...]:
-        """All parts, made last first: what has a cotangent is known from the end."""
+        """Build all parts, last first, because cotangents are known from the end."""
         graphs: list[Graph] = []
         reached: set[str] = set()
         for number in reversed(range(self.num_parts)):
@@ -312,7 +312,7 @@ class _Cutter:
         return tuple(reversed(graphs))
 
     def _part(self, number: int, reached: Collection[str]) -> Graph:
-        """``reached``: the values to which later parts send a cotangent."""
+        """Build a part. ``reached``: the values to which later parts send a cotangent."""
         graph = self.graph
         received = [c.value for c in self.crossings if number in (c.receivers if self.carries else c.users)]
         sent = [c.value for c in self.crossings if self._sends(c, number)]
@@ -341,7 +341,7 @@ class _Cutter:
         return self.needed[number].issuperset(op.results) if self._is_free(op) else self.part_of[op.name] == number
 
     def _is_held(self, source: str, number: int) -> bool:
-        """Whether a part holds a source, and does not receive it."""
+        """Return whether a part holds a source and does not receive it."""
         return source in self.needed[number] and self.maker.get(source, number) == number
 
     def _sends(self, crossing: CutValue, number: int) -> bool:

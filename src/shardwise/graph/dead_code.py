@@ -1,4 +1,4 @@
-"""Removal of what nothing uses."""
+"""Dead code elimination."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardwise.graph.ir import Graph, Op, refs
 
 
 def eliminate_dead_code(graph: Graph, *, keep: Collection[str] = ()) -> Graph:
-    """Drops ops none of whose results is used, constants that nothing uses, and values that nothing produces.
+    """Drop operators without used results, unused constants, and values that nothing produces.
 
-    Parameters, buffers and inputs stay: they belong to the module and to its call whether the graph reads them or not.
-    Unused results of an op that stays are kept as well. ``keep``: so are the ops of these names.
+    Parameters, buffers and inputs stay even if unused: they belong to the module and to its call. Unused results of an
+    operator that stays are kept as well. ``keep``: names of operators that stay in any case.
     """
     live = set(refs(graph.outputs)) | {name for _, name in graph.mutations}
     if graph.loss is not None:

@@ -1,4 +1,4 @@
-"""Disjoint sets, which are joined as it turns out what belongs together."""
+"""Disjoint sets, joined incrementally."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ Member = TypeVar("Member", bound=Hashable)
 
 
 class DisjointSets(Generic[Member]):
-    """Union-find (Galler and Fischer 1964): two members that were joined have the same ``root``. Whoever is asked
-    for first is a set of its own."""
+    """Union-find (Galler and Fischer 1964): joined members have the same ``root``. A new member is a set of its own."""
 
     def __init__(self) -> None:
         self._parent: dict[Member, Member] = {}
 
     def root(self, member: Member) -> Member:
-        """The member that stands for the set."""
+        """Return the representative of the member's set."""
         parent = self._parent
         while parent.setdefault(member, member) != member:
             parent[member] = parent[parent[member]]
@@ -24,9 +23,9 @@ class DisjointSets(Generic[Member]):
         return member
 
     def join(self, first: Member, second: Member) -> None:
-        """Make one set of two; the second one's root stands for it."""
+        """Join two sets; the second one's root becomes the root of both."""
         self._parent[self.root(first)] = self.root(second)
 
     def roots(self) -> dict[Member, Member]:
-        """Every member that was asked for -> its root."""
+        """Return a map from every member seen so far to its root."""
         return {member: self.root(member) for member in list(self._parent)}

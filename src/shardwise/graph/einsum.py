@@ -1,4 +1,4 @@
-"""Equations of ``einsum``: their terms, the output that they leave out, and indices that repeat inside one term."""
+"""Parsing of ``einsum`` equations: terms, implicit outputs, and repeated indices within a term."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DOTS = "..."
 
 
 def terms_of(equation: str) -> tuple[list[str], str]:
-    """The terms of the operands and that of the output. Where the equation has none, the output has the dims of the
-    ellipsis, then the letters that occur once, capitals first."""
+    """Return the terms of the operands and the term of the output. An implicit output has the dims of the ellipsis,
+    then the letters that occur once, capitals first."""
     left, arrow, output = equation.replace(" ", "").partition("->")
     if not arrow:
         letters = left.replace(DOTS, "").replace(",", "")

@@ -1,4 +1,4 @@
-"""Building a graph op by op, with result types inferred: what every pass writes with."""
+"""Building of graphs operator by operator, with inferred result types; used by every pass."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Rewrite = Callable[[Op, "Emitter"], tuple[Arg, ...] | None]
 class Emitter:
     """A graph under construction.
 
-    Ops are emitted on behalf of ``origin``, whose module path, source line and scope they get. An op whose target has a
-    line in ``rewrites`` is replaced by what that function emits; the function returns the new results, or None to keep
-    the op.
+    Operators are emitted on behalf of ``origin``, whose module path, source line and scope they get. An operator whose
+    target is in ``rewrites`` is replaced by what that function emits; it returns the new results, or None to keep the
+    operator.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class Emitter:
         self._num_emitted = 0
 
     def value(self, arg: Arg) -> Value:
-        """The value that a Ref uses."""
+        """Return the value that a Ref uses."""
         assert isinstance(arg, Ref), f"expected a value, found {arg!r}"
         return self.values[arg.name]
 
     def emit(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
-        """Appends a call and returns its result: a Ref, or a tuple of Refs if the operator returns several tensors."""
+        """Append a call and return its result: a Ref, or a tuple of Refs if the operator returns several tensors."""
         op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
         results = self.apply(op)
         return results[0] if len(results) == 1 else results
 
     def emit_as_is(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
-        """``emit`` without rewrites."""
+        """Append a call without rewrites."""
         op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
         results = self.append(op)
         return results[0] if len(results) == 1 else results
 
     def apply(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
-        """Appends ``op``, or what replaces it, and returns its results.
+        """Append ``op``, or what replaces it, and return its results.
 
-        ``results`` are the names they get if the op is kept and no value has them yet.
+        ``results``: their names if the op is kept and no value has these names yet.
         """
         rewrite = self._rewrites.get(op.target)
         if rewrite is not None:
@@ -77,8 +77,8 @@ class Emitter:
         return self.append(op, results)
 
     def append(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
-        """Appends ``op`` as it is, whatever the rewrites say. Raises CaptureError for operands of several dtypes where
-        its kernels take one."""
+        """Append ``op`` without rewrites. Raises CaptureError for operands of several dtypes if its kernels accept only
+        one."""
         reject_mixed_dtypes(op, self.values, self.origin)
         inferred = self._types.results(op.target, op.args, op.kwargs, self.values.__getitem__)
         are_free = len(results) == len(inferred) and not any(name in self.values for name in results)
@@ -91,7 +91,7 @@ class Emitter:
         return tuple(Ref(name) for name in names)
 
     def without_gradient(self, op: Op) -> set[str]:
-        """The operands of an operator whose gradients autograd leaves None, though its results have some."""
+        """Return the operands whose gradients autograd leaves None although the operator's results have gradients."""
         places = list(refs((op.args, tuple(arg for _, arg in op.kwargs))))
         if not any(self.values[name].requires_grad for name in places):
             return set()
@@ -112,8 +112,8 @@ class Emitter:
         return before.name in wanted
 
     def with_zero_gradient(self, operands: Iterable[str], result: Ref) -> Ref:
-        """The value of ``result``, through which the gradients of ``operands`` are zeros, as those of a tensor that was
-        overwritten are: an optimizer decays a parameter whose gradient is zero, and skips one that has none."""
+        """Return ``result`` with zero gradients for ``operands``, as autograd gives overwritten tensors. Optimizers
+        treat a zero gradient and None differently: they decay the parameter in one case and skip it in the other."""
         value = self.value(result)
         for name in operands:
             # -0.0 is the number that changes no other when it is added.
@@ -124,14 +124,14 @@ class Emitter:
         return result
 
     def add_source(self, source: Source, value: Value) -> Ref:
-        """Adds a source, once."""
+        """Add a source unless it exists already."""
         if value.name not in self.values:
             self.values[value.name] = value
             self.sources.append(source)
         return Ref(value.name)
 
     def graph(self, outputs: tuple[Arg, ...], loss: str | None, mutations: tuple[tuple[str, str], ...]) -> Graph:
-        """The finished graph. Op names are unique but provisional: ``naming.assign_names`` gives the final ones."""
+        """Return the finished graph. Op names are unique but provisional: ``naming.assign_names`` replaces them."""
         values = tuple(self.values.values())
         return Graph(values, tuple(self.sources), tuple(self.ops), outputs, loss, mutations, tuple(self.constraints))
 
@@ -146,7 +146,7 @@ class Emitter:
 
 
 def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph:
-    """The graph with every op replaced by what its line in ``rewrites`` emits; types are inferred anew throughout."""
+    """Replace every operator in ``rewrites`` by what its function emits. All types are inferred again."""
     source_values = [graph.by_name[source.value] for source in graph.sources]
     emitter = Emitter(source_values, graph.sources, rewrites)
     emitter.constraints = []

@@ -1,19 +1,19 @@
-"""Rows that are sorted by expert and put back are computed where they were.
+"""Elimination of sorts by expert: rows that are sorted and later put back are computed in their original order.
 
-A mixture of experts sorts the rows of all samples by their experts, so that one grouped product computes them all, and
-puts the results back. Sorted rows know nothing of samples: a split batch would be gathered ahead of the sort. What
-stands between treats every row alike, so that the order does not matter: here values in the sorted order are replaced
-by the same values in the order of the samples, and the product takes rows in any order (``graph.grouped``). The batch
-stays split, on ranks and over micro-batches, and rows that stand for one token share its one row.
+A mixture of experts sorts the rows of all samples by expert, so that one grouped product computes them all, and puts
+the results back. Sorting mixes samples: a split batch would be gathered ahead of the sort. Operators in between act row
+by row, so the order does not matter. Here values in sorted order are replaced by the same values in the order of the
+samples, and the product takes rows in any order (``graph.grouped``). The batch stays split, on ranks and over
+micro-batches, and rows of the same token share one row.
 
     sort, argsort           of a vector: rows of an order begin
     index, gather           by the order, or by ``order // k``: rows of tokens that stand ``k`` times beside each other
     histc, bincount, sum    over sorted rows: the same over the rows as they were
-    searchsorted            of the counts that add up, for products alone: the experts of the sorted rows
+    searchsorted            of the cumulative counts, for products alone: the experts of the sorted rows
     row by row              stays, on rows as they were
     index, index_add, ...   by the inverse, or adding to tokens: the rows, or their sums by token
 
-Where one reader of a sorted value is none of these, the whole sort stays as it is.
+If any reader of a sorted value is none of these, the whole sort stays.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _Kind = Literal["rows", "order", "inverse", "blank"]
 
 @dataclass(frozen=True, slots=True)
 class _SortedValue:
-    """A value in the order of a sort. ``rows``: the values of sorted rows, ``value`` the same ones as they were, each
-    for ``copies`` neighbours; ``order``: where sorted rows stood, or of these which token they are of."""
+    """A value in the order of a sort. For sorted rows, ``value`` holds the unsorted rows, each for ``copies``
+    neighbours. An order holds the original positions of sorted rows, or their tokens."""
 
     kind: _Kind
     sort: str
@@ -71,14 +71,14 @@ class _SortedValue:
 
 
 class _MixesRows(Exception):
-    """A reader of sorted values that may mix them."""
+    """Raised for a reader of sorted values that may mix rows."""
 
     def __init__(self, sort: str) -> None:
         self.sort = sort
 
 
 def eliminate_expert_sorts(graph: Graph) -> Graph:
-    """The graph without the sorts whose sorted values are used row by row and put back."""
+    """Return the graph without the sorts whose sorted values are used row by row and put back."""
     sorts = {op.name: op for op in graph.ops if op.target in _SORTS and _is_of_rows(op, graph)}
     while sorts:
         try:
@@ -89,15 +89,15 @@ def eliminate_expert_sorts(graph: Graph) -> Graph:
 
 
 def _is_of_rows(op: Op, graph: Graph) -> bool:
-    """Whether a sort is of a vector of integers, ascending."""
+    """Return whether a sort is an ascending sort of a vector of integers."""
     value = graph.by_name[op.operands[0]]
     return len(value.shape) == 1 and not value.dtype.is_floating_point and not arguments(op).get("descending")
 
 
 @dataclass
 class _SortElimination:
-    """Writes the graph anew. ``known``: old values -> new ones; ``ordered``: old values in the order of a sort;
-    ``keys``: sort -> what it sorts."""
+    """Rewrites a graph without some sorts. ``known``: old values -> new ones; ``ordered``: old values in the order of a
+    sort; ``keys``: sort -> its operand."""
 
     old: Graph
     sorts: frozenset[str]
@@ -112,7 +112,7 @@ class _SortElimination:
         self.known = {source.value: Ref(source.value) for source in self.old.sources}
 
     def graph(self) -> Graph:
-        """The graph. Raises _Unknown for the first reader that is not known."""
+        """Return the new graph. Raises _MixesRows for the first reader that is not supported."""
         for op in self.old.ops:
             self.emitter.origin = op
             before = len(self.emitter.ops)
@@ -145,7 +145,7 @@ class _SortElimination:
         return new
 
     def _written(self, op: Op) -> tuple[Arg, ...]:
-        """The operator on rows as they were."""
+        """Emit the operator on rows in their original order."""
 
         def of(name: str) -> Arg:
             return self._rows(self.ordered[name]) if name in self.ordered else self.known[name]
@@ -155,7 +155,7 @@ class _SortElimination:
         return self.emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
 
     def _rows(self, rows: _SortedValue) -> Ref:
-        """Rows as they were, one by one."""
+        """Return the unsorted rows, with copies repeated."""
         assert rows.value is not None, "an order has no rows"
         if rows.copies == 1:
             return rows.value
@@ -183,7 +183,7 @@ class _SortElimination:
         self.ordered |= {name: _SortedValue("rows", op.name, keys) for name in rows}
 
     def _follow(self, op: Op, sort: str) -> None:
-        """An operator that reads values in the order of a sort."""
+        """Rewrite an operator that reads values in the order of a sort."""
         mixed = any(name in self.ordered and self.ordered[name].sort != sort for name in op.operands)
         results = None if mixed or is_random(op.target) or op.target in STREAMS else self._results(op, sort)
         if results is None:
@@ -195,7 +195,7 @@ class _SortElimination:
                 self.known[name] = result
 
     def _results(self, op: Op, sort: str) -> tuple[_SortedValue | Arg, ...] | None:
-        """What the results are: values in the order of the sort, or others, which are written here. None: not known."""
+        """Return the results: values in the order of the sort, or new values emitted here. None: not supported."""
         for rule in (self._of_order, self._taken, self._put, self._added):
             result = rule(op, sort)
             if result is not None:
@@ -209,7 +209,7 @@ class _SortElimination:
         return tuple(_SortedValue("rows", sort, _ref(new)) for new in self._written(op)) if self._is_alike(op) else None
 
     def _of_order(self, op: Op, sort: str) -> _SortedValue | None:
-        """What is made of an order: which tokens, the inverse, a blank for it, more dims."""
+        """Return what an operator makes of an order: token numbers, the inverse, a blank for it, or more dims."""
         first = self.ordered.get(op.operands[0])
         if first is None or first.kind != "order" or len(op.operands) > 1:
             return None
@@ -224,9 +224,9 @@ class _SortElimination:
         return first if self._keeps_rows(op, self._count_of(sort)) else None
 
     def _finds_experts(self, op: Op) -> bool:
-        """Whether an operator looks up to which expert sorted rows belong, in the counts of their keys: then it does
-        not, since every row knows. Products alone may ask: a row of an expert that is not counted has none there, and
-        has no product by either number."""
+        """Return whether an operator looks up the experts of sorted rows in cumulative counts of their keys; it is then
+        dropped, since every row has its expert. Only products may read it: a row of an uncounted expert gets another
+        number by the lookup, but no product by either number."""
         call = arguments(op)
         if op.target is not aten.searchsorted.Tensor or not call["right"] or call["sorter"] is not None:
             return False
@@ -241,12 +241,12 @@ class _SortElimination:
         return True
 
     def _same(self, ref: Ref, keys: Ref | None) -> tuple[int, ...] | None:
-        """The shape of a sort's keys, if they are those that were counted."""
+        """Return the shape of a sort's keys if they are the counted ones, else None."""
         same = keys is not None and self._root(ref) == self._root(keys)
         return self.emitter.value(ref).shape if same else None
 
     def _keys_of_ends(self, ends: Arg) -> Ref | None:
-        """What was counted from 0 on, if the counts add up to ``ends``."""
+        """Return the operand whose values were counted from 0 on, if ``ends`` are the cumulative counts."""
         total = self._producer_of(ends)
         if total is None or total.target is not aten.cumsum.default:
             return None
@@ -266,18 +266,18 @@ class _SortElimination:
         return None
 
     def _producer_of(self, arg: Arg) -> Op | None:
-        """What makes a new value, but for casts."""
+        """Return the producer of a new value, skipping exact casts."""
         op = self.producer.get(_ref(arg).name)
         while op is not None and self._is_exact(op):
             op = self.producer.get(op.operands[0])
         return op
 
     def _is_exact(self, op: Op) -> bool:
-        """Whether an operator is a cast that leaves numbers of experts, and of rows, what they are."""
+        """Return whether an operator is a cast that keeps expert and row numbers exact."""
         return op.target in _CASTS and self.emitter.values[op.results[0]].dtype in _HOLD_EXPERTS
 
     def _root(self, ref: Ref) -> str:
-        """A new value without its casts and reshapes."""
+        """Return the name of a new value before its casts and reshapes."""
         name = ref.name
         while (op := self.producer.get(name)) is not None and self._keeps_elements(op):
             name = op.operands[0]
@@ -291,7 +291,7 @@ class _SortElimination:
     # -- rows in and out -----------------------------------------------------------------------------------------------
 
     def _taken(self, op: Op, sort: str) -> _SortedValue | Arg | None:
-        """Rows by an index on dim 0."""
+        """Rewrite an index of rows on dim 0."""
         index = self._index(op)
         if index is None or op.operands[0] == index:
             return None
@@ -307,7 +307,7 @@ class _SortElimination:
         return _SortedValue("rows", sort, _ref(taken))
 
     def _index(self, op: Op) -> str | None:
-        """The index in the order of a sort by which an operator takes whole rows on dim 0."""
+        """Return the index in the order of a sort by which an operator selects whole rows on dim 0."""
         call = arguments(op)
         index: Arg = None
         if op.target is aten.index.Tensor:
@@ -323,7 +323,7 @@ class _SortElimination:
         return index.name if self._shape(index.name)[1:] == whole else None
 
     def _put(self, op: Op, sort: str) -> _SortedValue | Arg | None:
-        """Rows that are put where they stood; 0, 1, 2, ... put there: the inverse."""
+        """Rewrite a write of rows to their original positions; writing 0, 1, 2, ... gives the inverse."""
         call = arguments(op)
         if op.target is aten.scatter.src:
             at, values, plain = call["index"], call["src"], call["dim"] == 0
@@ -346,7 +346,7 @@ class _SortElimination:
         return _SortedValue("inverse", sort) if self._is_counting(values.name) else None
 
     def _added(self, op: Op, sort: str) -> Arg | None:
-        """Sorted rows that are added to those of their tokens."""
+        """Rewrite an addition of sorted rows to those of their tokens."""
         if op.target not in (aten.index_add.default, aten.scatter_add.default):
             return None
         call = arguments(op)
@@ -370,12 +370,12 @@ class _SortElimination:
         return result
 
     def _is_blank(self, name: str) -> bool:
-        """Whether a value holds zeros, or nothing, until it is written."""
+        """Return whether a value is zeros or uninitialized."""
         producer = self.old.producer.get(name)
         return producer is not None and producer.target in _BLANKS
 
     def _is_counting(self, name: str) -> bool:
-        """Whether a value is 0, 1, 2, ..."""
+        """Return whether a value is 0, 1, 2, ..."""
         producer = self.old.producer.get(name)
         while producer is not None and producer.target in _CASTS:
             producer = self.old.producer.get(producer.operands[0])
@@ -387,7 +387,7 @@ class _SortElimination:
     # -- row by row ----------------------------------------------------------------------------------------------------
 
     def _product(self, op: Op, sort: str) -> tuple[_SortedValue, ...] | None:
-        """Rows times the matrices of their experts; tokens that stand for several rows are read where they are."""
+        """Rewrite a grouped product; a token that stands for several rows is read once."""
         x, weight, experts = op.operands
         if not self._is_rows(x) or not self._is_rows(experts) or weight in self.ordered:
             return None
@@ -395,20 +395,20 @@ class _SortElimination:
         return (_SortedValue("rows", sort, self.emitter.emit(op.target, *args)),)
 
     def _keeps_rows(self, op: Op, count: int) -> bool:
-        """Whether an operator gives dim 0 with its ``count`` rows other dims behind it."""
+        """Return whether an operator reshapes only the dims after dim 0, which has ``count`` rows."""
         (before,), (after,) = ([self._shape(name) for name in names] for names in (op.operands, op.results))
         aligned = op.target is not aten.expand.default or len(before) == len(after)
         return op.target in _RESHAPES and aligned and before[:1] == after[:1] == (count,)
 
     def _forgets_order(self, op: Op) -> bool:
-        """Whether the order of the rows is nothing to an operator."""
+        """Return whether an operator's result does not depend on the order of the rows."""
         if op.target is aten.sum.dim_IntList:
             dims = arguments(op)["dim"]
             return not dims or 0 in _dims(dims, len(self._shape(op.operands[0])))
         return op.target in _COUNTS and len(op.operands) == 1
 
     def _is_alike(self, op: Op) -> bool:
-        """Whether an operator does the same with every row, and gives rows."""
+        """Return whether an operator computes each row independently and returns rows."""
         rows = [name for name in op.operands if name in self.ordered]
         others = [self._shape(name) for name in op.operands if name not in self.ordered]
         rank = len(self._shape(rows[0]))
@@ -434,5 +434,5 @@ def _ref(arg: Arg) -> Ref:
 
 
 def _dims(dims: Arg, rank: int) -> set[int]:
-    """Of an argument that names a dim or several, counted from the first."""
+    """Return the dims that an argument names, counted from the first."""
     return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if isinstance(dim, int)}

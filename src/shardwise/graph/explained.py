@@ -1,4 +1,4 @@
-"""Errors of torch.export as a user should see them: the line of the model, and the mend."""
+"""Translation of torch.export errors: the line of the model, and a fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 
 
 def explain_export_error(error: Exception) -> CaptureError:
-    """The error as the user should see it: the innermost line of the model, and the mend."""
+    """Return a CaptureError with the innermost line of the model and a fix."""
     source = _line_of(error)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if type(error).__name__ in DATA_DEPENDENT or isinstance(error.__cause__, DataDependentOutputException):
@@ -60,7 +60,7 @@ def explain_export_error(error: Exception) -> CaptureError:
 
 
 def flex_attention_error(error: ShardwiseError) -> CaptureError | None:
-    """What to say in place of an error about something inside of flex attention."""
+    """Return the error to raise in place of one from the inside of flex attention, or None."""
     if FLEX_ATTENTION not in _constructs_of(error):
         return None
     what = f"{FLEX_ATTENTION} in forward can not be captured"
@@ -72,7 +72,7 @@ def _constructs_of(error: BaseException) -> list[str]:
 
 
 def _files_of(error: BaseException | None) -> list[str]:
-    """The files that an error, and those that it came from, passed through."""
+    """Return the files in the tracebacks of an error and of its causes."""
     files: list[str] = []
     while error is not None:
         files += [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -81,7 +81,7 @@ def _files_of(error: BaseException | None) -> list[str]:
 
 
 def _construct(filename: str) -> str:
-    """Which of ``CONSTRUCTS`` a file of torch belongs to, or ""."""
+    """Return the entry of ``CONSTRUCTS`` to which a file of torch belongs, or ""."""
     path = Path(filename)
     if path.parent.name == "_higher_order_ops":
         return next((name for name in CONSTRUCTS if name.rpartition(".")[2] == path.stem), "")
@@ -91,7 +91,7 @@ def _construct(filename: str) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost user line of a traceback; that of a torch module if the user called it from outside the model."""
+    """Return the innermost user line of a traceback; for a torch module called outside the model, its own line."""
     line = module_line = ""
     inside = False
     step = error.__traceback__

@@ -1,4 +1,4 @@
-"""Whole modules as files, for inference elsewhere: torch's own format."""
+"""Export of whole modules to files in torch's format, for inference elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class _ExportedModule(nn.Module):
-    """A module, so that subclasses of modules are traced as they are called."""
+    """Wrapper by which subclasses of modules are traced as they are called."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -22,8 +22,8 @@ class _ExportedModule(nn.Module):
 
 
 def save_exported(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> None:
-    """Write a module with its parameters; dim 0 of the inputs may have other sizes later, also where all have 1, which
-    torch would take for the only size that there is."""
+    """Write a module with its parameters. Dim 0 of the inputs stays dynamic, also if all examples have size 1, which
+    torch would otherwise specialize."""
     batch = [x.shape[0] for x in inputs if x.dim()]
     if batch and set(batch) == {1}:
         inputs = [torch.cat([x, x]) if x.dim() else x for x in inputs]
@@ -35,6 +35,6 @@ def save_exported(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path)
 
 
 def load_exported(path: Path) -> nn.Module:
-    """What ``save_exported`` wrote."""
+    """Load a module written by ``save_exported``."""
     module: nn.Module = torch.export.load(str(path)).module()
     return module

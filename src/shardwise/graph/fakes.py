@@ -1,4 +1,4 @@
-"""A module without data: what is captured in its place."""
+"""Fake copies of modules, captured in place of the originals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.graph.step_precision import Precision
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A fake CPU tensor of the same shape, strides, dtype (unless another is wanted), requires_grad and
-    parameterhood."""
+    """Return a fake CPU tensor of the same shape, strides, dtype (or ``dtype``), requires_grad and class (parameter or
+    not)."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -24,8 +24,8 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | N
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> nn.Module:
-    """A copy of the module that shares no state with it; its parameters and buffers are fake, tied ones stay tied.
-    Parameters have the dtype that is computed with."""
+    """Copy a module with fake parameters and buffers. The copy shares no state with it, tied tensors stay tied, and
+    parameters have the compute dtype."""
     memo: dict[int, Any] = {}
     for _, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         if nn.parameter.is_lazy(tensor):
@@ -45,14 +45,14 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
                             fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
                         )
                     )
-                # What was computed from parameters is not used: its gradient would not reach them.
+                # Tensors computed from parameters are not used: their gradients would not reach the parameters.
                 memo[id(value)] = value.detach().cpu().requires_grad_(not value.is_leaf)
     return deep_copy(module, memo)
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy. Tensor attributes that were computed from parameters (a pruned weight) are copied without their
-    history. Raises CaptureError where the module can not be copied."""
+    """Return a deep copy. Tensor attributes computed from parameters (a pruned weight) are copied without their
+    history. Raises CaptureError if the module cannot be copied."""
     computed = [v for submodule in module.modules() for v in vars(submodule).values() if isinstance(v, torch.Tensor)]
     memo = {id(v): v.detach().clone() for v in computed if not v.is_leaf} | (memo or {})
     try:

@@ -1,9 +1,9 @@
-"""Equal blocks of a graph, and the graph with fewer of them.
+"""Detection of equal blocks of a graph, and removal of some of them.
 
-A *block* is a repeated part of a model (``segments.block_of``: ``layers.3``). Two blocks that follow each other are
-*equal* if their operators are, one by one, what they read being of the block itself, of the block before, a parameter
-of the block alone, or one and the same value. What a program of such a model takes grows by the same amount with every
-block of a run of equal ones: it is known from programs of two and of three of them.
+A *block* is a repeated part of a model (``segments.block_of``: ``layers.3``). Two consecutive blocks are *equal* if
+their operators are equal one by one, and each operand is made by the block itself, by the block before, or is a
+parameter of the block alone, or the same value. Costs of a program grow by the same amount with every block of a run of
+equal ones, so they are known from programs of two and of three blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.graph.segments import block_of
 @dataclass(frozen=True)
 class GraphBlock:
     """``path``: of the module; ``ops``: in order; ``made``: the values that they make, in order; ``sources``: those
-    that no other operator reads, in the order of their first use."""
+    read by no operator outside the block, in order of first use."""
 
     path: str
     ops: tuple[Op, ...]
@@ -30,8 +30,8 @@ class GraphBlock:
 
 @dataclass(frozen=True, eq=False)
 class Folding:
-    """The blocks of a graph in the order in which they begin, with a number for their kind: blocks of one kind are
-    equal. ``outside``: the operators of no block."""
+    """The blocks of a graph in the order in which they begin, with a number per kind: blocks of one kind are equal.
+    ``outside``: the operators of no block."""
 
     graph: Graph
     blocks: tuple[GraphBlock, ...]
@@ -53,19 +53,19 @@ class Folding:
         return Folding(graph, blocks, tuple(kinds), outside)
 
     def runs(self, key: Callable[[int], Hashable]) -> tuple[range, ...]:
-        """The numbers of the blocks in maximal runs of equal ones. ``key``: what else must be equal."""
+        """Return the numbers of the blocks in maximal runs of equal ones. ``key``: what else must be equal."""
         keys = [(kind, key(number)) for number, kind in enumerate(self.kinds)]
         starts = [0, *(n for n, (key, next_key) in enumerate(pairwise(keys), 1) if key != next_key), len(keys)]
         return tuple(range(start, stop) for start, stop in pairwise(starts) if start < stop)
 
     @cached_property
     def home(self) -> dict[str, int]:
-        """Value that a block makes, or a source of its own -> its number."""
+        """Return a map from the values that blocks make, and the blocks' own sources, to block numbers."""
         return {name: i for i, block in enumerate(self.blocks) for name in (*block.made, *block.sources)}
 
     def without(self, removed: Collection[int]) -> Graph | None:
-        """The graph without some blocks, each of the kind of a block before it that stays. None, where something behind
-        the next block reads what one of them makes, or the model returns it."""
+        """Return the graph without some blocks; each must have a remaining block of its kind before it. None if the
+        model returns a removed block's value, or if an operator behind the next block reads it."""
         if not removed:
             return self.graph
         gone = {name for i in removed for name in (*self.blocks[i].made, *self.blocks[i].sources)}
@@ -95,7 +95,7 @@ class Folding:
 
 @dataclass
 class _Rewired:
-    """Operators that read what the last block ahead of the removed ones makes, where they read what these make."""
+    """Redirects readers of the removed blocks' values to those of the last block before them."""
 
     folding: Folding
     removed: frozenset[int]

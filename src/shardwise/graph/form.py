@@ -1,4 +1,4 @@
-"""What a graph is without the names of its operators and values: equal graphs have equal forms."""
+"""Canonical form of a graph without the names of operators and values: equal graphs have equal forms."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardwise.graph.segments import block_of
 
 @dataclass(frozen=True, eq=False)
 class GraphForm:
-    """``key``: equal for graphs that differ in names only, operators being in blocks of the same extent; ``ops``,
-    ``values``: the names, in the order of the graph."""
+    """``key``: equal for graphs that differ only in names, if their operators are in blocks of the same extent;
+    ``ops``, ``values``: the names, in the order of the graph."""
 
     key: Hashable
     ops: tuple[str, ...]
@@ -51,7 +51,7 @@ class GraphForm:
         return GraphForm(key, tuple(op.name for op in graph.ops), tuple(names))
 
     def renaming(self, other: GraphForm) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Names of operators, and of values, of this graph -> those of an equal one."""
+        """Return maps from names of operators, and of values, of this graph to those of an equal one."""
         assert self.key == other.key, "the graphs differ"
         return dict(zip(self.ops, other.ops, strict=True)), dict(zip(self.values, other.values, strict=True))
 

@@ -1,12 +1,12 @@
 """``torch.autograd.Function`` as one operator: ``shardwise::function`` applies the class that it names.
 
-While a model is traced, the forward of every function that it applies is replaced by a call of the operator, so that
-neither its forward nor its backward is traced through. Whoever runs the operator later runs the class itself: autograd
-records its backward, and tracing below autograd (``programs.vjp``) sees the kernels of both. A graph names a class by
-module and qualified name; processes that have the model have the class.
+While a model is traced, the forward of every function is replaced by a call of this operator, so that neither its
+forward nor its backward is traced through. Running the operator runs the class itself: autograd records its backward,
+and tracing below autograd (``programs.vjp``) sees the kernels of both. A graph names a class by module and qualified
+name, which every process with the model can resolve.
 
-What can not be one operator is refused by the name of the class: the call is tried on fake tensors, forward and
-backward, and must neither write into its operands, nor draw random numbers, nor depend on data.
+A function that cannot be one operator is refused by the name of its class. The call is tried on fake tensors, forward
+and backward, and must neither write into its operands, nor draw random numbers, nor depend on data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardwise.graph.trees import constant_key, is_constant, type_name
 
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define("function(Tensor[] operands, str function, str arguments, ScalarType lowest) -> Tensor[]")
-_SLOT = ...  # stands for a tensor in what a function returns
+_SLOT = ...  # stands for a tensor in a function's results
 _KNOWN: dict[str, type[Function]] = {}
 _FIX = (
     "write its forward with ordinary operators, or call it inside a torch.library.custom_op that register_autograd "
@@ -49,7 +49,7 @@ _FIX = (
 
 @torch.library.impl(_LIBRARY, "function", "CompositeImplicitAutograd")
 def _apply(operands: Sequence[Tensor], function: str, arguments: str, lowest: torch.dtype) -> list[Tensor]:
-    """The tensors that a function returns. ``lowest``: float64 where casts to lower precision are widened."""
+    """Return the tensors that a function returns. ``lowest``: float64 if casts to lower precision are widened."""
     call_args = fill_operands(arguments, operands)
     if lowest == torch.float64:
         with _Widened():
@@ -68,7 +68,7 @@ class _Widened(TorchFunctionMode):
 
 
 def function_class(name: str) -> type[Function]:
-    """The class of this name, of those that this process has. Raises ShardwiseError if there is none, or several."""
+    """Return the class of this name in this process. Raises ShardwiseError if there is none, or several."""
     if name not in _KNOWN:
         kinds = [kind for kind in _subclasses(Function) if _name(kind) == name]
         if not kinds:
@@ -90,7 +90,7 @@ def _subclasses(kind: type) -> list[type]:
 
 
 def _check_alike(name: str, kinds: Sequence[type], line: str) -> None:
-    """Raises CaptureError for classes of one name that do different things: a graph could not tell them apart."""
+    """Raise CaptureError for classes that share a name but differ: a graph could not tell them apart."""
     if len({_content(kind) for kind in kinds}) > 1:
         raise CaptureError(
             problem(
@@ -118,9 +118,9 @@ def _cell(value: Any) -> object:
 
 
 def encode_arguments(call_args: Sequence[Any], name: str, line: str) -> str:
-    """The arguments as a literal, in which ``{"operand"}`` stands for every tensor.
+    """Encode the arguments as a literal, in which ``{"operand"}`` stands for every tensor.
 
-    Raises CaptureError for what is neither a tensor nor a constant.
+    Raises CaptureError for an argument that is neither a tensor nor a constant.
     """
 
     def literal(arg: Any) -> Any:
@@ -134,7 +134,7 @@ def encode_arguments(call_args: Sequence[Any], name: str, line: str) -> str:
         try:
             if is_constant(arg):
                 return {"pickled": pickle.dumps(arg)}
-        except Exception as error:  # whatever an object raises that can not be pickled
+        except Exception as error:  # any exception of an object that cannot be pickled
             raise _refusal(name, line, f"it takes a {type_name(arg)}: {error}") from error
         raise _refusal(name, line, f"it takes a {type_name(arg)} among its arguments")
 
@@ -142,7 +142,7 @@ def encode_arguments(call_args: Sequence[Any], name: str, line: str) -> str:
 
 
 def fill_operands(arguments: str, operands: Sequence[Tensor]) -> list[Any]:
-    """The arguments, with the operands in the places of tensors."""
+    """Decode the arguments, with the operands in place of tensors."""
     tensors = iter(operands)
 
     def fill(arg: Any) -> Any:
@@ -164,7 +164,7 @@ _TRACED_THROUGH = (BackwardHookFunction, CheckpointFunction)
 
 @dataclass
 class _Replacing:
-    """Replaces the forward of functions when they are first applied. ``inside``: the operator is running."""
+    """Replaces the forward of functions when they are first applied. ``inside``: whether the operator is running."""
 
     line_of: Callable[[FrameType | None], str]
     inside: bool = False
@@ -225,13 +225,13 @@ class _Replacing:
 
 @contextmanager
 def functions_as_operators(line_of: Callable[[FrameType | None], str]) -> Iterator[None]:
-    """While a model is traced: functions that it applies are operators. ``line_of``: the user's line of a frame."""
+    """Trace functions as operators while a model is traced. ``line_of``: returns the user's line of a frame."""
     replacing = _Replacing(line_of)
     unwrap = torch._functorch.utils.unwrap_dead_wrappers
 
     def met(call_args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``Function.apply`` calls this just before forward; it may have been bound long ago, so that ``apply`` itself
-        can not be replaced."""
+        """Note a function. ``Function.apply`` calls this just before forward; ``apply`` itself may have been bound long
+        ago, so it cannot be replaced."""
         kind = sys._getframe(1).f_locals.get("cls")
         if isinstance(kind, type) and issubclass(kind, Function):
             replacing.meet(kind)
@@ -246,7 +246,7 @@ def functions_as_operators(line_of: Callable[[FrameType | None], str]) -> Iterat
 
 
 class _Watched(DispatchMode):
-    """Refuses what an operator may not do. ``operands``: it may not write into them."""
+    """Dispatch mode that refuses what an operator may not do. ``operands``: tensors that it may not write to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class _Watched(DispatchMode):
 
 
 def _tried(kind: type, arguments: str, tensors: Sequence[Tensor], name: str, line: str) -> tuple[bool, tuple[Any, ...]]:
-    """Whether the function returns one tensor, and what it returns, with ``...`` for every tensor."""
+    """Return whether the function returns one tensor, and its results, with ``...`` for every tensor."""
     watched = _Watched()
     with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeTensorMode(), torch.enable_grad():
         operands = [

@@ -1,10 +1,10 @@
-"""From an exported program to a graph without mutation, sub-graphs and symbols.
+"""Conversion of an exported program to a graph without mutation, sub-graphs and symbols.
 
 * A write (``x.add_(y)``, ``x[0] = y``) makes a new value; later uses of ``x``, of what it is a view of and of its other
   views get it. Which results are views is read off the fake tensors: they share storage.
 * A write to a buffer becomes a mutation of the graph; a write to a parameter or an input is an error.
 * Sub-graphs of ``torch.no_grad`` are inlined; a value that would carry a gradient into them is detached first.
-* Assertions and symbolic constraints are dropped, sizes of -1 made explicit, devices forgotten (a rank has one).
+* Assertions and symbolic constraints are dropped, sizes of -1 resolved, and devices removed (a rank has one).
 * Marks of ``constrain`` stay until ``normalize``.
 * Rows that a boolean mask selects become all rows in masked form (``graph.selected``).
 """
@@ -48,11 +48,11 @@ _WITH_DIMS = (aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.
 
 @dataclass(eq=False)
 class ProgramTensor:
-    """A tensor of the program: its current value, and where its memory comes from.
+    """A tensor of the program: its current value, and the origin of its memory.
 
     A root owns its memory and counts the writes to it. A view knows the tensor it views (the ``operand`` of ``view``)
-    and which result it is (``index``); when the root was written since, it is computed again. ``grad``: it was made
-    with gradients enabled; ``is_placed``: its fake tensor says where it lies in the memory of the tensor it views.
+    and which result it is (``index``); it is recomputed if the root was written since. ``grad``: it was made with
+    gradients enabled; ``is_placed``: its fake tensor gives its location in the memory of the viewed tensor.
     """
 
     ref: Ref
@@ -72,7 +72,7 @@ class ProgramTensor:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether fake tensors say where it lies in the memory of its root."""
+        """Return whether fake tensors give its location in the memory of its root."""
         return self.is_placed and (self.base is None or self.base.is_in_place)
 
 
@@ -80,8 +80,8 @@ class Functionalizer:
     """Walks the nodes of a program and its sub-graphs, emitting functional operators.
 
     ``region_paths``: number of an annotated region -> path of the module that made its first operator. ``initial``: the
-    operators that make initial values of parameters, for layers that the model builds while it runs. ``autocast``:
-    what is active around the call. ``repeats``: the layers that were not traced, but for the first.
+    operators that make initial values of parameters, for layers that the model builds while it runs. ``autocast``: the
+    one active around the call. ``repeats``: the layers that were traced only once.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Functionalizer:
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats
         self._selections = Selections(emitter)
-        self._val: Any = None  # what the present call returned when it was traced
+        self._val: Any = None  # the traced result of the present call
 
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
-        """Gives a placeholder its value."""
+        """Bind a placeholder to its value."""
         tensor = ProgramTensor(ref, storage_of(node.meta.get("val")), source=source)
         self._known[node] = tensor
         if node.meta["val"].is_contiguous():
@@ -114,16 +114,16 @@ class Functionalizer:
             self._buffers[source.value] = tensor
 
     def bind_shared(self, node: Node, other: Node) -> None:
-        """A placeholder that stands for the same tensor as another one (tied weights)."""
+        """Bind a placeholder to the same tensor as another one (tied weights)."""
         self._known[node] = self._known[other]
 
     def ref_of(self, node: Node) -> Ref:
-        """The current value of a tensor node that the call returns."""
+        """Return the current value of a tensor node that the call returns."""
         return self._selections.check_fixed(self.read(self._tensor(node)), self._origin(node))
 
     def memory_of(self, node: Node) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...], int] | None]:
-        """A name for the memory that a tensor node has: that of its source, or one that its views have in common; and
-        where it lies in that of a source: size, strides, offset."""
+        """Return a name for the memory of a tensor node, its source or a name shared by its views, and its location in
+        the source: size, strides, offset."""
         root = self._tensor(node).root
         if root.source is None:
             return f"#{root.storage}", None
@@ -133,19 +133,19 @@ class Functionalizer:
         return root.source.value, where if is_in_source else None
 
     def mutations(self) -> dict[str, str]:
-        """Buffer value -> the value that was written to it last, without gradient."""
+        """Return buffer value -> the last value written to it, without gradient."""
         written = {name: tensor for name, tensor in self._buffers.items() if tensor.version}
         return {name: self.gradient_free(self.read(tensor)) for name, tensor in written.items()}
 
     def gradient_free(self, ref: Ref) -> str:
-        """The name of a value, detached if it carries a gradient."""
+        """Return the name of a value, detached if it carries a gradient."""
         if not self.emitter.value(ref).requires_grad:
             return ref.name
         detached: Ref = self.emitter.emit(aten.detach.default, ref)
         return detached.name
 
     def run(self, nodes: Iterable[Node]) -> Any:
-        """Emits the nodes; returns the argument of the output node with its nodes replaced by what they are."""
+        """Emit the nodes. Return the output node's argument with nodes replaced by what is known of them."""
         for node in nodes:
             if node.op == "output":
                 return self._lookup(node.args[0])
@@ -207,7 +207,7 @@ class Functionalizer:
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
-        """The nodes of a sub-graph, with gradients on or off."""
+        """Emit the nodes of a sub-graph, with gradients on or off."""
         placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
         self._known.update(zip(placeholders, operands, strict=True))
         before = self._grad, self._detached
@@ -219,7 +219,7 @@ class Functionalizer:
         return result
 
     def _repeat(self, node: Node) -> tuple[ProgramTensor, ...]:
-        """The operators of a repeated layer, with the operands of this one."""
+        """Emit the operators of a repeated layer with the operands of this call."""
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
         if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
@@ -236,7 +236,7 @@ class Functionalizer:
         return results
 
     def check_repeats(self) -> None:
-        """Raises NotRepeated where layers that look equal were traced, and are not."""
+        """Raise NotRepeated if layers that look equal differ in their traces."""
         self._bodies.check()
 
     def _read_call(self, node: Node, op: Op) -> Any:
@@ -275,7 +275,7 @@ class Functionalizer:
         return tuple(results)
 
     def _batch_norm(self, node: Node, op: Op) -> ProgramTensor:
-        """Training-mode batch norm, with its updates of the running statistics as writes."""
+        """Emit training-mode batch norm; updates of the running statistics are writes."""
         op = self._cast(op)
         if not self._grad:
             op = _map_op(op, self._detach)
@@ -297,7 +297,7 @@ class Functionalizer:
     # ---------------------------------------------------------------------------------------------- reading
 
     def read(self, tensor: ProgramTensor) -> Ref:
-        """The current value, computed again if the memory was written since."""
+        """Return the current value, recomputed if the memory was written since."""
         if tensor.base is not None and tensor.version != tensor.root.version:
             self._selections.check_unchanged(tensor.ref, self.emitter.origin)
             before, self._grad = self._grad, tensor.grad
@@ -307,8 +307,8 @@ class Functionalizer:
         return tensor.ref
 
     def _apply(self, op: Op) -> tuple[Ref, ...]:
-        """Emits an operator, on detached operands in a gradient-free region; otherwise only those are detached for
-        which autograd leaves no gradient, so that every form of the operator leaves them none."""
+        """Emit an operator. In a gradient-free region all operands are detached; else only those that get no gradient
+        from autograd, so that every form of the operator gives them none."""
         computes_rows = self._selections.concern(op)
         op = self._selections.sized(op) if computes_rows else op
         without = self.emitter.without_gradient(op) if self._grad else self.emitter.values
@@ -318,7 +318,7 @@ class Functionalizer:
         return tuple(self.emitter.apply(op))
 
     def _cast(self, op: Op) -> Op:
-        """The operator with its operands cast, where autocast does that."""
+        """Return the operator with its operands cast as autocast does."""
 
         def cast(name: str, dtype: torch.dtype) -> Ref:
             return self._apply(replace(self.emitter.origin, target=aten.to.dtype, args=(Ref(name), dtype), kwargs=()))[
@@ -340,7 +340,7 @@ class Functionalizer:
         return ref
 
     def _lookup(self, arg: Any) -> Any:
-        """Nodes replaced by what is known of them."""
+        """Replace nodes by what is known of them."""
         if isinstance(arg, Node):
             return self._known[arg]
         if isinstance(arg, (tuple, list)):
@@ -348,7 +348,7 @@ class Functionalizer:
         return arg
 
     def _argument(self, arg: Any) -> Arg:
-        """Nodes replaced by Refs to their current values, lists by tuples, devices by None."""
+        """Replace nodes by Refs to their current values, lists by tuples, and devices by None."""
         if isinstance(arg, Node):
             known = self._known[arg]
             if is_symbolic(known):
@@ -364,7 +364,7 @@ class Functionalizer:
     # ---------------------------------------------------------------------------------------------- writing
 
     def _store(self, tensor: ProgramTensor, new: Ref) -> None:
-        """Gives a tensor, and what it is a view of, a new value. Raises CaptureError if that can not be expressed."""
+        """Give a tensor, and what it is a view of, a new value. Raises CaptureError if that cannot be expressed."""
         origin = self.emitter.origin
         root = tensor.root
         if root.source is not None and root.source.kind in ("parameter", "input"):
@@ -385,7 +385,7 @@ class Functionalizer:
             zero = self.emitter.with_zero_gradient((before.name,), root.ref)
             root.ref = self._selections.copied(root.ref.name, zero)
             if root is not tensor:
-                root.version += 1  # ``tensor`` and other views are read from it again
+                root.version += 1  # so that ``tensor`` and other views are recomputed from it
 
     def _store_at(self, tensor: ProgramTensor, new: Ref, version: int) -> None:
         if tensor.base is not None:
@@ -407,7 +407,7 @@ class Functionalizer:
         tensor.version = version
 
     def _write(self, node: Node, op: Op, written: tuple[str, ...]) -> ProgramTensor:
-        """An in-place operator, or one with ``out=``: its functional form, and the result stored."""
+        """Emit the functional form of an operator that writes (in place or ``out=``), and store its result."""
         name = operator_name(op.target)
         outside = written == ("out",) and returns_one_tensor(op.target)
         written_node = node.kwargs.get("out") if outside else node.args[0]
@@ -433,7 +433,7 @@ class Functionalizer:
         return tensor
 
     def _written_value(self, op: Op, before: Value) -> Ref:
-        """What an in-place operator writes, with the shape and dtype of the tensor it writes to."""
+        """Return what an in-place operator writes, with the shape and dtype of the tensor that it writes to."""
         name = operator_name(op.target)
         call_args = arguments(op)
         if name in ("fill_", "zero_") and not isinstance(call_args.get("value"), Ref):
@@ -457,12 +457,12 @@ class Functionalizer:
     # ---------------------------------------------------------------------------------------------- origins
 
     def _storage(self, val: Any) -> int:
-        """What results that share memory have in common."""
+        """Return a number that results have in common if they share memory."""
         storage = storage_of(val)
         return self._storages.get(storage, storage) if self._inlining is None else self._inlining.storage(storage)
 
     def _origin(self, node: Node) -> Op:
-        """An empty op with the module path, source line and provisional scope of a node."""
+        """Return an empty op with the module path, source line and provisional scope of a node."""
         path, (number, segment), source = module_path(node, self._prefix), marks_of(node), line_of(node)
         if self._inlining is not None:
             path, (number, segment) = self._inlining.path_of(path), self._inlining.marks
@@ -476,7 +476,7 @@ BETWEEN = "|"  # the mark of a region and that of a segment in a provisional sco
 
 
 def region_mark(number: int) -> str:
-    """The provisional scope of an operator of a region."""
+    """Return the provisional scope of an operator of a region."""
     return f"#{number}"
 
 
@@ -485,7 +485,7 @@ def _updates_statistics(args: dict[str, Any]) -> bool:
 
 
 def _on_base(tensor: ProgramTensor, base: Ref) -> Op:
-    """What a tensor is of the present value of the tensor that it views."""
+    """Return the view operator of a tensor, applied to the current value of the viewed tensor."""
     assert tensor.view is not None
     return _map_op(tensor.view, lambda name: base if Ref(name) == tensor.operand else Ref(name))
 
@@ -496,13 +496,13 @@ def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
 
 
 def _has_failed(node: Node) -> bool:
-    """Whether the call raised an error, which the model caught: as it does on one device, nothing comes of it."""
+    """Return whether the call raised an error that the model caught. It has no effect, as on one device."""
     returns = isinstance(node.target, OpOverload) and bool(node.target._schema.returns)
     return returns and node.meta.get("val") is None and not node.users
 
 
 def _explicit(op: Op, val: Any) -> Op:
-    """Sizes of -1 replaced by what they are, and every cast by ``to.dtype``: a device is no longer known."""
+    """Replace sizes of -1 by actual sizes, and casts by ``to.dtype``, which names no device."""
     if operator_name(op.target) in ("to", "_to_copy"):
         return replace(op, target=aten.to.dtype, args=(op.args[0], val.dtype), kwargs=())
     if op.target in _WITH_DIMS:
@@ -517,7 +517,7 @@ def _explicit(op: Op, val: Any) -> Op:
 
 
 def _functional_form(op: Op) -> OpOverload:
-    """What an in-place operator, or one with ``out=``, writes is computed by the one with the same other arguments."""
+    """Return the functional overload with the same other arguments as an in-place or ``out=`` operator."""
     schema = op.target._schema
     name = operator_name(op.target).removesuffix("_")
     wanted = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
@@ -531,15 +531,15 @@ def _functional_form(op: Op) -> OpOverload:
 
 
 def _complete(op: Op, functional: OpOverload) -> tuple[Arg, ...]:
-    """The positional arguments of an in-place operator, with those for which only it has a default: ``bernoulli_()``
-    draws with p = 0.5, and ``bernoulli`` wants a p."""
+    """Return the positional arguments of an in-place operator, including defaults that its functional form lacks:
+    ``bernoulli_()`` draws with p = 0.5, while ``bernoulli`` requires p."""
     required = [a.name for a in functional._schema.arguments if not a.kwarg_only and not a.has_default_value()]
     values, named = arguments(op), dict(op.kwargs)
     return op.args + tuple(values[name] for name in required[len(op.args) :] if name not in named)
 
 
 def _argument_name(name: str) -> str:
-    """``dropout_(self, p, train)`` belongs to ``dropout(input, p, train)``."""
+    """Unify argument names: ``dropout_(self, p, train)`` corresponds to ``dropout(input, p, train)``."""
     return "self" if name == "input" else name
 
 

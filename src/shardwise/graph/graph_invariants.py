@@ -1,4 +1,4 @@
-"""The invariants of a graph, checked between passes. A violation is our own error, so it is an assertion."""
+"""Checks of graph invariants between passes. A violation is an internal error, so it raises AssertionError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardwise.graph.schema import written_arguments
 
 
 def verify_graph(graph: Graph, *, types: bool = False) -> None:
-    """Raises AssertionError for a broken invariant. ``types``: also run every op on fake tensors.
+    """Raise AssertionError for a broken invariant. ``types``: also run every op on fake tensors.
 
     * names of values are unique, and so are names of ops; every value is produced once, by a source or an op
     * an op uses only values that exist before it, and changes nothing in place

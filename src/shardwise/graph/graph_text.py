@@ -36,7 +36,7 @@ _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan)(?![\w.])"
 
 
 def format_graph(graph: Graph) -> str:
-    """The graph as text, ending in a line break."""
+    """Return the graph as text that ends in a line break."""
     lines = [_format_source(source, graph) for source in graph.sources]
     lines += [_format_op(op, graph) for op in graph.ops]
     lines.append(("return " + ", ".join(map(_format_arg, graph.outputs))).rstrip())
@@ -50,8 +50,8 @@ def format_graph(graph: Graph) -> str:
 
 
 def format_type(value: Value) -> str:
-    """``f32[64, 2304]``, with ``grad`` if a gradient flows through the value, and what a source is ``stored`` or
-    ``reduced`` in besides."""
+    """Return a type such as ``f32[64, 2304]``, with ``grad`` if a gradient flows through the value, and the dtypes in
+    which a source is ``stored`` or ``reduced`` if these differ."""
     dtype = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
     others = (("stored", value.stored), ("reduced", value.reduced))
     said = "".join(f" {word} {_DTYPE_NAMES[dtype]}" for word, dtype in others if dtype is not None)
@@ -98,7 +98,7 @@ def _value(name: str) -> str:
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph of a text. Raises NotationError with the line and a caret."""
+    """Parse a graph. Raises NotationError with the line and a caret."""
     values: list[Value] = []
     sources: list[Source] = []
     ops: list[Op] = []
@@ -171,7 +171,7 @@ class _Cursor:
             self.fail(f"expected {word!r}")
 
     def list_of(self, item: Any, end: str) -> tuple[Any, ...]:
-        """Items up to ``end`` (which is consumed), or with no ``end``, up to the last that has a comma before it."""
+        """Parse comma-separated items up to ``end``, which is consumed; without ``end``, while commas follow."""
         items = []
         if end and self.skip(end):
             return ()

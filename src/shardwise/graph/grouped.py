@@ -1,10 +1,9 @@
-"""``shardwise::grouped_mm``: every row times the matrix of its expert (a mixture's layer).
+"""``shardwise::grouped_mm``: multiplies every row by the matrix of its expert (a mixture-of-experts layer).
 
-Row ``r`` of the result is row ``r // each`` of ``x`` times the matrix of expert ``experts[r]``; it is 0 where there is
-no such expert. Rows may stand in any order, so that they are split as the samples are: nothing is sorted but the rows
-that are there. A part of the experts is told which it has, atom by atom; every row whose expert is elsewhere gives 0,
-so that results of parts of the experts add up. Each product is of the rows that are there with the matrices that are
-there, one after the other, and the host reads how many rows an expert has.
+Row ``r`` of the result is row ``r // each`` of ``x`` times the matrix of expert ``experts[r]``; it is 0 if there is no
+such expert. Rows may be in any order, so that they are split as the samples are: only local rows are sorted. A shard of
+the experts gets the numbers of its experts, atom by atom. Rows of experts elsewhere give 0, so results of shards add
+up. There is one product per local expert, one after another, and the host reads the number of rows per expert.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PARTS = "int[] sizes, int[] offsets, int[] lengths"
 def _groups(
     x: torch.Tensor, experts: torch.Tensor, parts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(local expert, its rows of the result, its rows of ``x``), both ascending, for experts that have rows.
+    """Return (local expert, its rows of the result, its rows of ``x``), both ascending, for experts that have rows.
 
     Raises IndexError for a negative expert.
     """
@@ -45,8 +44,8 @@ def _groups(
     "shardwise::grouped_mm", mutates_args=(), schema=f"(Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor"
 )
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *parts: Sequence[int]) -> torch.Tensor:
-    """x [t, k], weight [e, k, n], experts [t * each] -> [t * each, n]. ``parts``: the experts of ``weight``, as sizes,
-    offsets and lengths of their atoms."""
+    """Multiply x [t, k] by weight [e, k, n] for experts [t * each] -> [t * each, n]. ``parts``: the experts of
+    ``weight``, as sizes, offsets and lengths of their atoms."""
     result = x.new_zeros(experts.shape[0], weight.shape[2])
     for expert, rows, of_x in _groups(x, experts, parts):
         result[rows] = x[of_x] @ weight[expert]
@@ -95,5 +94,5 @@ grouped_mm.register_autograd(_backward, setup_context=_setup)
 
 
 def experts_of(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """The expert of each of ``rows`` rows that are sorted by it. ``ends``: behind the last row of each expert."""
+    """Return the expert of each of ``rows`` sorted rows. ``ends``: one past the last row of each expert."""
     return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)

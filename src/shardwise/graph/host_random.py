@@ -1,9 +1,9 @@
-"""Random numbers that a model draws in Python's ``random`` or in numpy while it runs.
+"""Detection of random numbers that a model draws from Python's ``random`` or numpy while it runs.
 
-Capture runs the model's Python once, so that such numbers (which time steps SpecAugment masks, which layers LayerDrop
-leaves out) would be the same in every step ever after. They are noticed by the generators' states before and after;
-only then the model runs once more, line by line, to name the line that draws. Generators that the model makes or holds
-itself (``numpy.random.default_rng()``) are not seen.
+Capture runs the model's Python once, so such numbers (which time steps SpecAugment masks, which layers LayerDrop skips)
+would be the same in every step. They are detected by the generators' states before and after; only then the model runs
+once more, traced line by line, to name the line that draws. Generators that the model makes or holds itself
+(``numpy.random.default_rng()``) are not detected.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ State = tuple[Any, bytes]
 
 
 def host_random_state() -> State:
-    """The states of the generators that ``random`` and ``numpy.random`` draw from; two of them can be compared."""
+    """Return the states of the generators of ``random`` and ``numpy.random``, in a comparable form."""
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
 def reject_host_random(before: State, run: Callable[[Watching], object]) -> None:
-    """Raises CaptureError naming the first line of the model that draws.
+    """Raise CaptureError naming the first line of the model that draws.
 
-    ``before``: the state when the model was captured; ``run``: captures it again, inside the context manager that it is
-    given. What that leaves as it was came from another thread, or from a seed that the model sets in every call
-    (BigBird's blocks): then every step draws the same.
+    ``before``: the state when the model was captured; ``run``: captures it again inside the given context manager. If
+    that run does not change the state, the draws came from another thread, or the model sets a seed in every call
+    (BigBird's blocks) and every step draws the same.
     """
     drew = host_random_state()
     if drew == before:

@@ -1,8 +1,8 @@
-"""What a model reads from outside while it runs: a clock, the environment, files, generators of its own, its rank.
+"""Detection of what a model reads from outside while it runs: clock, environment, files, own generators, its rank.
 
-Capture runs the model's Python once, on one rank, so that whatever it reads would be the same on every rank and in
-every step ever after. Calls of C functions are seen by a profiler only, which is slow; therefore a look at the names in
-the model's code (``suspects``) says first whether one is needed.
+Capture runs the model's Python once, on one rank, so such values would be the same on every rank and in every step.
+Calls of C functions are visible only to a profiler, which is slow; so the names in the model's code are checked first
+(``_suspects``).
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ _SUSPECT_NAMES = frozenset({"manual_seed", "read_bytes", "read_text", "set_rng_s
 
 @dataclass(frozen=True, slots=True)
 class ImpureRead:
-    """``what`` is read, in words; ``line``: ``model.py:41``."""
+    """A read from outside. ``what``: its description; ``line``: ``model.py:41``."""
 
     what: str
     line: str
 
 
 def _suspects(code: ReachableCode) -> bool:
-    """Whether the code names something that reads from outside."""
+    """Return whether the code names something that reads from outside."""
     known = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in known or isinstance(v, kinds) for v in code.values)
@@ -105,7 +105,7 @@ def _suspects(code: ReachableCode) -> bool:
 
 @contextmanager
 def _reading(reads: list[ImpureRead]) -> Iterator[None]:
-    """Notes what the model reads. Slow."""
+    """Record what the model reads. Slow."""
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         what = ""
@@ -127,7 +127,7 @@ def _reading(reads: list[ImpureRead]) -> Iterator[None]:
 
 
 def _of_builtin(called: Any) -> str:
-    """What a builtin function reads, in words, or ""."""
+    """Return a description of what a builtin function reads, or ""."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if owner is time and name.removesuffix("_ns") in _CLOCKS:
         return f"the clock (time.{name})"
@@ -141,7 +141,7 @@ def _of_builtin(called: Any) -> str:
         return "the system (threading.get_ident)"
     if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
         return f"{_GRADIENTS} (torch.{name})"
-    # What Python holds itself is followed by ``host_random``.
+    # Python's own generators are checked by ``host_random``.
     is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
     if is_own_generator and name in ("random", "getrandbits"):
         return f"{_GENERATOR} (random.Random)"
@@ -149,7 +149,7 @@ def _of_builtin(called: Any) -> str:
 
 
 def _asker(frame: FrameType | None) -> FrameType | None:
-    """The frame of the model's own code that asks, by itself or through what is there to ask; None for others'."""
+    """Return the frame of model code that makes the query, directly or through a known helper; else None."""
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     if frame is None:
@@ -160,18 +160,18 @@ def _asker(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_switch(what: str, asker: FrameType) -> bool:
-    """Whether an installed package reads the environment: its settings, which are those of the process."""
+    """Return whether an installed package reads the environment: these are settings of the process."""
     return what == "os.environ" and asker.f_code.co_filename.startswith(_INSTALLED)
 
 
 def ask_gradients(reads: Sequence[ImpureRead]) -> frozenset[ImpureRead]:
-    """Those that ask whether gradients are recorded."""
+    """Return the reads that query whether gradients are enabled."""
     return frozenset(read for read in reads if read.what.startswith(_GRADIENTS))
 
 
 @contextmanager
 def other_answers(answered: set[ImpureRead]) -> Iterator[None]:
-    """Answer the model the opposite where it asks whether gradients are recorded. ``answered``: gets what it asked."""
+    """Answer the model's queries of whether gradients are enabled with the opposite. ``answered``: collects them."""
 
     def opposite(real: Callable[[], bool]) -> Callable[[], bool]:
         def answer() -> bool:
@@ -190,14 +190,14 @@ def other_answers(answered: set[ImpureRead]) -> Iterator[None]:
 
 
 def _described(reads: Sequence[ImpureRead]) -> str:
-    """``the clock (time.time), model.py:41; a file, model.py:43``."""
+    """Format reads as ``the clock (time.time), model.py:41; a file, model.py:43``."""
     lines = [f"{read.what}, {read.line}" for read in reads]
     return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
 def reads_of(code: ReachableCode, run: Callable[[Watching], object]) -> tuple[ImpureRead, ...]:
-    """What a model reads whose call may run this code. ``run``: captures it again, inside the context manager that it
-    is given; it is not called where no name of the code reads."""
+    """Return what a model with this code reads from outside. ``run``: captures it again inside the given context
+    manager; it is called only if the code names something that reads."""
     if not _suspects(code):
         return ()
     reads: list[ImpureRead] = []
@@ -211,10 +211,10 @@ def reads_of(code: ReachableCode, run: Callable[[Watching], object]) -> tuple[Im
 
 
 def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
-    """Raises CaptureError for seeds that are set, and for whatever is read where ``what`` a second call does otherwise
-    is known.
+    """Raise CaptureError for seeds that are set, and for any read if ``what`` a second call does differently is known.
 
-    Warns of what was read otherwise, but for generators: they are made in every call."""
+    Warn about other reads except generators, which every call creates.
+    """
     seeds = [read for read in reads if read.what.startswith(_SEEDS)]
     if seeds:
         raise CaptureError(

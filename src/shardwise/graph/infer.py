@@ -1,4 +1,4 @@
-"""Result types of operators, found by running them on fake tensors (no memory, no arithmetic)."""
+"""Inference of operators' result types by running them on fake tensors (no memory, no arithmetic)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WITHOUT_GRADIENT: CallCache[tuple[bool, ...]] = CallCache()
 class TypeInference:
     """Runs operators on fake tensors.
 
-    Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad. What a call returns is known by its
-    signature (target, constants, types of operands, torch's default dtype), so that of repeated layers one is run; what
-    PyTorch's own operators return, by any other inference of the process as well.
+    Operands are contiguous CPU tensors of a value's shape, dtype and requires_grad. Results are cached by the call's
+    signature (target, constants, types of operands, torch's default dtype), so that repeated layers run once. Results
+    of PyTorch's own operators are shared with all other inferences of the process.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class TypeInference:
         kwargs: tuple[tuple[str, Arg], ...],
         value: Callable[[str], Value],
     ) -> list[Value]:
-        """The results of a call as nameless values.
+        """Return the results of a call as nameless values.
 
-        Requires_grad is what autograd says. Raises what the operator raises.
+        Requires_grad is what autograd reports. Raises what the operator raises.
         """
         signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
         known = self._known.get(signature) or _OF_PYTORCHS.get(target, signature)
@@ -119,7 +119,7 @@ class TypeInference:
         return tuple(tensor.requires_grad and next(gradients) is None for tensor in operands)
 
     def operand(self, value: Value) -> torch.Tensor:
-        """A fake tensor of the value's type."""
+        """Return a fake tensor of the value's type."""
         with self.mode:
             return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
 
@@ -129,7 +129,7 @@ def _on_meta(value: Value) -> torch.Tensor:
 
 
 def _signature(arg: Arg, value: Callable[[str], Value]) -> object:
-    """An argument by types: 1, 1.0 and True are told apart, and so are 0.0 and -0.0."""
+    """Return a key of an argument by types. It distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
     if isinstance(arg, Ref):
         operand = value(arg.name)
         return Ref, operand.shape, operand.dtype, operand.requires_grad

@@ -1,4 +1,4 @@
-"""Straight execution of a graph on one device: a reference for everything that is done to it."""
+"""Direct execution of a graph on one device: the reference for all transformations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.graph.schema import tensor_results
 
 
 def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Runs every op in order with autograd as usual.
+    """Run every op in order with autograd as usual.
 
     ``inputs`` holds the data of every source (value name -> tensor of the global shape). Returns the data of every
     value, sources included. Raises KeyError if the data of a source is missing.
@@ -27,7 +27,7 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def resolve_refs(arg: Arg, known: Mapping[str, torch.Tensor]) -> Any:
-    """The argument with tensors in place of Refs and lists in place of tuples."""
+    """Return the argument with tensors in place of Refs and lists in place of tuples."""
     if isinstance(arg, Ref):
         return known[arg.name]
     if isinstance(arg, tuple):

@@ -1,14 +1,14 @@
-"""Masks of attention as one interval of keys per query: two numbers a query, where booleans take one for every key.
+"""Attention masks as one interval of keys per query: two numbers per query, where booleans take one per key.
 
-Nearly every mask that models build is of this kind, whatever the operators that build it. Query q sees
-lo[q] <= k < hi[q]:
+Nearly every mask that models build is of this kind, whatever the operators that build it. Query q sees lo[q] <= k <
+hi[q]:
 
     causal           [0, q + 1)                 sliding window   [q - w + 1, q + 1)
     full             [0, K)                     prefix           [0, max(q + 1, p))
     chunks           [c floor(q / c), q + 1)    packed documents [start of q's document, q + 1)
 
-Two of them always meet in intervals. Together, or one without the other, they are intervals again only where no query
-is left with two pieces: otherwise there is no result (None).
+The intersection of two is always one. Their union or difference is one only if no query is left with two pieces;
+otherwise the result is None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intervals:
-    """Per query the keys that it sees: lo[q] <= k < hi[q], int64 of shape [queries]; 0 and 0 where it sees none."""
+    """The keys lo[q] <= k < hi[q] that each query sees, int64 of shape [queries]; 0 and 0 if it sees none."""
 
     lo: Tensor
     hi: Tensor
@@ -43,12 +43,12 @@ class Intervals:
 
     @property
     def sees_none(self) -> Tensor:
-        """Per query whether it sees no key."""
+        """Return per query whether it sees no key."""
         return self.lo == self.hi
 
     @property
     def is_causal(self) -> bool:
-        """Whether query q sees the keys up to q, of equally many."""
+        """Return whether query q sees the keys up to q, with as many queries as keys."""
         num_queries = len(self.lo)
         causal = torch.arange(1, num_queries + 1)
         return num_queries == self.num_keys and not self.lo.any() and torch.equal(self.hi, causal)
@@ -57,7 +57,7 @@ class Intervals:
         return Intervals.of(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi), self.num_keys)
 
     def union(self, other: Intervals) -> Intervals | None:
-        """None unless it is one interval per query."""
+        """Return the union, or None unless it is one interval per query."""
         lo, hi = torch.minimum(self.lo, other.lo), torch.maximum(self.hi, other.hi)
         apart = torch.maximum(self.lo, other.lo) > torch.minimum(self.hi, other.hi)
         first, second = self.sees_none, other.sees_none
@@ -68,7 +68,7 @@ class Intervals:
         return Intervals.of(lo, hi, self.num_keys)
 
     def without(self, other: Intervals) -> Intervals | None:
-        """What is not in ``other``. None unless it is one interval per query."""
+        """Return the difference to ``other``, or None unless it is one interval per query."""
         taken = self.intersection(other)
         from_start, to_end = taken.lo == self.lo, taken.hi == self.hi
         if bool((~from_start & ~to_end & ~taken.sees_none).any()):
@@ -81,12 +81,12 @@ class Intervals:
         return self.every().without(self)
 
     def every(self) -> Intervals:
-        """All keys, for as many queries."""
+        """Return intervals of all keys for the same number of queries."""
         zero = torch.zeros_like(self.lo)
         return Intervals(zero, zero + self.num_keys, self.num_keys)
 
     def part(self, queries: slice, keys: slice) -> Intervals:
-        """Of some of the queries and some of the keys, which must be next to each other."""
+        """Restrict to some of the queries and to contiguous keys."""
         assert keys.step == 1, "the keys of an interval that are apart"
         first, last = int(keys.start), int(keys.stop)
         lo, hi = self.lo[queries].clamp(first, last) - first, self.hi[queries].clamp(first, last) - first

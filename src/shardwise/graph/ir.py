@@ -31,8 +31,8 @@ Arg = Any
 class Value:
     """A tensor of the graph. ``requires_grad``: a gradient of the loss flows through it.
 
-    ``dtype``: in which it is computed with. ``stored``: of a source that is kept, or given, in another dtype: that one;
-    ``reduced``: of a parameter whose gradient is reduced in another dtype: that one (``graph.step_precision``).
+    ``dtype``: the compute dtype. ``stored``: the dtype in which a source is stored or passed, if another; ``reduced``:
+    the dtype in which a parameter's gradient is reduced, if another (``graph.step_precision``).
     """
 
     name: str
@@ -55,12 +55,12 @@ class Value:
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """In which a source is stored or given, and a parameter's gradient accumulated."""
+        """Return the dtype in which a source is stored or passed, and a parameter's gradient accumulated."""
         return self.stored or self.dtype
 
     @property
     def grad_itemsize(self) -> int:
-        """Bytes of an element of its cotangent on its way."""
+        """Return the bytes per element of its cotangent when it is sent."""
         return (self.reduced or self.dtype).itemsize
 
 
@@ -69,12 +69,12 @@ SourceKind = Literal["input", "parameter", "buffer", "constant", "activation"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value that no operator computes comes from.
+    """The origin of a value that no operator computes.
 
-    ``names``: for parameters and buffers every qualified name under which the module holds this tensor
-    (more than one when weights are tied; the first is the canonical one, in ``named_parameters()`` order). For inputs
-    the path of the leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``; for activations, which another
-    part of a cut graph sends, the value's own name. ``trainable``: the parameter requires grad.
+    ``names``: for parameters and buffers every qualified name under which the module holds this tensor (more than one
+    when weights are tied; the first is the canonical one, in ``named_parameters()`` order). For inputs the path of the
+    leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``; for activations, which another part of a cut
+    graph sends, the value's own name. ``trainable``: the parameter requires grad.
     """
 
     value: str
@@ -107,7 +107,7 @@ class Op:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the tensor operands: the Refs in args, then kwargs, flattened in order, repetitions kept."""
+        """Return the names of the tensor operands: Refs in args, then kwargs, flattened in order, repetitions kept."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
 
 
@@ -119,8 +119,8 @@ class Graph:
     Python constants. ``loss``: the value that is differentiated, or None. ``mutations``: (buffer value, value written
     back to it after the step). ``constraints``: (value, layout text) from ``sw.constrain``.
 
-    ``cotangents``: of a part of a cut graph (``graph.cut``), the outputs whose cotangents come from outside; None: the
-    graph is no part.
+    ``cotangents``: for a part of a cut graph (``graph.cut``), the outputs whose cotangents come from outside; else
+    None.
     """
 
     values: tuple[Value, ...]
@@ -142,7 +142,7 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[str, Op]:
-        """Value name -> the op that computes it (sources are absent)."""
+        """Return value name -> the op that computes it (sources are absent)."""
         return {result: op for op in self.ops for result in op.results}
 
     @cached_property
@@ -151,7 +151,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[str, tuple[Op, ...]]:
-        """Value name -> the ops that use it, in order, each once."""
+        """Return value name -> the ops that use it, in order, each once."""
         ops_of: dict[str, dict[str, Op]] = {value.name: {} for value in self.values}
         for op in self.ops:
             for name in op.operands:
@@ -160,15 +160,15 @@ class Graph:
 
     @cached_property
     def differentiated(self) -> tuple[str, ...]:
-        """The values from which backward starts: the loss, and what has cotangents from outside; without both, the
-        outputs."""
+        """Return the values from which backward starts: the loss and the outputs with cotangents from outside; without
+        both, all outputs."""
         if self.loss is None and self.cotangents is None:
             return tuple(name for name in refs(self.outputs) if self.by_name[name].requires_grad)
         return (() if self.loss is None else (self.loss,)) + (self.cotangents or ())
 
     @cached_property
     def updated(self) -> frozenset[str]:
-        """The trainable parameters that get a gradient (``differentiated``). Optimizers pass over all others, and keep
+        """Return the trainable parameters that get a gradient (``differentiated``). Optimizers skip all others and keep
         no states for them."""
         reached = set(self.differentiated)
         for op in reversed(self.ops):
@@ -178,7 +178,7 @@ class Graph:
 
 
 def refs(arg: Arg) -> Iterator[str]:
-    """Names of the values used in an argument, depth first."""
+    """Iterate over the names of the values used in an argument, depth first."""
     if isinstance(arg, Ref):
         yield arg.name
     elif isinstance(arg, tuple):
@@ -187,7 +187,7 @@ def refs(arg: Arg) -> Iterator[str]:
 
 
 def map_refs(arg: Arg, function: Callable[[str], Arg]) -> Arg:
-    """The argument with every Ref replaced by ``function(name)``; tuples stay tuples."""
+    """Return the argument with every Ref replaced by ``function(name)``; tuples stay tuples."""
     if isinstance(arg, Ref):
         return function(arg.name)
     if isinstance(arg, tuple):

@@ -1,4 +1,4 @@
-"""The inverse of the short-time Fourier transform, written out: the operator looks at the data of its window."""
+"""The inverse short-time Fourier transform as a composite: PyTorch's operator inspects the data of its window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 def istft(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Overlap and add the inverse transforms of the frames, over the sum of the squared windows (Griffin and Lim 1984,
-    equation 6). The operator also raises where that sum is 0; here the result is not finite there."""
+    equation 6). PyTorch's operator raises if that sum is 0; here the result is not finite there."""
     args, emit = arguments(op), emitter.emit
     spectrum, n_fft = args["self"], args["n_fft"]
     *batch, bins, frames = emitter.value(spectrum).shape
@@ -38,7 +38,7 @@ def istft(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     stop = length - start if args["length"] is None else start + args["length"]
 
     def added(parts: Ref, *leading: int) -> Ref:
-        """The sum of frames ``[..., n_fft, t]``, each ``hop`` behind the one before; from ``start`` to ``stop``."""
+        """Return the sum, from ``start`` to ``stop``, of frames ``[..., n_fft, t]`` that lie ``hop`` apart."""
         parts = emit(aten.reshape.default, parts, (-1, n_fft, frames))
         signal = emit(aten.col2im.default, parts, (1, length), (1, n_fft), (1, 1), (0, 0), (1, hop))
         signal = emit(aten.reshape.default, signal, (*leading, length))

@@ -1,6 +1,6 @@
-"""Modules that are not captured for what they are, with what to give in their place.
+"""Rejection of module kinds that cannot be captured as they are, with the module to pass instead.
 
-They are known by the names of their classes: a graph knows nothing of ranks.
+They are identified by class name, because graph/ does not know the runtime.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def check_kinds(module: Any) -> None:
-    """Raises CaptureError for what is no module, and for one that is, or has, a module of another tool."""
+    """Raise CaptureError for an object that is no module, or that is or contains a module of another tool."""
     if not isinstance(module, nn.Module):
         what = f"the model is a {type(module).__name__} and no torch.nn.Module"
         raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))

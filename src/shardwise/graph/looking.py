@@ -1,5 +1,5 @@
-"""Looking at a user's objects, whose methods may raise or have effects: containers are read as the containers of Python
-that they are, whatever their classes make of that (an ``Irrep`` of e3nn is a tuple whose length raises)."""
+"""Safe inspection of user objects, whose methods may raise or have effects. Containers are read by Python's own methods
+whatever their classes override (an ``Irrep`` of e3nn is a tuple whose length raises)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 
 
 def attribute(value: object, name: str) -> Any:
-    """An attribute, or None where there is none or asking for it raises."""
+    """Return an attribute, or None if there is none or reading it raises."""
     try:
         return getattr(value, name, None)
     except Exception:  # whatever a user's __getattr__ raises
@@ -19,8 +19,8 @@ def attribute(value: object, name: str) -> Any:
 
 
 def function_of(value: Any) -> Any:
-    """The function of a property or method; anything else as it is. By its type: ``isinstance`` asks for
-    ``__class__``."""
+    """Return the function of a property or method, anything else as it is. Checks ``type``, because ``isinstance``
+    reads ``__class__``."""
     kind = type(value)
     if issubclass(kind, property):
         return value.fget
@@ -28,13 +28,13 @@ def function_of(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """The function that a decorated one wraps, or the value."""
+    """Return the function that a decorated one wraps, or the value."""
     wrapped = attribute(value, "__wrapped__")
     return wrapped if type(wrapped) is FunctionType else value
 
 
 def text_of(value: object) -> str:
-    """``repr``, or the name of the type where that raises."""
+    """Return ``repr``, or the name of the type if that raises."""
     try:
         return repr(value)
     except Exception:  # whatever a user's __repr__ raises
@@ -42,18 +42,18 @@ def text_of(value: object) -> str:
 
 
 def size_of(container: Any) -> int:
-    """The number of items of a container."""
+    """Return the number of items of a container."""
     size: int = _base(container).__len__(container)
     return size
 
 
 def items_of(container: Any) -> list[Any]:
-    """The items of a container; of a dict, its pairs."""
+    """Return the items of a container; for a dict, its pairs."""
     return list(dict.items(container)) if isinstance(container, dict) else list(_base(container).__iter__(container))
 
 
 def item_of(container: Any, index: int) -> Any:
-    """An item of a list, tuple or deque."""
+    """Return an item of a list, tuple or deque."""
     return _base(container).__getitem__(container, index)
 
 

@@ -1,9 +1,9 @@
-"""Lookups that read every row of a dim at that row's position are element-wise in it.
+"""Rewrite of lookups that read every row of a dim at that row's position: they are element-wise in that dim.
 
 Models pair an index that counts the rows of a dim with one that chooses among the elements of each row:
 ``mask[arange(batch)[:, None], positions]``, ``hidden[arange(batch), lengths - 1]``, ``scores[arange(batch), labels]``.
-``aten.index`` treats both as lookups, whose rows can be split as a sum only, and never over micro-batches. Where an
-index is known to count the rows (``graph.positions``), the dim becomes a batch dim:
+For ``aten.index`` both are lookups, whose rows can be split only as a sum, and never over micro-batches. If an index is
+known to count the rows (``graph.positions``), the dim becomes a batch dim:
 
     all indices count rows   a view of the operand
     others do not            ``gather``, over the dims of these as one
@@ -34,7 +34,7 @@ _LOOKUPS = (aten.index.Tensor, aten.index_put.default)
 
 
 def align_lookups(graph: Graph, constants: Mapping[str, Tensor]) -> Graph:
-    """Return the graph with lookups as above; ``constants``: the data of its sources of kind "constant"."""
+    """Rewrite the graph's lookups as above. ``constants``: the data of its sources of kind "constant"."""
     wanted = {
         index.name
         for op in graph.ops
@@ -64,7 +64,7 @@ class _LookupRewriting:
         return None if written is None else (written,)
 
     def _lookup(self, op: Op, emitter: Emitter) -> _Lookup | None:
-        """The lookup, if one of its indices counts the rows of its dim along a dim of the result alone."""
+        """Return the lookup if one of its indices counts the rows of its dim along one dim of the result only."""
         indices, before = (arguments(call)["indices"] for call in (op, emitter.origin))
         operand = arguments(op)["self"]
         shape = emitter.value(operand).shape
@@ -83,7 +83,7 @@ class _LookupRewriting:
 
 
 def _counted(index: KnownTensor, size: int, taken: set[int], total: tuple[int, ...]) -> int | None:
-    """The dim of the result along which an index is 0, 1, ... ``size - 1`` and constant along all others."""
+    """Return the dim of the result along which an index is 0, 1, ... ``size - 1`` while constant along all others."""
     core = index.core
     if core.numel() != size or not torch.equal(core.flatten() % size, torch.arange(size, dtype=core.dtype)):
         return None
@@ -94,11 +94,12 @@ def _counted(index: KnownTensor, size: int, taken: set[int], total: tuple[int, .
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A lookup in ``operand``, of a shape. ``total``: the shape of all indices; ``rows``: dim of the operand -> dim of
+    """A lookup in ``operand``. ``total``: the broadcast shape of the indices; ``rows``: dim of the operand -> dim of
     ``total`` that counts its rows; ``chosen``: dim of the operand -> index that chooses among its elements.
 
-    It is computed with the dims that are not chosen from first (``kept``), then the chosen ones as one; its result has
-    ``kept`` first, then the dims of ``total`` that count no rows (``others``)."""
+    It is computed with unchosen dims first (``kept``), then the chosen ones as one; its result has ``kept`` first, then
+    the dims of ``total`` that count no rows (``others``).
+    """
 
     emitter: Emitter
     operand: Ref
@@ -117,12 +118,12 @@ class _Lookup:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The shape of the result, before its dims are put in order."""
+        """Return the shape of the result before its dims are reordered."""
         return [*(self.shape[dim] for dim in self.kept), *(self.total[dim] for dim in self.others)]
 
     @cached_property
     def order(self) -> list[int]:
-        """The dims of ``sizes`` in the order of ``aten.index``: those of adjacent indices where these were, else
+        """Return the dims of ``sizes`` in the order of ``aten.index``: those of adjacent indices at their place, else
         first."""
         indexed = sorted([*self.rows, *self.chosen])
         adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
@@ -145,8 +146,8 @@ class _Lookup:
         return self._permuted(result, self.order)
 
     def write(self, values: Ref, accumulate: bool) -> Ref | None:
-        """The operand with values where ``read`` reads. None where one element would get several; and where all are
-        overwritten, since the gradient of the operand is zeros, not None."""
+        """Return the operand with values written where ``read`` reads. None if one element would get several values, or
+        if all are overwritten, because the operand's gradient is then zeros and not None."""
         kept = self.sizes[: len(self.kept)]
         if not self.chosen and (prod(self.sizes) != prod(kept) or not accumulate):
             return None
@@ -162,12 +163,12 @@ class _Lookup:
         return self._permuted(result, _inverse([*self.kept, *self.chosen]))
 
     def _flat(self) -> Ref:
-        """The operand with the chosen dims last, as one."""
+        """Return the operand with the chosen dims last, as one."""
         operand = self._permuted(self.operand, [*self.kept, *self.chosen])
         return self._reshaped(operand, [*(self.shape[dim] for dim in self.kept), -1])
 
     def _index(self) -> Ref:
-        """The index into ``_flat``."""
+        """Return the index into ``_flat``."""
         emit, strides = self.emitter.emit, [self.shape[dim] for dim in self.chosen]
         index: Any = None
         outside: Any = None

@@ -1,8 +1,8 @@
-"""Python state that a model changes while it runs: counters, flags, caches, tensors kept for the next call.
+"""Detection of Python state that a model changes while it runs: counters, flags, caches, tensors kept for later calls.
 
-Capture runs the model's Python once, so that whatever one call leaves for the next would be that of the first call ever
-after. State is compared before and after the call; only a model that changed some is called twice in one trace, and the
-second call must compute what the first did:
+Capture runs the model's Python once, so later calls would see the state left by the first. State is compared before and
+after the call. Only a model that changed some is called twice in one trace, and the second call must compute what the
+first did:
 
 * structurally: an operator is known by its target and by what its operands are (``_numbers``), so that programs over
   the same sources are equal if their results have equal numbers;
@@ -44,10 +44,10 @@ _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """The state of a module's attributes, the class attributes of its modules and the numbers in their files.
+    """State of a module's attributes, the class attributes of its modules and the numbers in their files.
 
-    ``leaves``: where -> a key that tells values apart; ``texts``: what a reader sees; ``held``: so that no identity is
-    given twice.
+    ``leaves``: location -> a key that distinguishes values; ``texts``: how values are printed; ``kept_alive``: objects
+    held so that no identity is reused.
     """
 
     leaves: Mapping[str, object]
@@ -55,23 +55,23 @@ class StateSnapshot:
     kept_alive: Sequence[object]
 
     def changed(self, after: StateSnapshot) -> tuple[str, ...]:
-        """Where the two differ."""
+        """Return the locations that differ."""
         places = dict.fromkeys([*self.leaves, *after.leaves])
         return tuple(p for p in places if self.leaves.get(p) != after.leaves.get(p))
 
     def registered(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
-        """The places that say what a model has: parameters, whether they are trained, buffers, and backward hooks."""
+        """Return the places that describe parameters, whether they are trained, buffers, or backward hooks."""
         both = ((p, (self.leaves.get(p), after.leaves.get(p))) for p in places)
         return tuple(p for p, keys in both if any(isinstance(key, Registered) for key in keys))
 
     def described(self, places: Iterable[str], after: StateSnapshot) -> str:
-        """``calls (0 -> 1), cache (None -> a tensor)``."""
+        """Describe changes, as in ``calls (0 -> 1), cache (None -> a tensor)``."""
         gone = "nothing"
         shown = [f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places]
         return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
     def without_tensors(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
-        """The places that hold no tensor afterwards."""
+        """Return the locations that hold no tensor afterwards."""
         return tuple(p for p in places if not str(after.texts.get(p, "")).startswith("a tensor"))
 
 
@@ -83,8 +83,8 @@ class Registered:
 
 
 def snapshot_state(module: nn.Module, others: Iterable[object] = ()) -> StateSnapshot:
-    """What a call of the module may change in Python. ``others``: what its code names (``reachable.Reached.values``),
-    of which modules, classes, objects and files of the user's are looked at."""
+    """Read the Python state that a call of the module may change. ``others``: values that its code names
+    (``ReachableCode.values``), of which modules and the user's classes, objects and files are read."""
     reader = StateReader()
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -105,8 +105,8 @@ def snapshot_state(module: nn.Module, others: Iterable[object] = ()) -> StateSna
 
 @dataclass
 class StateReader:
-    """Reads Python values, down to numbers, texts and identities. ``thorough``: also configurations of transformers,
-    objects that are attributes of classes, and of a file whatever the methods of a class use."""
+    """Reads Python values, down to numbers, texts and identities. ``thorough``: also read configurations of
+    transformers, objects in class attributes, and everything in a file that the methods of a class use."""
 
     leaves: dict[str, object] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class StateReader:
             self.leaf(place, _pickled(value), type(value).__name__, value)
 
     def read_registered(self, place: str, tensor: torch.Tensor | None) -> None:
-        """A parameter: which it is, and whether it is trained; a buffer: whether it is there, and its shape."""
+        """Read a parameter: its identity, and whether it is trained; or a buffer: whether it exists, and its shape."""
         if isinstance(tensor, nn.Parameter):
             text = f"a {'' if tensor.requires_grad else 'frozen '}parameter {list(tensor.shape)}"
             self.leaf(place, Registered((id(tensor), tensor.requires_grad)), text, tensor)
@@ -163,8 +163,8 @@ class StateReader:
             self.leaf(place, Registered((tensor.shape, tensor.dtype)), f"a buffer {list(tensor.shape)}", None)
 
     def read_other(self, value: Any) -> None:
-        """What lies outside of the model and its code names: attributes of modules, functions and objects, numbers and
-        containers of classes and files, unless they are of Python or torch."""
+        """Read a value outside of the model that its code names: attributes of modules, functions and objects, numbers
+        and containers of classes and files, unless they belong to Python or torch."""
         kind = type(value)  # (isinstance asks an object for its __class__)
         if issubclass(kind, ModuleType):
             if is_module_of_models(value):
@@ -183,7 +183,7 @@ class StateReader:
                     self._read_plain(f"{type(value).__name__}.{name}", item)
 
     def _read_plain(self, place: str, value: Any) -> None:
-        """A number or a text, or what a container that is no table holds itself."""
+        """Read a number, a text, or the direct contents of a container that is no table."""
         if isinstance(value, (list, dict, set, deque)) and size_of(value) <= _MOST_ITEMS:
             items = items_of(value)
             self.leaf(place, tuple(map(_item_key, items)), f"{len(items)} items", tuple(items))
@@ -196,7 +196,7 @@ class StateReader:
             self.read(place, value.get(None))
 
     def _read_function(self, function: Any) -> None:
-        """What a function of the user's keeps from call to call: in its closure, defaults and attributes."""
+        """Read what a user's function keeps between calls: its closure, defaults and attributes."""
         if not isinstance(function, FunctionType) or id(function) in self.seen:
             return
         self.seen.add(id(function))
@@ -217,8 +217,8 @@ class StateReader:
                 self.read(f"{function.__qualname__}: {name}", value)
 
     def read_class(self, kind: type) -> None:
-        """Numbers, texts and containers that are attributes of a user's class, what its methods keep, and numbers and
-        containers in the file it is from."""
+        """Read numbers, texts and containers in attributes of a user's class, state kept by its methods, and numbers
+        and containers in its file."""
         if id(kind) in self.seen or not is_module_of_models(sys.modules.get(kind.__module__)):
             return
         self.seen.add(id(kind))
@@ -235,7 +235,7 @@ class StateReader:
             self._read_file(module)
 
     def _read_file(self, module: ModuleType) -> None:
-        """Numbers and containers in a file."""
+        """Read numbers and containers in a file."""
         if id(module) in self.seen:
             return
         self.seen.add(id(module))
@@ -249,20 +249,20 @@ class StateReader:
 
 
 def _is_configuration(value: Any) -> bool:
-    """Whether it is a configuration of transformers: models fill in what is not set in the first call that needs it."""
+    """Return whether it is a configuration of transformers: models fill in missing values in the first call."""
     return any(kind.__name__ in _CONFIGURATIONS and "transformers" in kind.__module__ for kind in type(value).__mro__)
 
 
 def _is_content(value: Any) -> bool:
-    """Whether what a class or a file holds is looked at for what is inside of it: numbers, texts, containers, objects
-    of a user's classes."""
+    """Return whether the contents of a value in a class or file are read: numbers, texts, containers, objects of a
+    user's classes."""
     package = type(value).__module__.partition(".")[0]
     is_users = package not in sys.stdlib_module_names and package not in ("torch", "shardwise")
     return is_users or isinstance(value, (*_OF_CLASSES, set, tuple))
 
 
 def _names_used(kind: type, module: ModuleType) -> list[str]:
-    """The names that the methods of a class use, also in functions of its file that they name."""
+    """Return the names used by the methods of a class, and by functions of its file that they name."""
     names: dict[str, None] = {}
     pending = [code for value in vars(kind).values() for code in _code_of(value)]
     while pending:
@@ -275,7 +275,7 @@ def _names_used(kind: type, module: ModuleType) -> list[str]:
 
 
 def _code_of(value: Any) -> list[CodeType]:
-    """The code of a function, method or property."""
+    """Return the code of a function, method or property."""
     function = function_of(value)
     return [inspect.unwrap(function).__code__] if isinstance(function, FunctionType) else []
 
@@ -287,7 +287,7 @@ def _item_key(item: Any) -> object:
 
 
 def _pickled(value: Any) -> object:
-    """The content of an object that has no attributes (a generator of numbers, an iterator), or its identity."""
+    """Return the content of an object without attributes (a number generator, an iterator), or its identity."""
     try:
         with torch._C.DisableTorchFunction():  # a tensor in it is looked at, not used
             return pickle.dumps(value)
@@ -296,11 +296,11 @@ def _pickled(value: Any) -> object:
 
 
 def trace_difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: int) -> str:
-    """What a second call computes otherwise than the first, in a trace of both, or "".
+    """Describe what a second call computes differently from the first, in a trace of both; "" if nothing.
 
-    ``graph``: functional and simplified (a cast to the same dtype hands on its operand, and what reads the operand
-    later would seem to read the cast), its outputs those of the first call, then the mark, then those of the second.
-    ``half``: how many are of one call.
+    ``graph``: functional and simplified, because a cast to the same dtype returns its operand, and later readers of the
+    operand would seem to read the cast. Its outputs: those of the first call, the mark, those of the second. ``half``:
+    the number of outputs of one call.
     """
     numbers = _numbers(graph, constants)
     outputs = [numbers[o.name] if isinstance(o, Ref) else constant_key(o) for o in graph.outputs]
@@ -320,7 +320,7 @@ def trace_difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: 
 
 
 def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
-    """What the operators behind the boundary that the second call's outputs need read."""
+    """Return the values read behind the boundary by operators that the second call's outputs need."""
     live = {o.name for o in graph.outputs[half + 1 :] if isinstance(o, Ref)}
     read = set(live)
     for op in reversed(graph.ops[boundary + 1 :]):
@@ -331,7 +331,7 @@ def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
 
 
 def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Value -> a number that values have in common which are computed alike from the same sources."""
+    """Number values such that those computed equally from the same sources have the same number."""
     known: dict[object, int] = {}
     of: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""The final names: ops after their module and operator, values after their operator, parameters after themselves."""
+"""Assignment of final names: to ops by module and operator, to values by operator, to parameters by their own name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shardwise.graph.schema import operator_name
 
 
 def assign_names(graph: Graph) -> Graph:
-    """Names ops ``"<module path>/<operator>"`` and results ``"<operator>"``, repetitions with ``_1``, ``_2``, ....
+    """Name ops ``"<module path>/<operator>"`` and results ``"<operator>"``, repetitions with ``_1``, ``_2``, ....
 
-    Sources keep their names. Results of an op with several get ``"split.0"``, ``"split.1"``, .... The values are put in
+    Sources keep their names. Results of an op with several get ``"split.0"``, ``"split.1"``, .... Values are sorted in
     order of definition: sources, then results.
     """
     taken = {source.value for source in graph.sources}
@@ -55,7 +55,7 @@ def _numbered(stem: str, count: int) -> str:
 
 
 def value_name(value: str, graph: Graph) -> str:
-    """A value as a reader knows it: the parameter or input, or the operator that computes it (which result, if
+    """Describe a value for a reader: the parameter or input, or the operator that computes it (which result, if
     several)."""
     producer = graph.producer.get(value)
     if producer is None:

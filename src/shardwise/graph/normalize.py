@@ -1,8 +1,8 @@
-"""Rewriting to operators all of whose factors can be split.
+"""Rewrite of operators into forms all of whose factors can be split.
 
-``linear`` with a bias hides a contraction behind an addition, ``mean`` hides a global count: written out as ``linear +
-add`` and ``sum / n`` the contraction and the sum may be split like any other, and the count is the global one. The new
-operators belong to the module, line and scope of the old one. ``NORMALIZATIONS`` has one line per operator.
+``linear`` with a bias hides a contraction behind an addition, and ``mean`` hides a global count. Written as
+``linear + add`` and ``sum / n``, the contraction and the sum can be split like any other, and n is the global count.
+The new operators keep the module, line and scope of the old one. ``NORMALIZATIONS`` has one line per operator.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Results = tuple[Arg, ...] | None
 
 
 def normalize(graph: Graph) -> Graph:
-    """The graph in normal form.
+    """Return the graph in normal form.
 
-    Raises CaptureError for an operator that draws random numbers in a way that nobody has written down.
+    Raises CaptureError for an operator that draws random numbers in an unsupported way.
     """
     normal = rewrite_graph(graph, NORMALIZATIONS | foreign_normalizations())
     for op in normal.ops:
@@ -71,7 +71,7 @@ def _linear(op: Op, emitter: Emitter) -> Results:
 
 
 def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
-    """``beta * self + alpha * (left @ right)``; with beta = 0, self is not read."""
+    """Rewrite to ``beta * self + alpha * (left @ right)``; with beta = 0, self is not read."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
         args = arguments(op)
@@ -85,7 +85,7 @@ def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
 
 
 def _convolution(op: Op, emitter: Emitter) -> Results:
-    """The bias is added per channel."""
+    """Rewrite to a convolution without bias, and add the bias per channel."""
     args = arguments(op)
     bias = args["bias"]
     if bias is None:
@@ -103,9 +103,9 @@ def _convolution(op: Op, emitter: Emitter) -> Results:
 
 
 def _mean(op: Op, emitter: Emitter) -> Results:
-    """sum / n with the global n.
+    """Rewrite to sum / n with the global n.
 
-    Half precision is summed in float32: the sum may not fit, nor lose the bits that the mean keeps.
+    Half precision is summed in float32: the sum may overflow, or lose bits that the mean keeps.
     """
     args = arguments(op)
     shape = emitter.value(args["self"]).shape
@@ -125,7 +125,7 @@ def _mean(op: Op, emitter: Emitter) -> Results:
 
 
 def _aminmax(op: Op, emitter: Emitter) -> Results:
-    """Two extremes: the operator of both has no derivative in torch 2.11."""
+    """Rewrite to two reductions: the combined operator has no derivative in torch 2.11."""
     args = arguments(op)
     dims = () if args["dim"] is None else (args["dim"],)
     low, high = (
@@ -135,7 +135,7 @@ def _aminmax(op: Op, emitter: Emitter) -> Results:
 
 
 def _batch_norm(op: Op, emitter: Emitter) -> Results:
-    """Training mode; running statistics were already made mutations by ``functionalize``."""
+    """Rewrite batch norm in training mode; ``functionalize`` already made the running statistics mutations."""
     if not arguments(op)["training"]:
         return None
     return (batch_norm_with_statistics(op, emitter)[0],)
@@ -145,7 +145,7 @@ def _batch_norm(op: Op, emitter: Emitter) -> Results:
 
 
 def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
-    """Dropout of a value by the hash of seed and global index."""
+    """Emit a dropout of a value by the hash of seed and global index."""
     seed, call = next_random_call(emitter)
     shape = emitter.value(x).shape
     result: Ref = emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
@@ -165,7 +165,7 @@ def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
 
 
 def _feature_dropout(op: Op, emitter: Emitter) -> Results:
-    """Drops whole channels: a dropout of ones of shape (n, c, 1, ...), multiplied in."""
+    """Drop whole channels: multiply by a dropout of ones of shape (n, c, 1, ...)."""
     args = arguments(op)
     if not args["train"] or args["p"] == 0:
         return (args["input"],)
@@ -184,7 +184,7 @@ def _native_dropout(op: Op, emitter: Emitter) -> Results:
 
 
 def _bernoulli(op: Op, emitter: Emitter) -> Results:
-    """Ones with probability p: where a dropout of ones with probability 1 - p keeps them."""
+    """Emit ones with probability p: the kept elements of a dropout of ones with probability 1 - p."""
     args = arguments(op)
     value = emitter.value(args["self"])
     dtype = value.dtype if value.dtype.is_floating_point else torch.float32
@@ -193,7 +193,7 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
 
 
 def _attention(op: Op, emitter: Emitter) -> Results:
-    """With dropout: softmax(q k^T * scale + mask), dropped, times v (Vaswani et al. 2017, section 3.2.1)."""
+    """Rewrite attention with dropout: softmax(q k^T * scale + mask), dropped, times v (Vaswani et al. 2017, 3.2.1)."""
     args = arguments(op)
     if args["dropout_p"] == 0:
         return None
@@ -222,7 +222,7 @@ def _attention(op: Op, emitter: Emitter) -> Results:
 
 
 def _mark(op: Op, emitter: Emitter) -> Results:
-    """The marker of ``constrain`` becomes an explicit identity, which can carry a strategy of its own."""
+    """Rewrite the marker of ``constrain`` to an identity operator, which can have its own strategy."""
     result: Ref = emitter.emit_as_is(aten.alias.default, op.args[0])
     emitter.constraints.append((result.name, op.args[1]))
     return (result,)

@@ -1,4 +1,4 @@
-"""Layers that PyTorch runs as one operator, written out: recurrent ones, bags of embeddings, weight norm, experts."""
+"""Decompositions of layers that PyTorch runs as one operator: recurrent ones, embedding bags, weight norm, experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Drop = Callable[[Emitter, Ref, float], Ref]
 
 
 def recurrent(drop: Drop) -> Rewrite:
-    """LSTM, GRU and RNN with dropout between the layers: one operator per layer, and dropout as everywhere else."""
+    """Rewrite LSTM, GRU and RNN with dropout between layers: one operator per layer, and the global-index dropout."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
         args = arguments(op)
@@ -47,7 +47,7 @@ def recurrent(drop: Drop) -> Rewrite:
 
 
 def _gates(emitter: Emitter, args: dict[str, Any], count: int) -> tuple[list[Ref], list[Ref]]:
-    """The parts that the input, and the state, have in the gates of a recurrent cell."""
+    """Return the parts of the input, and of the state, in the gates of a recurrent cell."""
     state = args["hx"][0] if isinstance(args["hx"], tuple) else args["hx"]
     parts = []
     for x, side in ((args["input"], "ih"), (state, "hh")):
@@ -58,7 +58,7 @@ def _gates(emitter: Emitter, args: dict[str, Any], count: int) -> tuple[list[Ref
 
 
 def _lstm_cell(op: Op, emitter: Emitter) -> Results:
-    """i, f, g, o = parts of W x + V h; c' = f c + i g; h' = o tanh(c') (Hochreiter and Schmidhuber 1997)."""
+    """Compute i, f, g, o = parts of W x + V h; c' = f c + i g; h' = o tanh(c') (Hochreiter and Schmidhuber 1997)."""
     args, emit = arguments(op), emitter.emit
     parts = [emit(aten.add.Tensor, x, h) for x, h in zip(*_gates(emitter, args, 4), strict=True)]
     i, f, o = (emit(aten.sigmoid.default, parts[n]) for n in (0, 1, 3))
@@ -68,7 +68,7 @@ def _lstm_cell(op: Op, emitter: Emitter) -> Results:
 
 
 def _gru_cell(op: Op, emitter: Emitter) -> Results:
-    """h' = n + z (h - n), n = tanh(W x + r V h), for the gates r and z (Cho et al. 2014)."""
+    """Compute h' = n + z (h - n), n = tanh(W x + r V h), for the gates r and z (Cho et al. 2014)."""
     args, emit = arguments(op), emitter.emit
     ours, theirs = _gates(emitter, args, 3)
     r, z = (emit(aten.sigmoid.default, emit(aten.add.Tensor, theirs[n], ours[n])) for n in (0, 1))
@@ -78,7 +78,7 @@ def _gru_cell(op: Op, emitter: Emitter) -> Results:
 
 
 def _rnn_cell(function: OpOverload) -> Rewrite:
-    """f(W x + V h)."""
+    """Compute f(W x + V h)."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
         (ours,), (theirs,) = _gates(emitter, arguments(op), 1)
@@ -88,7 +88,7 @@ def _rnn_cell(function: OpOverload) -> Rewrite:
 
 
 def _weight_norm(op: Op, emitter: Emitter) -> Results:
-    """``v g / |v|``, the norm over all dims but one (Salimans and Kingma 2016)."""
+    """Compute ``v g / |v|``, the norm over all dims but one (Salimans and Kingma 2016)."""
     args = arguments(op)
     rank, kept = len(emitter.value(args["v"]).shape), args["dim"]
     dims = None if kept == -1 else tuple(d for d in range(rank) if d != kept % rank)
@@ -100,9 +100,8 @@ _SUM, _MEAN, _MAX = 0, 1, 2
 
 
 def _embedding_bag(op: Op, emitter: Emitter) -> Results:
-    """Sums, means or maxima of embeddings. Bags of equal lengths, which PyTorch makes of a matrix of indices, are rows
-    of a matrix; others are added to the row of their bag. Gradients scaled by frequency stay as they are.
-    """
+    """Emit sums, means or maxima of embeddings. Bags of equal lengths, which PyTorch makes of a matrix of indices, are
+    rows of a matrix; others are added to the row of their bag. Gradients scaled by frequency stay as they are."""
     call_args, emit = arguments(op), emitter.emit
     if call_args["scale_grad_by_freq"]:
         return None
@@ -111,7 +110,7 @@ def _embedding_bag(op: Op, emitter: Emitter) -> Results:
     padding = None if padding is None else padding % table
     count = emitter.value(call_args["indices"]).shape[0]
     rows = emit(aten.embedding.default, call_args["weight"], call_args["indices"])
-    others = emitter.emit_as_is(op.target, *op.args, **dict(op.kwargs))[1:]  # dropped if nobody reads them
+    others = emitter.emit_as_is(op.target, *op.args, **dict(op.kwargs))[1:]  # dropped if unused
     if call_args["mode"] == _MAX:
         return _bag_maxima(emitter, call_args, rows, padding), *others
     counted = None  # per index, 1 unless it is padding
@@ -132,7 +131,7 @@ def _embedding_bag(op: Op, emitter: Emitter) -> Results:
 
 
 def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[Ref], Ref]:
-    """The function that adds up ``[index, ...]`` by bags."""
+    """Return a function that sums ``[index, ...]`` by bags."""
     emit = emitter.emit
     bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
     length = _equal_length(emitter, args["offsets"], count)
@@ -156,7 +155,7 @@ def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[R
 
 
 def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
-    """Per index, the number of its bag."""
+    """Return the bag number of every index."""
     emit = emitter.emit
     ends = emit(aten.unsqueeze.default, offsets, 0)
     places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
@@ -165,7 +164,7 @@ def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
 
 
 def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
-    """The largest ``[index, ...]`` of every bag; 0 for a bag that holds nothing (but padding)."""
+    """Return the maximum of ``[index, ...]`` per bag; 0 for an empty bag or one of padding only."""
     emit, value = emitter.emit, emitter.value(rows)
     count, columns = value.shape
     bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
@@ -184,7 +183,7 @@ def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int 
 
 
 def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
-    """The step of ``offsets = arange(0, count, step)``."""
+    """Return the step of ``offsets = arange(0, count, step)``, or None."""
     producer = next((op for op in emitter.ops if offsets.name in op.results), None)
     if producer is None or producer.target is not aten.arange.start_step:
         return None
@@ -195,7 +194,7 @@ def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
 
 
 def _grouped_mm(op: Op, emitter: Emitter) -> Results:
-    """Rows by expert times one matrix per expert; the operator's other forms stay."""
+    """Rewrite rows by expert times one matrix per expert; the operator's other forms stay."""
     x, weight, *rest = (op.args + tuple(arg for _, arg in op.kwargs))[:3]
     others = [arg for name, arg in arguments(op).items() if name in ("bias", "out_dtype")]
     if not rest or rest[0] is None or any(arg is not None for arg in others):
@@ -210,13 +209,13 @@ def _grouped_mm(op: Op, emitter: Emitter) -> Results:
 
 
 def foreign_normalizations() -> dict[OpOverload, Rewrite]:
-    """For operators of other libraries, those that are imported: what ``transformers`` captures mixtures as."""
+    """Return the rewrites for operators of imported libraries: those that ``transformers`` captures mixtures as."""
     packet = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return {} if packet is None else {packet.default: _grouped_mm}
 
 
 def layer_normalizations(drop: Drop) -> dict[OpOverload, Rewrite]:
-    """``drop`` emits a dropout."""
+    """Return the rewrites of layers. ``drop`` emits a dropout."""
     return {
         aten.lstm.input: recurrent(drop),
         aten.gru.input: recurrent(drop),

@@ -1,8 +1,8 @@
-"""Mean losses as a sum over the global count.
+"""Rewrite of mean losses to a sum over the global count.
 
-The mean of the shards' means is not the mean: a shard may hold more ignored labels than another. The sum of the shards'
-sums over the global count is exact. Half-precision losses are summed in float32, because the sum may not fit where the
-mean does.
+The mean of the shards' means is not the mean: a shard may have more ignored labels than another. The sum of the shards'
+sums over the global count is exact. Half-precision losses are summed in float32, because the sum may overflow where the
+mean does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def _total(op: Op, args: dict[str, Any], scores: Ref, emitter: Emitter) -> Ref:
-    """The summed loss, in float32 if the scores have half precision."""
+    """Emit the summed loss, in float32 if the scores have half precision."""
     low_precision = emitter.value(scores).dtype in _LOW_PRECISION
     args = args | {"reduction": NONE if low_precision else SUM}
     schema = op.target._schema.arguments
@@ -42,9 +42,9 @@ def _divided(op: Op, total: Ref, count: Arg, scores: Ref, emitter: Emitter) -> t
 
 
 def _class_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """cross_entropy_loss and nll_loss: over the count of labels not ignored, or the sum of their classes' weights.
+    """Rewrite cross_entropy_loss and nll_loss: divide by the number of labels not ignored, or their classes' weights.
 
-    With probabilities as targets (``target`` is floating), over the count of samples.
+    With probabilities as targets (floating ``target``), divide by the number of samples.
     """
     args = arguments(op)
     if args["reduction"] != MEAN:
@@ -66,7 +66,7 @@ def _class_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
 
 
 def _element_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Losses of single elements: over the count of elements, after broadcasting."""
+    """Rewrite element-wise losses: divide by the number of elements after broadcasting."""
     call_args = arguments(op)
     if call_args["reduction"] != MEAN:
         return None

@@ -1,8 +1,8 @@
-"""Random tensors as functions of a seed and the global index, so that they are the same under every plan.
+"""Rewrite of random tensors to functions of a seed and the global index, so that they are the same under every plan.
 
-All of them are made of ``shardwise::uniform``: a comparison gives Bernoulli draws, a product integers, Box and Muller
-(1958) normal numbers, the inverse of a distribution function the others. The eager side of a verification
-(``graph/to_float64.py``) draws the same ones.
+All are based on ``shardwise::uniform``: a comparison gives Bernoulli draws, a product integers, Box and Muller (1958)
+normal numbers, the inverse of a distribution function the others. The eager side of a verification
+(``graph/to_float64.py``) draws the same numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WIDE = torch.float64
 
 
 def next_random_call(emitter: Emitter) -> tuple[Ref, int]:
-    """The seed, which the runtime provides anew for every step, and the number of this random call."""
+    """Return the seed, which the runtime sets in every step, and the number of this random call."""
     seed = emitter.add_source(Source(SEED, "buffer", (SEED,)), Value(SEED, (), torch.int64))
     emitter.num_random_calls += 1
     return seed, emitter.num_random_calls - 1
@@ -40,14 +40,14 @@ def _uniform(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Re
 
 
 def _free(emitter: Emitter, arg: Arg) -> Arg:
-    """A parameter of a distribution, through which PyTorch passes no gradient."""
+    """Detach a parameter of a distribution: PyTorch passes it no gradient."""
     if isinstance(arg, Ref) and emitter.value(arg).requires_grad:
         return emitter.emit(aten.detach.default, arg)
     return arg
 
 
 def _normal(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
-    """``sqrt(-2 log(1 - u)) cos(2 pi v)``; u is below 1."""
+    """Emit ``sqrt(-2 log(1 - u)) cos(2 pi v)``; u is below 1."""
     first, second = _uniform(emitter, shape, torch.float64), _uniform(emitter, shape, torch.float64)
     emit = emitter.emit
     radius = emit(aten.sqrt.default, emit(aten.mul.Tensor, emit(aten.log1p.default, emit(aten.neg.default, first)), -2))
@@ -57,7 +57,7 @@ def _normal(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref
 
 
 def _drawn(draw: Any) -> Rewrite:
-    """``rand(size)`` and its like, or ``rand_like(x)``."""
+    """Rewrite ``rand(size)`` and similar, or ``rand_like(x)``."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
         args = arguments(op)
@@ -72,7 +72,7 @@ def _drawn(draw: Any) -> Rewrite:
 
 
 def _integers(op: Op, emitter: Emitter) -> Results:
-    """``low + floor(u (high - low))``."""
+    """Emit ``low + floor(u (high - low))``."""
     args = arguments(op)
     low = args.get("low", 0)
     if "self" in args:
@@ -85,7 +85,7 @@ def _integers(op: Op, emitter: Emitter) -> Results:
 
 
 def _bernoulli(op: Op, emitter: Emitter) -> Results:
-    """Ones where a uniform number is below the probability."""
+    """Emit ones where a uniform number is below the probability."""
     args = arguments(op)
     value = emitter.value(args["self"])
     drawn = _uniform(emitter, value.shape, torch.float64)
@@ -93,7 +93,7 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
 
 
 def _between(op: Op, emitter: Emitter) -> Results:
-    """``uniform_(low, high)``."""
+    """Rewrite ``uniform_(low, high)``."""
     args = arguments(op)
     value = emitter.value(args["self"])
     width = emitter.emit(aten.mul.Tensor, _uniform(emitter, value.shape, torch.float64), args["to"] - args["from"])
@@ -101,7 +101,7 @@ def _between(op: Op, emitter: Emitter) -> Results:
 
 
 def _exponential(op: Op, emitter: Emitter) -> Results:
-    """``-log(1 - u) / rate``."""
+    """Emit ``-log(1 - u) / rate``."""
     args = arguments(op)
     value = emitter.value(args["self"])
     negative = emitter.emit(aten.neg.default, _uniform(emitter, value.shape, torch.float64))
@@ -110,7 +110,7 @@ def _exponential(op: Op, emitter: Emitter) -> Results:
 
 
 def _permutation(op: Op, emitter: Emitter) -> Results:
-    """The order of as many uniform numbers."""
+    """Emit the argsort of as many uniform numbers."""
     args = arguments(op)
     order = emitter.emit(aten.argsort.default, _uniform(emitter, (args["n"],), torch.float64))
     dtype = args["dtype"] or torch.int64
@@ -118,7 +118,7 @@ def _permutation(op: Op, emitter: Emitter) -> Results:
 
 
 def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref]) -> Rewrite:
-    """``x.cauchy_(...)`` and its like: ``draw`` gives float64 numbers of the shape."""
+    """Rewrite ``x.cauchy_(...)`` and similar: ``draw`` gives float64 numbers of the shape."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
         args = arguments(op)
@@ -129,20 +129,20 @@ def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref]) -> 
 
 
 def _log_survival(emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """``log(1 - u)``: minus an exponential number."""
+    """Emit ``log(1 - u)``: minus an exponential number."""
     result: Ref = emitter.emit(aten.log1p.default, emitter.emit(aten.neg.default, _uniform(emitter, shape, _WIDE)))
     return result
 
 
 def _gaussian(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """``mean + std z``."""
+    """Emit ``mean + std z``."""
     spread = emitter.emit(aten.mul.Tensor, _normal(emitter, shape, _WIDE), _free(emitter, args["std"]))
     result: Ref = emitter.emit(aten.add.Tensor, spread, _free(emitter, args["mean"]))
     return result
 
 
 def _gaussian_of(op: Op, emitter: Emitter) -> Results:
-    """``torch.normal`` of two tensors, of a tensor and a number, or of two numbers and a size."""
+    """Rewrite ``torch.normal`` of two tensors, of a tensor and a number, or of two numbers and a size."""
     args = arguments(op)
     tensors = [emitter.value(arg) for arg in (args["mean"], args["std"]) if isinstance(arg, Ref)]
     shape = tuple(torch.broadcast_shapes(*(value.shape for value in tensors))) if tensors else tuple(args["size"])
@@ -156,7 +156,7 @@ def _log_normal(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) 
 
 
 def _cauchy(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """``median + sigma tan(pi (u - 1/2))``."""
+    """Emit ``median + sigma tan(pi (u - 1/2))``."""
     emit = emitter.emit
     angle = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _uniform(emitter, shape, _WIDE), 0.5), pi)
     spread = emit(aten.mul.Tensor, emit(aten.tan.default, angle), args["sigma"])
@@ -165,28 +165,28 @@ def _cauchy(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> R
 
 
 def _geometric(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """Trials up to the first success: ``1 + floor(log(1 - u) / log(1 - p))``."""
+    """Emit the number of trials up to the first success: ``1 + floor(log(1 - u) / log(1 - p))``."""
     failures = emitter.emit(aten.div.Tensor, _log_survival(emitter, shape), log1p(-args["p"]))
     result: Ref = emitter.emit(aten.add.Tensor, emitter.emit(aten.floor.default, failures), 1)
     return result
 
 
 def _below(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """``random_(to)``."""
+    """Rewrite ``random_(to)``."""
     scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), args["to"])
     result: Ref = emitter.emit(aten.floor.default, scaled)
     return result
 
 
 def _bernoulli_of(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """``bernoulli_(p)`` with a tensor of probabilities."""
+    """Rewrite ``bernoulli_(p)`` with a tensor of probabilities."""
     result: Ref = emitter.emit(aten.lt.Tensor, _uniform(emitter, shape, _WIDE), _free(emitter, args["p"]))
     return result
 
 
 def _multinomial(op: Op, emitter: Emitter) -> Results:
-    """Without replacement the largest of ``weight / exponential`` (Efraimidis and Spirakis 2006, as in PyTorch); with
-    it, how many cumulative weights lie at or below ``u`` times their sum."""
+    """Without replacement, take the largest of ``weight / exponential`` (Efraimidis and Spirakis 2006, as in PyTorch);
+    with it, count the cumulative weights at or below ``u`` times their sum."""
     args, emit = arguments(op), emitter.emit
     shape, count = emitter.value(args["self"]).shape, args["num_samples"]
     weights = emit(aten.to.dtype, args["self"], _WIDE)
@@ -201,7 +201,7 @@ def _multinomial(op: Op, emitter: Emitter) -> Results:
 
 
 def _rrelu(op: Op, emitter: Emitter) -> Results:
-    """A slope of [lower, upper) per negative element; in evaluation their mean."""
+    """Multiply negative elements by a slope from [lower, upper); in evaluation by the mean slope."""
     args, emit = arguments(op), emitter.emit
     lower, upper = args["lower"], args["upper"]
     if not args["training"]:
@@ -214,15 +214,16 @@ def _rrelu(op: Op, emitter: Emitter) -> Results:
 
 
 def alpha_scale(p: float) -> tuple[float, float]:
-    """(a, a alpha') of alpha dropout: kept elements become ``a x + a alpha' p``, dropped ones ``a alpha' (p - 1)``,
-    which keeps mean 0 and variance 1 (Klambauer et al., "Self-normalizing neural networks", 2017)."""
+    """Return (a, a alpha') of alpha dropout: kept elements become ``a x + a alpha' p``, dropped ones
+    ``a alpha' (p - 1)``, which keeps mean 0 and variance 1 (Klambauer et al., "Self-normalizing neural networks",
+    2017)."""
     alpha = 1.7580993408473766  # lambda alpha of SELU
     a = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
     return a, a * alpha
 
 
 def _alpha_dropout(features: bool) -> Rewrite:
-    """``features``: whole channels."""
+    """Rewrite alpha dropout. ``features``: drop whole channels."""
 
     def rewrite(op: Op, emitter: Emitter) -> Results:
         args, emit = arguments(op), emitter.emit
@@ -243,7 +244,7 @@ def _alpha_dropout(features: bool) -> Rewrite:
 
 
 def _without_generator(rewrite: Rewrite) -> Rewrite:
-    """The overload that may be given a generator, for calls that give none."""
+    """Apply a rewrite to the overload with a generator argument, for calls that pass none."""
     return lambda op, emitter: None if arguments(op)["generator"] is not None else rewrite(op, emitter)
 
 

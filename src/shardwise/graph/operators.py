@@ -1,10 +1,10 @@
-"""Operators of our own that a graph may contain: sharded dropout and random numbers, and the mark of ``constrain``.
+"""Custom operators of graphs: sharded dropout and random numbers, and the mark of ``constrain``.
 
-Dropout under sharding must not depend on who computes what: one seed would give every shard the same mask, different
-seeds would give replicas different masks. So the mask is a *hash of the global index*: element ``i`` of the ``c``-th
-dropout of the model under seed ``s`` is kept if ``uniform(hash(s, c, i)) >= p``. The hash is the finalizer of
-splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), computed with wrapping int64
-arithmetic, the same on every device.
+Dropout under sharding must not depend on which device computes an element: one seed would give every shard the same
+mask, different seeds would give replicas different masks. So the mask is a *hash of the global index*: element ``i`` of
+the ``c``-th dropout of the model under seed ``s`` is kept if ``uniform(hash(s, c, i)) >= p``. The hash is the finalizer
+of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), computed with wrapping
+int64 arithmetic, the same on every device.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right_(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift of int64 in place (torch's ``>>`` copies the sign)."""
+    """Shift int64 right logically, in place (torch's ``>>`` copies the sign)."""
     bits >>= count
     bits &= (1 << (64 - count)) - 1
     return bits
 
 
 def splitmix64(bits: torch.Tensor) -> torch.Tensor:
-    """The 64-bit finalizer of splitmix64, element-wise on int64."""
+    """Apply the 64-bit finalizer of splitmix64, element-wise on int64."""
     return _splitmix64_(bits.clone())
 
 
 def _splitmix64_(bits: torch.Tensor) -> torch.Tensor:
-    """``splitmix64`` in place."""
+    """Apply ``splitmix64`` in place."""
     for count, multiplier in ((30, _MULTIPLIER_1), (27, _MULTIPLIER_2), (31, 1)):
         bits ^= _shift_right_(bits.clone(), count)
         if multiplier != 1:
@@ -51,7 +51,7 @@ def _splitmix64_(bits: torch.Tensor) -> torch.Tensor:
 def global_indices(
     sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Row-major indices in the tensor of ``sizes`` of the block of ``lengths`` that begins at ``offsets``.
+    """Return row-major indices in the tensor of ``sizes`` of the block of ``lengths`` that begins at ``offsets``.
 
     Int64, shape ``lengths``.
     """
@@ -77,8 +77,8 @@ def hash_bits(
     lengths: Sequence[int],
     start: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """64 random bits per element of the block, for random call ``call``: int64, shape ``lengths``. ``start``: how many
-    elements the block lies behind the place that ``offsets`` say."""
+    """Return 64 random bits per element of the block, for random call ``call``: int64, shape ``lengths``. ``start``:
+    the number of elements by which the block lies behind ``offsets``."""
     key = splitmix64(splitmix64(seed + _GOLDEN) + call) + _GOLDEN + start * _GOLDEN
     if seed.device.type != "cpu" or prod(lengths) <= _PIECE:
         return _hashed_indices(key, global_indices(sizes, offsets, lengths, seed.device))
@@ -93,14 +93,14 @@ def hash_bits(
 
 
 def _hashed_indices(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The bits of the elements with these global indices; ``index`` is overwritten."""
+    """Return the bits of the elements with these global indices; ``index`` is overwritten."""
     index *= _GOLDEN
     index += key
     return _splitmix64_(index)
 
 
 def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(first, one past the last) per dim of blocks of at most ``_PIECE`` elements that fill a block of ``lengths``."""
+    """Split a block of ``lengths`` into blocks of at most ``_PIECE`` elements: (first, one past the last) per dim."""
     dim = next(d for d in range(len(lengths)) if prod(lengths[d + 1 :]) <= _PIECE)
     rows = _PIECE // prod(lengths[dim + 1 :])
     rest = tuple(lengths[dim + 1 :])
@@ -110,7 +110,7 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int
             yield (*outer, row, *[0] * len(rest)), (*(i + 1 for i in outer), last, *rest)
 
 
-# ``first``: of a pass over a part of the batch, the number of its first sample; ``stride``: elements of a sample.
+# ``first``: number of a micro-batch's first sample; ``stride``: elements per sample.
 _IN_TIME = "Tensor? first=None, int stride=0"
 _DROPOUT = (
     f"(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None, {_IN_TIME}) -> Tensor"
@@ -130,12 +130,12 @@ def dropout_mask(
     lengths: Sequence[int],
     start: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """Which elements of the block are kept: bool, shape ``lengths``. 53 bits of the hash are compared with ``p``."""
+    """Return which elements of the block are kept: bool, shape ``lengths``. Compares 53 bits of the hash with ``p``."""
     return _shift_right_(hash_bits(seed, call, sizes, offsets, lengths, start), 11) >= int(p * (1 << 53))
 
 
 def _start(first: torch.Tensor | None, stride: int, device: torch.device) -> torch.Tensor | int:
-    """The elements ahead of a pass."""
+    """Return the number of elements ahead of a micro-batch."""
     return 0 if first is None else first.to(device) * stride
 
 
@@ -151,13 +151,13 @@ def dropout(
     first: torch.Tensor | None = None,
     stride: int = 0,
 ) -> torch.Tensor:
-    """Dropout whose mask depends only on the global index of an element.
+    """Apply dropout whose mask depends only on the global index of an element.
 
     ``seed``: int64 of shape (). ``call``: which dropout of the model. ``sizes``: the global shape, ``offsets``: the
     global index of the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its
     dims, such as sizes (3, 8, 8), offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default
-    ``x.shape``. ``first``: of a micro-batch, the number of its first sample (int64 of shape ()), behind which its
-    elements begin ``stride`` apart.
+    ``x.shape``. ``first``: number of a micro-batch's first sample (int64 of shape ()); the elements then begin
+    ``first * stride`` behind ``offsets``.
     """
     shape, start = tuple(x.shape) if lengths is None else tuple(lengths), _start(first, stride, x.device)
     keep = dropout_mask(seed.to(x.device), p, call, sizes, offsets, shape, start).reshape(x.shape)
@@ -181,10 +181,11 @@ def uniform(
     first: torch.Tensor | None = None,
     stride: int = 0,
 ) -> torch.Tensor:
-    """Uniform numbers of [0, 1) that depend only on the seed, the random call and the global index of an element.
+    """Return uniform numbers of [0, 1) that depend only on the seed, the random call and the global index of an
+    element.
 
-    The block of ``lengths`` at ``offsets`` of the tensor of ``sizes``, as a tensor of ``shape`` (``sizes`` may factor
-    its dims, as for ``dropout``; ``first`` and ``stride`` are as there).
+    The result is the block of ``lengths`` at ``offsets`` of the tensor of ``sizes``, in ``shape`` (``sizes`` may factor
+    its dims; ``first`` and ``stride`` as for ``dropout``).
     """
     start = _start(first, stride, seed.device)
     bits = _shift_right_(hash_bits(seed, call, sizes, offsets, lengths, start), 64 - _BITS[dtype])
@@ -214,7 +215,7 @@ def stream_dropout(
     first: torch.Tensor | None = None,
     stride: int = 0,
 ) -> torch.Tensor:
-    """``dropout`` by the shard's own stream."""
+    """Apply ``dropout`` with the shard's own random stream."""
     kept = torch.empty_like(x, memory_format=torch.contiguous_format)
     kept.bernoulli_(1.0 - p, generator=_stream(seed, call, offsets, first))
     return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0).mul_(x)
@@ -232,7 +233,7 @@ def stream_uniform(
     first: torch.Tensor | None = None,
     stride: int = 0,
 ) -> torch.Tensor:
-    """``uniform`` by the shard's own stream."""
+    """Return ``uniform`` numbers from the shard's own random stream."""
     return torch.rand(tuple(shape), generator=_stream(seed, call, offsets, first), dtype=dtype, device=seed.device)
 
 
@@ -250,7 +251,7 @@ def _(seed: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _same_mask(operator: OpOverload) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """The backward of a dropout: the cotangent under the same mask, which is drawn again."""
+    """Return the backward of a dropout: the cotangent under the same mask, which is drawn again."""
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         seed, *first = ctx.saved_tensors
@@ -276,9 +277,9 @@ STREAMS = {dropout._opoverload: stream_dropout._opoverload, uniform._opoverload:
 
 @torch.library.custom_op("shardwise::mark", mutates_args=(), schema="(Tensor x, str tag) -> Tensor")
 def mark(x: torch.Tensor, tag: str) -> torch.Tensor:
-    """The identity.
+    """Return ``x`` unchanged.
 
-    It exists only while a model is being captured, where ``tag`` is the layout text of ``sw.constrain``.
+    The operator exists only while a model is captured; ``tag`` is the layout text of ``sw.constrain``.
     """
     return x.clone()
 
@@ -289,7 +290,7 @@ def _(x: torch.Tensor, tag: str) -> torch.Tensor:
 
 
 def _mark_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Nothing is saved."""
+    """Save nothing for backward."""
 
 
 def _mark_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

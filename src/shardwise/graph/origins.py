@@ -1,7 +1,7 @@
-"""Where a traced operator comes from: the path of its module and the line of the user's model.
+"""Origin of a traced operator: the path of its module and the line of the user's model.
 
-"The user's line" is the innermost one that is neither in torch nor in shardwise; it is noted while the
-model is traced (``user_lines.UserLines``).
+The user's line is the innermost one that is neither in torch nor in shardwise. It is recorded while the model is traced
+(``user_lines.UserLines``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 LINE = "shardwise_line"  # the key under which a node's metadata holds its line
-INITIAL = "shardwise_initial"  # and the key that tells that it makes the initial value of a parameter
+INITIAL = "shardwise_initial"  # the key that marks nodes that make initial values of parameters
 NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _NOT_OF_MODELS = (*NOT_USER_CODE, str(Path(np.__file__).parent))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -26,27 +26,27 @@ _INSTALLED = sysconfig.get_path("purelib")  # lies inside it
 
 
 def is_of_models(filename: str) -> bool:
-    """Whether a file may hold a model's code: it is of the user's or of an installed package, and not of Python, NumPy,
-    torch or shardwise."""
+    """Return whether a file may hold a model's code: the user's or an installed package's, not Python, NumPy, torch or
+    shardwise."""
     is_standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
     return not is_standard and not filename.startswith(_NOT_OF_MODELS)
 
 
 def is_module_of_models(module: ModuleType | None) -> bool:
-    """Whether a Python module may be a model's; one that is typed in has no file."""
+    """Return whether a Python module may be a model's; an interactive one has no file."""
     file = getattr(module, "__file__", None)
     return is_of_models(file) if file else module is sys.modules.get("__main__")
 
 
 def module_path(node: Node, prefix: str) -> str:
-    """The path of the module that made a node, without the wrapper's ``prefix``: "layers.0.mlp", "" for the root."""
+    """Return the path of a node's module without the wrapper's ``prefix``: "layers.0.mlp", "" for the root."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
     return "" if path == prefix else path.removeprefix(f"{prefix}.")
 
 
 def line_of(node: Node) -> str:
-    """The user's line of a node; that of the next operator for a node that is none."""
+    """Return the user's line of a node; for a node that is no operator, the line of the next operator."""
     here: Node = node
     while here.op != "output":
         line = (here.meta.get("custom") or {}).get(LINE)
@@ -59,12 +59,12 @@ def line_of(node: Node) -> str:
 
 
 def is_of_package(package: str, line: str) -> bool:
-    """Whether a line, ``loop.py:41``, may be of an imported package."""
+    """Return whether a line, ``loop.py:41``, may be of an imported package."""
     name = line.partition(":")[0]
     files = (vars(module).get("__file__") for key, module in [*sys.modules.items()] if key.startswith(f"{package}."))
     return any(file and Path(file).name == name for file in files)
 
 
 def is_initial(node: Node) -> bool:
-    """Whether a function of ``torch.nn.init`` made the node."""
+    """Return whether a function of ``torch.nn.init`` made the node."""
     return INITIAL in (node.meta.get("custom") or {})

@@ -1,7 +1,7 @@
-"""Which values of a graph are known before it runs, because they depend on no input, parameter or buffer: evaluated on
-``graph.predicates``, operator by operator.
+"""Evaluation of graph values that are known before it runs, because they depend on no input, parameter or buffer. They
+are computed on ``graph.predicates``, operator by operator.
 
-What a buffer holds is not known here: a plan is made from shapes, and weights are loaded later.
+Buffers are unknown here: a plan is made from shapes, and weights are loaded later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.graph.predicates import (
 )
 from shardwise.graph.schema import arguments, is_random, is_view, operator_name
 
-# Element by element, and rounded as IEEE 754 says on every device.
+# Pointwise, and rounded by IEEE 754 on every device.
 _POINTWISE = frozenset((
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__",
     "clamp", "clamp_max", "clamp_min", "clone", "eq", "floor_divide", "ge", "gt", "isinf", "le", "logical_and",
@@ -40,14 +40,14 @@ _FILLED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "full": lambda args: args["fill_value"],
     "scalar_tensor": lambda args: args["s"],
 }
-# They work along one dim: where operands are constant along others, so is what they make.
+# They work along one dim: if operands are constant along others, so are results.
 _ALONG_DIM = frozenset(("cumsum", "diff", "flip"))
 _SHAPED = frozenset(("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 
 
 def evaluate_known_values(graph: Graph, wanted: set[str], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
-    """Name -> value, of the wanted values and of those that they are made from, as far as they are known.
-    ``constants``: the data of sources of kind "constant"."""
+    """Return name -> value for the wanted values and what they are computed from, as far as known. ``constants``: the
+    data of sources of kind "constant"."""
     needed = set(wanted)
     ops: list[Op] = []
     for op in reversed(graph.ops):
@@ -71,7 +71,7 @@ def _known(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> 
 
 
 def evaluate_op(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract | None:
-    """What an operator gives on known values; ``result``: its shape and dtype."""
+    """Evaluate an operator on known values; ``result``: its shape and dtype. None: unknown."""
     name, args = operator_name(op.target), arguments(op)
     if fill := _FILLED.get(name.removeprefix("new_").removesuffix("_like")):
         number = fill(args)
@@ -104,14 +104,13 @@ def evaluate_op(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstrac
 
 
 def _dims(args: Mapping[str, Any]) -> tuple[int, ...]:
-    """Along which an operator works."""
+    """Return the dims along which an operator works."""
     dims = args["dims"] if "dims" in args else (args["dim"],)
     return tuple(dims)
 
 
 def _indexed(args: Mapping[str, Any], known: Mapping[str, Abstract], result: Value) -> KnownTensor | None:
-    """Elements of a tensor at an index for every dim. Along a dim in which it is constant, the index makes no
-    difference."""
+    """Index a tensor with an index for every dim. A dim along which the tensor is constant ignores its index."""
     table = known[args["self"].name]
     indices = [known[index.name] if isinstance(index, Ref) else None for index in args["indices"]]
     if not isinstance(table, KnownTensor) or len(indices) != len(table.shape):
@@ -129,8 +128,8 @@ def _indexed(args: Mapping[str, Any], known: Mapping[str, Abstract], result: Val
 def _computed(
     function: Callable[..., Any], operands: list[Abstract], result: Value, along: tuple[int, ...] | None = None
 ) -> KnownTensor | None:
-    """Of integers and booleans, which are the same on every device. ``along``: the only dims in which elements make a
-    difference to each other (None: all may)."""
+    """Compute integers and booleans, which are the same on every device. ``along``: the only dims in which elements
+    interact (None: all may)."""
     tensors = [x.tensor for x in operands if isinstance(x, KnownTensor)]
     if len(tensors) < len(operands) or result.dtype.is_floating_point or result.dtype.is_complex:
         return None
@@ -151,7 +150,7 @@ def _computed(
 
 
 def _filled(arg: Arg, tensor_of: Callable[[str], Tensor]) -> Any:
-    """An argument for a call on the CPU."""
+    """Return an argument for a call on the CPU."""
     if isinstance(arg, tuple):
         return [_filled(item, tensor_of) for item in arg]
     if isinstance(arg, torch.device):

@@ -1,12 +1,11 @@
-"""What is known of a tensor before it is made: exact values over positions, in memory that grows with the length of the
-sequence and not with its square.
+"""Exact values of tensors over positions, known before execution, in memory linear in the sequence length.
 
-There are three kinds of values. ``KnownTensor``: a tensor, of which dims along which it is constant take no memory
-(stride 0). ``IntervalSelect``: one value where the key is in the query's interval (``graph.intervals``), another where
-it is not. ``PositionSum``: integers a[q] + b[k], such as the distance of positions. An operator on such values gives a
-fourth that is one of these and equal in every element, or nothing (None): nothing here is a guess.
+There are three kinds of values. ``KnownTensor``: a tensor; dims along which it is constant take no memory (stride 0).
+``IntervalSelect``: one value where the key is in the query's interval (``graph.intervals``), another elsewhere.
+``PositionSum``: integers a[q] + b[k], such as the distance of positions. An operator on such values gives another that
+is one of these and equal in every element, or None: results are never approximate.
 
-Dims are counted from the end, so that they stay what they are where shapes are broadcast.
+Dims are counted from the end, so that broadcasting does not change them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from shardwise.graph.intervals import Intervals
 
-# Elements of a tensor that may be computed here: positions of the longest sequences, and never their squares.
+# Limit of elements computed here: positions of the longest sequences, but never their squares.
 MOST_ELEMENTS = 1 << 22
 
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
@@ -30,7 +29,7 @@ _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownTensor:
-    """A tensor on the CPU whose elements are known; dims along which it is constant have stride 0."""
+    """A CPU tensor whose elements are known; dims along which it is constant have stride 0."""
 
     tensor: Tensor
 
@@ -40,14 +39,14 @@ class KnownTensor:
 
     @property
     def core(self) -> Tensor:
-        """The tensor with size 1 where it is constant."""
+        """Return the tensor with size 1 in constant dims."""
         return core(self.tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntervalSelect:
-    """``on`` where the key is in the query's interval, ``off`` where it is not: tensors of one element with the rank of
-    the shape. ``query``, ``key``: the dims, from the end; along all others it is constant."""
+    """``on`` where the key is in the query's interval, ``off`` elsewhere: tensors of one element with the rank of the
+    shape. ``query``, ``key``: the dims, from the end; it is constant along all others."""
 
     shape: tuple[int, ...]
     query: int
@@ -79,7 +78,7 @@ Function = Callable[..., Tensor]
 
 
 def core(tensor: Tensor) -> Tensor:
-    """The tensor with size 1 in dims of stride 0."""
+    """Return the tensor with size 1 in dims of stride 0."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -87,7 +86,7 @@ def core(tensor: Tensor) -> Tensor:
 
 
 def collapse_constant_dims(tensor: Tensor) -> KnownTensor | None:
-    """The tensor with stride 0 wherever it is constant. None if it is too large to look at."""
+    """Return the tensor with stride 0 wherever it is constant. None if it is too large to inspect."""
     shape, tensor = tensor.shape, core(tensor)
     if tensor.numel() > MOST_ELEMENTS:
         return None
@@ -103,15 +102,15 @@ def filled_tensor(value: Any, shape: Sequence[int], dtype: torch.dtype) -> Known
 
 
 def varying_dims(tensor: Tensor) -> tuple[int, ...]:
-    """The dims, from the end, along which a core is not constant."""
+    """Return the dims, from the end, along which a core is not constant."""
     return tuple(dim - tensor.dim() for dim, size in enumerate(tensor.shape) if size > 1)
 
 
 def apply_pointwise(
     name: str, function: Function, operands: Sequence[Abstract], shape: tuple[int, ...], number: int | None = None
 ) -> Abstract | None:
-    """What an operator gives that works element by element. ``name``: of the operator; ``function``: its call on
-    tensors in place of the operands; ``number``: the integer to which it compares its only operand."""
+    """Evaluate a pointwise operator. ``name``: of the operator; ``function``: its call on tensors in place of the
+    operands; ``number``: the integer to which it compares its only operand."""
     if all(isinstance(x, KnownTensor) for x in operands):
         cores = [x.core for x in operands if isinstance(x, KnownTensor)]
         size = prod(torch.broadcast_shapes(*(x.shape for x in cores)))
@@ -150,7 +149,7 @@ def _compared(name: str, left: Abstract, right: Abstract, shape: tuple[int, ...]
 
 
 def _compared_sum(name: str, x: PositionSum, bound: Tensor, shape: tuple[int, ...]) -> Abstract | None:
-    """``x`` against one number: the keys whose summand compares so with what is left of the bound."""
+    """Compare ``x`` with one number: compare each key's summand with the bound minus the query's summand."""
     if bound.numel() != 1 or bound.dtype.is_floating_point or bound.dtype == torch.bool:
         return None
     number = int(bound)
@@ -170,8 +169,8 @@ def _compared_sum(name: str, x: PositionSum, bound: Tensor, shape: tuple[int, ..
 
 
 def _keys_where(name: str, keys: Tensor, bounds: Tensor) -> tuple[Intervals, bool] | None:
-    """The keys that compare so with the bound of each query: those in the intervals, or (False) those outside. None
-    unless the keys are in order."""
+    """Return the keys that compare true with the bound of each query: those in the intervals, or (False) those outside.
+    None unless the keys are sorted."""
     if keys.is_floating_point() and bool(keys.isnan().any() | bounds.isnan().any()):
         return None
     number = len(keys)
@@ -209,7 +208,7 @@ def _chosen(
 def interval_select(
     shape: tuple[int, ...], query: int, key: int, seen: Intervals, on: Tensor, off: Tensor
 ) -> KnownTensor | IntervalSelect:
-    """A choice, or the one value that it has everywhere."""
+    """Return an IntervalSelect, or the single value that it has everywhere."""
     if torch.equal(on, off) or seen.is_full:
         return KnownTensor(on.expand(shape))
     if bool(seen.sees_none.all()):
@@ -221,7 +220,7 @@ def interval_select(
 
 
 def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: tuple[int, ...]) -> PositionSum | None:
-    """Sums, differences, multiples, negatives, absolute values and casts of positions."""
+    """Evaluate sums, differences, multiples, negatives, absolute values and casts of positions."""
     x, is_one = operands[0], len(operands) == 1
     if name not in ("add", "sub", "rsub", "neg", "to", "abs") and not (is_one and name == "mul"):
         return None
@@ -234,7 +233,7 @@ def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: 
         if not (is_one and name in ("abs", "to") and isinstance(x, PositionSum)):
             return None
         return _checked(replace(x, shape=shape, dtype=at_zero.dtype, absolute=True))
-    # What is linear is known from its values at 0 and at 1.
+    # A linear function is known from its values at 0 and 1.
     rest = int(at_zero)
     factors = [
         int(function(*(torch.ones_like(zero) if i == j else zero for j, zero in enumerate(zeros)))) - rest
@@ -246,7 +245,7 @@ def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: 
 def _added(
     operands: Sequence[Abstract], factors: Sequence[int], rest: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> PositionSum | None:
-    """The sum of the operands times their factors, and of the rest. None unless it goes along two dims."""
+    """Add the operands times their factors, and the rest. None unless the sum varies along two dims."""
     everywhere = torch.tensor([rest])
     parts: dict[int, Tensor] = {}
     for x, factor in zip(operands, factors, strict=True):
@@ -268,7 +267,7 @@ def _added(
 
 
 def _checked(x: PositionSum) -> PositionSum | None:
-    """None where its dtype may not hold it, or where it is of too many numbers."""
+    """Return None if the dtype may not hold the values, or if there are too many numbers."""
     most = int(x.of_query.abs().max()) + int(x.of_key.abs().max())
     return x if most < min(torch.iinfo(x.dtype).max, 1 << 40) else None
 
@@ -287,8 +286,8 @@ def _dtype(x: Abstract) -> torch.dtype:
 
 
 def _by_corners(function: Function, operands: Sequence[Abstract], shape: tuple[int, ...]) -> Abstract | None:
-    """An operator on choices takes at most four values: where the key is in the one interval or not, in the other or
-    not. It is a choice again where one of the four differs from the others and the intervals meet so."""
+    """Evaluate an operator on choices, which has at most four values: key in the one interval or not, in the other or
+    not. The result is a choice if one of the four differs from the others and the intervals meet accordingly."""
     choices = [as_choice(x, shape) for x in operands]
     places = {(x.query, x.key) for x in choices if isinstance(x, IntervalSelect)}
     if len(places) != 1 or any(x is None for x in choices):
@@ -336,7 +335,7 @@ def _same(first: Tensor, *others: Tensor) -> bool:
 
 
 def as_choice(x: Abstract, shape: tuple[int, ...]) -> KnownTensor | IntervalSelect | None:
-    """A value as a choice over the last two dims of a shape, or as one number; None where it is neither."""
+    """Return a value as a choice over the last two dims of a shape, or as one number; None if it is neither."""
     if isinstance(x, PositionSum):
         return None
     if isinstance(x, IntervalSelect) or x.core.numel() == 1:
@@ -360,7 +359,7 @@ def as_choice(x: Abstract, shape: tuple[int, ...]) -> KnownTensor | IntervalSele
 
 
 def triangle(x: Abstract, diagonal: int, upper: bool, shape: tuple[int, ...]) -> Abstract | None:
-    """``tril`` or ``triu``: zero where the key is beyond the diagonal."""
+    """Evaluate ``tril`` or ``triu``: zero where the key is beyond the diagonal."""
     if len(shape) < 2:
         return None
     rows = torch.arange(shape[-2]) + diagonal
@@ -379,7 +378,7 @@ def _kept_where(kept: Tensor, x: Tensor) -> Tensor:
 
 
 def apply_view(function: Function, x: Abstract) -> Abstract | None:
-    """A view of a value: its dims are moved, repeated or cut."""
+    """Evaluate a view: dims are moved, repeated or cut."""
     if isinstance(x, KnownTensor):
         try:
             return KnownTensor(function(x.tensor))
@@ -387,7 +386,7 @@ def apply_view(function: Function, x: Abstract) -> Abstract | None:
             return (
                 collapse_constant_dims(function(x.tensor.contiguous())) if x.tensor.numel() <= MOST_ELEMENTS else None
             )
-    # A tensor without memory, whose strides tell the dims apart, says what the view does to them.
+    # The view of a meta tensor with distinct strides shows what it does to the dims.
     rank, keys = len(x.shape), x.shape[x.key]
     strides = tuple({rank + x.query: keys, rank + x.key: 1}.get(dim, 0) for dim in range(rank))
     try:

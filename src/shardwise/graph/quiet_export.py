@@ -1,4 +1,4 @@
-"""Export without what it says beside its errors."""
+"""Silencing of torch.export: only its errors reach the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbol
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Export logs what it then raises, and warns about what we handle: only the error reaches the user."""
+    """Silence logs of errors that export also raises, and warnings about what shardwise handles."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
@@ -34,8 +34,8 @@ def quiet_export() -> Iterator[None]:
 
 @contextmanager
 def without_stacks() -> Iterator[None]:
-    """Export without the stack of every node, which takes its time: ``user_lines`` notes the line that matters. A torch
-    that does not know the setting takes them."""
+    """Export without a stack per node, which takes time; ``user_lines`` records the relevant line. A torch without this
+    setting still collects them."""
     config: Any = torch.fx.config
     before = getattr(config, _STACKS, False)
     setattr(config, _STACKS, True)

@@ -1,4 +1,4 @@
-"""Operators that export lets through and a graph can not hold, with the mend."""
+"""Rejection of operators that export accepts and a graph cannot hold, with a fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk 
 TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _LOOP = "write the loop in Python: its iterations are captured one after the other"
-CONSTRUCTS = {  # what torch has in place of Python, and what to write instead
+CONSTRUCTS = {  # torch constructs in place of Python, and what to write instead
     "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
     "torch.while_loop": _LOOP,
     "torch.scan": _LOOP,
@@ -58,9 +58,9 @@ _EXCHANGES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_fu
 
 
 def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
-    """Raises CaptureError for a call that can not stand in a graph.
+    """Raise CaptureError for a call that a graph cannot hold.
 
-    ``value``: the fake result; ``origin``: whose module and line.
+    ``value``: the fake result; ``origin``: gives module and line.
     """
     if not isinstance(target, OpOverload):
         name = getattr(target, "__name__", str(target))
@@ -93,9 +93,10 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
 
 
 def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None:
-    """Raises CaptureError for a call whose floating operands have several dtypes, where its kernels take one.
+    """Raise CaptureError for floating operands of several dtypes if the call's kernels accept only one.
 
-    ``values``: those of the graph, by name; ``origin``: what the call is emitted for."""
+    ``values``: those of the graph, by name; ``origin``: the op on whose behalf the call is emitted.
+    """
     if not isinstance(op.target, OpOverload) or operator_name(op.target) not in _OF_ONE_DTYPE:
         return
     operands = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]

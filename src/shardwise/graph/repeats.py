@@ -1,17 +1,17 @@
 """Equal submodules are traced once: later calls of a repeated layer become one operator, ``shardwise::repeat``.
 
-Around the first call of a kind two operators are traced, ``enter`` with what the call may read (its tensors, then the
-parameters and buffers of the module) and ``leave`` with what it returns; what lies between them is the kind's *body*. A
-later call is one ``repeat`` of the same operands in the same order, and the functionalizer writes the body in its place
-(``graph.bodies``). The model's own loop runs all the same, so that what it does between layers is what it does.
+Around the first call of a kind two operators are traced: ``enter`` with what the call may read (its tensors, then the
+parameters and buffers of the module) and ``leave`` with what it returns. The nodes between them are the kind's *body*.
+A later call is one ``repeat`` of the same operands in the same order, and the functionalizer emits the body in its
+place (``graph.bodies``). The model's own loop still runs, so code between the layers has its effect.
 
 Two calls are of one kind if their modules are equal (classes, attributes, shapes), are called with equal arguments
-(shapes, strides, what shares memory, constants) from the same line, find the same Python state (``_state``), and read
-equal values of those whole numbers in which the modules differ (``layer_idx``): these are watched while a body is
-traced, and who asks for all attributes reads them all. A call whose module has hooks, regions or parts with names of
-their own, changes its Python state or takes and returns something else than tensors and constants is traced as it is.
-The second call of every kind and the last module of it are traced, too, as *witnesses*: they must have the body's
-operators, or the whole model is traced plainly.
+(shapes, strides, shared memory, constants) from the same line, find the same Python state (``_state``), and read equal
+values of those integers in which the modules differ (``layer_idx``). Reads of these are watched while a body is traced;
+reading all attributes counts as reading them all. A call is traced as it is if its module has hooks, regions, or marked
+or shared parts, changes its Python state, or takes or returns anything but tensors and constants. The second call of
+every kind and its last module are also traced, as *witnesses*: they must have the body's operators, or the whole model
+is traced without repeats.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ Place = tuple[str, str]  # path of a module inside another one, name of an attri
 
 @torch.library.impl(_LIBRARY, "enter", "CompositeImplicitAutograd")
 def _enter(operands: list[torch.Tensor], number: int) -> None:
-    """It exists only while a model is captured."""
+    """Mark the start of a body while a model is captured."""
 
 
 @torch.library.impl(_LIBRARY, "leave", "CompositeImplicitAutograd")
 def _leave(results: list[torch.Tensor], number: int) -> None:
-    """It exists only while a model is captured."""
+    """Mark the end of a body while a model is captured."""
 
 
 @torch.library.impl(_LIBRARY, "repeat", "CompositeImplicitAutograd")
 def _repeat(operands: list[torch.Tensor], body: int, path: str) -> list[torch.Tensor]:
-    """Tensors like the results of the body; it exists only while a model is captured."""
+    """Return tensors like the results of the body; exists only while a model is captured."""
 
     def like(result: torch.Tensor) -> torch.Tensor:
         offset, strides = result.storage_offset(), result.stride()
@@ -78,8 +78,8 @@ for _operator in (ENTER, LEAVE, REPEAT):
 
 @dataclass
 class _Kind:
-    """Calls of one kind. ``leaves``: what a call returns: for an operand that is handed on its position, for a new
-    tensor nothing, for a constant itself; ``last``: the module that is traced as a witness."""
+    """Calls of one kind. ``leaves``: what a call returns: the position of an operand, nothing for a new tensor, or a
+    constant; ``last``: the module that is traced as a witness."""
 
     body: int
     spec: pytree.TreeSpec
@@ -90,8 +90,8 @@ class _Kind:
 
 @dataclass
 class _Group:
-    """Modules that are equal but for whole numbers. ``numbers``: of each module those in which they differ; ``read``:
-    by the key of a call those that bodies read; None: such calls are not repeated."""
+    """Modules that are equal except for integers. ``numbers``: per module the integers that differ; ``read``: call key
+    -> those that bodies read; None: such calls are not repeated."""
 
     modules: list[nn.Module]
     numbers: dict[int, dict[Place, int]]
@@ -104,8 +104,8 @@ class _Group:
 
 @dataclass
 class Repeats:
-    """What was repeated while a model was traced. ``paths``: number of a body, or of a witness, -> the path of its
-    module; ``witnesses``: number of a witness -> that of its body; ``failed``: a witness returned something else."""
+    """The repeats found while a model is traced. ``paths``: number of a body, or of a witness, -> path of its module;
+    ``witnesses``: number of a witness -> that of its body; ``failed``: whether a witness returned something else."""
 
     paths: dict[int, str] = field(default_factory=dict)
     witnesses: dict[int, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Repeats:
     inside: bool = False
 
     def number(self, path: str) -> int:
-        """A new number, for a body or a witness from this path."""
+        """Return a new number, for a body or a witness from this path."""
         self.paths[len(self.paths)] = path
         return len(self.paths) - 1
 
@@ -122,8 +122,8 @@ class Repeats:
 def trace_repeats_once(
     module: nn.Module, repeats: Repeats, annotated: Collection[str], line_of: Callable[[FrameType | None], str]
 ) -> Iterator[None]:
-    """While ``module`` (a copy made for capture) is traced, its repeated layers are traced once. ``annotated``: paths
-    of modules whose calls open regions; ``line_of``: the user's line of a frame."""
+    """Trace repeated layers of ``module`` (a copy made for capture) once. ``annotated``: paths of modules whose calls
+    open regions; ``line_of``: returns the user's line of a frame."""
     for group, paths in _groups(module, annotated):
         for part, path in zip(group.modules, paths, strict=True):
             part.forward = _repeating(part, path, group, repeats, line_of)
@@ -138,11 +138,11 @@ def trace_repeats_once(
 
 
 class _UnequalModule(Exception):
-    """A module that is like no other."""
+    """Raised for a module that equals no other."""
 
 
 def _groups(module: nn.Module, annotated: Collection[str]) -> list[tuple[_Group, list[str]]]:
-    """Equal modules that have parts, and their paths."""
+    """Group equal modules that have parts, with their paths."""
     names: dict[int, int] = {}
     for _, part in module.named_modules(remove_duplicate=False):
         names[id(part)] = names.get(id(part), 0) + 1
@@ -170,7 +170,7 @@ def _groups(module: nn.Module, annotated: Collection[str]) -> list[tuple[_Group,
 
 
 def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
-    """A key that equal modules have in common, and their whole numbers. Raises _Unequal for what has its own."""
+    """Return a key shared by equal modules, and their integers. Raises _UnequalModule for own hooks or marks."""
     key: list[object] = []
     numbers: dict[Place, int] = {}
     for path, part in module.named_modules():
@@ -194,7 +194,7 @@ def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
 
 @dataclass(frozen=True, eq=False)
 class _IdentityKey:
-    """Equal for one object only, which it holds, so that no other one gets its identity."""
+    """Key that equals only that of the same object, which it keeps alive so that its identity is not reused."""
 
     value: Any
 
@@ -206,7 +206,7 @@ class _IdentityKey:
 
 
 def _attribute_key(value: Any) -> object:
-    """Equal for attributes that say the same. Raises _Unequal for a tensor."""
+    """Return a key that equal attributes share. Raises _UnequalModule for a tensor."""
     if isinstance(value, torch.Tensor):
         raise _UnequalModule
     if is_constant(value):
@@ -230,7 +230,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _form(tensor: torch.Tensor) -> object:
-    """What is known of a tensor but for its memory."""
+    """Return everything about a tensor except its memory."""
     return type(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
 
 
@@ -247,8 +247,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _RepeatedCall:
-    """A call of a module's ``forward`` from a ``path``. ``operands``: the tensors that it is given, then those of its
-    module."""
+    """A call of a module's ``forward`` from a ``path``. ``operands``: tensor arguments, then the module's tensors."""
 
     key: object
     operands: list[torch.Tensor]
@@ -261,12 +260,12 @@ class _RepeatedCall:
         return self.forward(*self.args, **self.kwargs)
 
     def argument_ids(self) -> list[int]:
-        """The identities of what it is given, which it may put others in place of."""
+        """Return the identities of the arguments' leaves, which the call may replace by others."""
         return list(map(id, pytree.tree_leaves((self.args, self.kwargs))))
 
 
 def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, group: _Group, line: str) -> object:
-    """What calls of one kind have in common; None for a call that is traced as it is."""
+    """Return the key of a call's kind; None for a call that is traced as it is."""
     leaves, spec = pytree.tree_flatten(arguments)
     constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if not all(map(is_constant, constants)) or len(constants) == len(leaves) or not all(map(is_fake, operands)):
@@ -276,7 +275,7 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, gro
     if any(tensor._has_symbolic_sizes_strides for tensor in operands):  # sizes that depend on data cannot be compared
         return None
     memory: dict[int, int] = {}
-    with torch._C.DisableTorchFunction():  # it is not the model that asks
+    with torch._C.DisableTorchFunction():  # this query is not the model's
         forms = tuple(
             (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
         )
@@ -284,14 +283,14 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, gro
     try:
         key = forms, places, spec, line, _state(module, group.numbers[id(module)]), _modes()
         hash(key)
-    except Exception:  # _Unequal, or whatever a user's constants raise when they are compared
+    except Exception:  # _UnequalModule, or whatever a user's constants raise when compared
         return None
     return key
 
 
 @dataclass(frozen=True)
 class _ModuleState:
-    """``held``: so that no identity is given twice."""
+    """Python state of a call. ``kept_alive``: objects held so that no identity is reused."""
 
     attributes: tuple[object, ...]
     shared: tuple[tuple[str, object], ...]
@@ -299,9 +298,9 @@ class _ModuleState:
 
 
 def _state(module: nn.Module, numbers: Mapping[Place, int]) -> _ModuleState:
-    """What a call may read in Python and a model's loop may change from call to call: attributes, what is inside of
-    objects that layers share, and what their classes and files hold. ``numbers``: those of its group, which are looked
-    at apart. Raises _Unequal where one of these is another than it was, and for a tensor."""
+    """Return state that a call may read in Python and a model's loop may change between calls: attributes, contents of
+    objects that layers share, and of their classes and files. ``numbers``: the group's integers, handled separately.
+    Raises _UnequalModule if one of these changed, and for a tensor."""
     attributes: list[object] = []
     shared = StateReader(thorough=True)
     for path, part in module.named_modules():
@@ -324,7 +323,7 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _modes() -> object:
-    """The modes of torch on which the trace of a call depends."""
+    """Return the torch modes on which the trace of a call depends."""
     casting = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), casting
 
@@ -332,7 +331,7 @@ def _modes() -> object:
 def _repeating(
     module: nn.Module, path: str, group: _Group, repeats: Repeats, line_of: Callable[[FrameType | None], str]
 ) -> Callable[..., Any]:
-    """The forward of a module of a group."""
+    """Return the replaced forward of a module of a group."""
     original = module.forward
 
     @wraps(original)
@@ -366,7 +365,7 @@ def _returned(leaf: _Leaf, operands: list[torch.Tensor], results: Iterator[torch
 
 
 def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _RepeatedCall) -> Any:
-    """Traces the first call of a kind, and notes whether others may be repeats of it."""
+    """Trace the first call of a kind, and record whether others may be repeats of it."""
     number = repeats.number(call.path)
     state, modes, argument_ids = snapshot_state(module), _modes(), call.argument_ids()
     with _reads(module, group.numbers[id(module)]) as touched:
@@ -394,7 +393,7 @@ def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _RepeatedCa
 
 
 def _witness(kind: _Kind, repeats: Repeats, call: _RepeatedCall) -> Any:
-    """Traces a call that could be a repeat, to be compared with the body."""
+    """Trace a call that could be a repeat, to be compared with the body."""
     number = repeats.number(call.path)
     repeats.witnesses[number] = kind.body
     result, spec, leaves, _ = _traced(repeats, number, call)
@@ -411,8 +410,8 @@ def _leaf_key(leaf: _Leaf) -> object:
 def _traced(
     repeats: Repeats, number: int, call: _RepeatedCall
 ) -> tuple[Any, pytree.TreeSpec, tuple[_Leaf, ...] | None, list[torch.Tensor]]:
-    """A call between ``enter`` and ``leave``: its result, what that is made of (None: of something that a repeat could
-    not return), and its new tensors."""
+    """Trace a call between ``enter`` and ``leave``. Return its result, the result's leaves (None: a repeat could not
+    return it), and its new tensors."""
     ENTER(call.operands, number)
     repeats.inside = True
     try:
@@ -443,7 +442,7 @@ def _traced(
 
 @contextmanager
 def _reads(module: nn.Module, numbers: Mapping[Place, int]) -> Iterator[set[Place]]:
-    """While it lasts, reads and writes of a module's whole numbers are watched: those that were touched."""
+    """Watch reads and writes of a module's integers while the context lasts. Yields those touched."""
     touched: set[Place] = set()
     watched: dict[int, dict[str, Place]] = {}
     for path, name in numbers:

@@ -1,4 +1,4 @@
-"""What an operator's schema says: its short name, its arguments by name, what it writes to."""
+"""Queries of operator schemas: short names, arguments by name, written arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.graph.ir import Arg
 
 
 class AnyCall(Protocol):
-    """A call of an operator: an ``Op`` of a graph, or a kernel."""
+    """A call of an operator: an ``Op`` of a graph, or a kernel call."""
 
     @property
     def target(self) -> Any: ...
@@ -24,12 +24,12 @@ class AnyCall(Protocol):
 
 
 def operator_name(target: OpOverload) -> str:
-    """The operator without namespace and overload: ``aten.add.Tensor`` -> ``add``."""
+    """Return the operator without namespace and overload: ``aten.add.Tensor`` -> ``add``."""
     return str(target._schema.name).rpartition("::")[2]
 
 
 def arguments(op: AnyCall) -> dict[str, Arg]:
-    """Every argument of the call by its schema name, defaults filled in (list defaults as tuples)."""
+    """Return every argument of the call by its schema name, defaults filled in (list defaults as tuples)."""
     named = dict(op.kwargs)
     bound: dict[str, Arg] = {}
     for position, argument in enumerate(op.target._schema.arguments):
@@ -44,35 +44,35 @@ def arguments(op: AnyCall) -> dict[str, Arg]:
 
 
 def written_arguments(target: OpOverload) -> tuple[str, ...]:
-    """Names of the arguments that the operator changes in place."""
+    """Return the names of the arguments that the operator changes in place."""
     return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def is_random(target: OpOverload) -> bool:
-    """True if the operator draws from a random number generator."""
+    """Return whether the operator draws from a random number generator."""
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_view(target: OpOverload) -> bool:
-    """True if the schema says that results have the memory of an operand."""
+    """Return whether the schema declares that results share memory with an operand."""
     returns = target._schema.returns
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 def may_be_view(target: OpOverload) -> bool:
-    """True if results may have the memory of an operand: also of an operator that calls others, whose schema does not
-    say it (atleast_1d, einsum and cartesian_prod may return what they were given)."""
+    """Return whether results may share memory with an operand. Includes composite operators whose schema does not
+    declare it (atleast_1d, einsum and cartesian_prod may return their operand)."""
     return is_view(target) or target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
 
 
 def returns_one_tensor(target: OpOverload) -> bool:
-    """True if a call's result is a tensor, not a tuple or a list of tensors."""
+    """Return whether a call's result is a tensor, not a tuple or a list of tensors."""
     returns = target._schema.returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def tensor_results(result: Any) -> list[torch.Tensor]:
-    """The tensors that a call returned, in order."""
+    """Return the tensors that a call returned, in order."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, (tuple, list)):

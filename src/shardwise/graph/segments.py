@@ -1,8 +1,8 @@
-"""Parts of a model whose values are not kept on the device for backward: what ``recompute`` and ``offload`` name, and
-the model's own calls of ``torch.utils.checkpoint``.
+"""Parts of a model whose values are not kept on the device for backward: those marked by ``recompute`` and ``offload``,
+and the model's own calls of ``torch.utils.checkpoint``.
 
 While a model is captured, a call of such a part opens a *segment*: every operator traced inside carries its mark. Of
-segments inside each other the outermost counts, unless the inner one is treated in another way.
+nested segments the outermost counts, unless the inner one is treated differently.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ _OPENED: ContextVar[_Opened | None] = ContextVar("shardwise_opened", default=Non
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One call of a part of the model. ``name``: the path of the module, or ``checkpoint``; ``how``: ``"full"``: all
-    that is made inside is made again from what comes in; ``"all"``: what goes out, too; ``"cheap"``: what costs little;
-    ``"gathers"``: what messages brought; ``"none"``: it is kept, also where everything else is not; ``"offload"``: it
-    waits on the host; ``operators``: by name. ``messages``: which messages are sent again where everything is made
-    again."""
+    """One call of a part of the model. ``name``: module path, or ``checkpoint``. ``how``: ``"full"``: recompute all
+    inner values from the inputs; ``"all"``: also the outputs; ``"cheap"``: cheap operators; ``"gathers"``: results of
+    collectives; ``"none"``: keep all, even inside others; ``"offload"``: wait on the host. ``operators``: by name.
+    ``messages``: the collectives repeated by ``"full"`` and ``"all"``."""
 
     name: str
     how: How
@@ -53,19 +52,27 @@ class Segment:
 
 
 def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = "values") -> _Target:
-    """Backward computes what is inside of ``target`` again, instead of keeping it.
+    """Recompute the values inside of ``target`` in backward instead of keeping them (activation checkpointing).
 
-    ``target``: a module, which is marked and returned (of a ModuleList every member); or a function, then the result is
-    one to call inside ``forward``. ``how``: ``"full"``: of every call only what comes in and what goes out is kept
-    (Chen et al. 2016, arXiv:1604.06174); ``"all"``: what goes out is made again, too; ``"cheap"``: results of
-    element-wise operators, norms and the like are made again, results of products and attention are kept;
-    ``"gathers"``: nothing is computed again, but of what a message brought (a sequence that tensor parallelism gathers)
-    only what was sent is kept, where that takes fewer bytes: the message is sent again, beside the backward that needs
-    it (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); ``"cheap+gathers"``: both; ``"none"``: everything is
-    kept, also where ``sw.plan(..., recompute="full")`` asks for the others. ``messages``, of the first two:
-    ``"values"``: what ranks exchange inside is exchanged again; ``"none"``: what it brought is kept;
-    ``"parameters"``: parameters that are stored in parts are gathered again, too. What is computed stays the same; a
-    plan says what is made again. Raises ShardwiseError for what can not be called and for other words.
+    The results do not change; a plan reports what is recomputed.
+
+    Args:
+        target: a module (of a ModuleList every member is marked), or a function.
+        how: ``"full"``: keep only the inputs and outputs of every call (Chen et al. 2016, arXiv:1604.06174). ``"all"``:
+            recompute the outputs, too. ``"cheap"``: recompute element-wise operators, norms and similar; keep results
+            of products and attention. ``"gathers"``: recompute nothing, but keep what was sent instead of what a
+            collective returned (a sequence gathered by tensor parallelism) if that takes fewer bytes; the collective is
+            repeated, overlapped with the backward that needs it (Korthikanti et al. 2022, arXiv:2205.05198, section
+            4.2.2). ``"cheap+gathers"``: both. ``"none"``: keep everything, even under
+            ``sw.plan(..., recompute="full")``.
+        messages: for ``"full"`` and ``"all"``. ``"values"``: repeat collectives inside. ``"none"``: keep their results.
+            ``"parameters"``: also gather sharded parameters again.
+
+    Returns:
+        The module, marked; for a function, a function to call inside ``forward``.
+
+    Raises:
+        ShardwiseError: ``target`` cannot be called, or another value of ``how`` or ``messages``.
     """
     if not callable(target):
         raise ShardwiseError(
@@ -90,9 +97,20 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
 
 
 def offload(module: _Module) -> _Module:
-    """What backward needs of the inside of ``module`` waits for it in the memory of the host (pinned), and comes back
-    ahead of it; only what is at least 64 KiB on a device (Rajbhandari et al. 2021, arXiv:2104.07857, on activations).
-    Returns the module, which computes what it did. Raises ShardwiseError for what is no module."""
+    """Keep what backward needs of the inside of ``module`` in pinned host memory, and prefetch it for backward.
+
+    Only tensors of at least 64 KiB per device are offloaded (Rajbhandari et al. 2021, arXiv:2104.07857, on
+    activations).
+
+    Args:
+        module: the module to mark.
+
+    Returns:
+        The module; its results do not change.
+
+    Raises:
+        ShardwiseError: ``module`` is not a module.
+    """
     if not isinstance(module, nn.Module):
         raise ShardwiseError(
             problem(f"offload takes a module, not {type(module).__name__}", fix="offload(model.layers[3])")
@@ -102,7 +120,7 @@ def offload(module: _Module) -> _Module:
 
 
 def _mark(module: nn.Module, how: How, messages: Messages) -> None:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nobody calls it
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # it is never called itself
         for part in module.children():
             _mark(part, how, messages)
     else:
@@ -110,7 +128,7 @@ def _mark(module: nn.Module, how: How, messages: Messages) -> None:
 
 
 def check_how(how: object, where: str, *others: str) -> None:
-    """Raise ShardwiseError unless it is a way to recompute. ``others``: what may be said there besides."""
+    """Raise ShardwiseError unless ``how`` is a way to recompute. ``others``: further accepted values."""
     if how not in WAYS:
         known = (*others, *WAYS)
         raise ShardwiseError(
@@ -120,7 +138,7 @@ def check_how(how: object, where: str, *others: str) -> None:
 
 @contextmanager
 def open_segments(module: nn.Module) -> Iterator[None]:
-    """While ``module`` (a copy made for capture) is traced, calls of its parts open segments."""
+    """Let calls of marked parts open segments while ``module`` (a copy made for capture) is traced."""
     opened: list[int] = [0]
     around: list[tuple[How, Messages]] = []
 
@@ -159,7 +177,7 @@ def open_segments(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_checkpointed_values() -> Iterator[None]:
-    """While it lasts, checkpoints keep what backward needs, as if they were not there."""
+    """Make checkpoints keep what backward needs, as if they were not there."""
 
     def kept(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -170,7 +188,7 @@ def keep_checkpointed_values() -> Iterator[None]:
 
 @contextmanager
 def _checkpoints_run(around: Callable[..., Iterator[None]]) -> Iterator[None]:
-    """While it lasts, torch's checkpoints (that are not re-entrant) run this around their function."""
+    """Run a context manager around the function of torch's non-reentrant checkpoints."""
     before = getattr(torch.utils.checkpoint, _GENERATOR)
     setattr(torch.utils.checkpoint, _GENERATOR, around)
     try:
@@ -180,7 +198,7 @@ def _checkpoints_run(around: Callable[..., Iterator[None]]) -> Iterator[None]:
 
 
 def announce_selective(segments: Iterable[Segment]) -> None:
-    """Warns of checkpoints that choose by themselves what they keep."""
+    """Warn about checkpoints that choose by themselves what they keep."""
     if any(segment.name == SELECTIVE for segment in segments):
         warnings.warn(
             "a checkpoint of the model chooses by context_fn what it keeps: under a plan all of it is made again; name "
@@ -191,8 +209,8 @@ def announce_selective(segments: Iterable[Segment]) -> None:
 
 
 def announce_kept(segments: Iterable[Segment], operators: Collection[str], again: Collection[str]) -> None:
-    """Warns where a model wants operators of a program made again in backward, and its plan makes none of them again
-    (it may be older than the wish)."""
+    """Warn if a model wants operators of a program recomputed in backward, and its plan recomputes none of them (it may
+    be older than the mark)."""
     asked = {op for s in segments if s.how in ("full", "all") for op in s.operators}.intersection(operators)
     if asked and asked.isdisjoint(again):
         warnings.warn(
@@ -215,15 +233,14 @@ def _inside(
 
 
 def block_of(op: str) -> str:
-    """The repeated block of an operator, by its name: the module whose path has a number for the first time
-    (``layers.3``); empty in none."""
+    """Return the repeated block of an operator, by its name: the path up to its first number (``layers.3``), or ""."""
     parts = op.partition("/")[0].split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return "" if at is None else ".".join(parts[: at + 1])
 
 
 def segments_of(marked: Iterable[tuple[Op, str]]) -> tuple[Segment, ...]:
-    """The segments of operators with their marks ("": in none), in the order in which they were opened."""
+    """Return the segments of operators with their marks ("": in none), in the order in which they were opened."""
     members: dict[str, set[str]] = {}
     for op, mark in marked:
         if mark:

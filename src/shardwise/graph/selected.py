@@ -1,8 +1,8 @@
-"""Rows that a boolean mask selects, in masked form: all rows, of which the others count for nothing.
+"""Rows that a boolean mask selects, in masked form: all rows are computed, and the others contribute nothing.
 
-How many rows ``x[mask]`` has depends on data, and a graph has fixed shapes. Where rows are computed with one by one
-until they are reduced, or are put back where they came from, the shape does not matter. Here the selection becomes all
-``mask.numel()`` rows, with zeros in place of the others, and the mask stays known until then:
+The number of rows of ``x[mask]`` depends on data, and a graph has fixed shapes. If rows are processed one by one until
+they are reduced or put back, the shape does not matter. Here the selection becomes all ``mask.numel()`` rows, with
+zeros in place of the others, and the mask stays known until then:
 
     x[mask], masked_select, index_select,    all rows, zeros where the mask is False
     nonzero, torch.where(mask)               the coordinates of all rows
@@ -11,8 +11,8 @@ until they are reduced, or are put back where they came from, the shape does not
     masked_scatter, x[mask] = rows           torch.where
     the number of rows                       the sum of the mask
 
-Constants are also put ahead of operators that have other operands, and behind them where these are differentiated. What
-rows that are not selected would have given, infinities and NaN included, then reaches no value and no gradient.
+Rows are also filled with constants ahead of operators with other operands, and after them if these are differentiated.
+So results of unselected rows, infinities and NaN included, reach no value and no gradient.
 """
 
 from __future__ import annotations
@@ -67,35 +67,35 @@ _NORMS = (aten.layer_norm.default, aten.rms_norm.default)
 
 
 class Selections(SelectedRows):
-    """Builds operators that select rows, compute with them, or reduce them."""
+    """Emits operators that select rows, compute with them, or reduce them."""
 
     def concern(self, op: Op) -> bool:
-        """Whether an operator selects rows, computes with them, or with their number."""
+        """Return whether an operator selects rows, computes with them, or with their number."""
         if op.target in _SELECTING or (self.rows and not self.rows.keys().isdisjoint(op.operands)):
             return True
         return bool(self.counts) and has_symbols((op.args, tuple(value for _, value in op.kwargs)))
 
     def takes(self, target: Any, val: Any) -> bool:
-        """Whether an operator that returned ``val``, of no fixed shape, selects rows or may compute with them."""
+        """Return whether an operator that returned ``val``, of no fixed shape, selects rows or may process them."""
         return has_symbols(val) and (
             target in _SELECTING
             or (bool(self.counts) and target.namespace == "aten" and operator_name(target) not in REJECTED)
         )
 
     def copied(self, name: str, copy: Ref) -> Ref:
-        """A copy of a value, with the same rows."""
+        """Give a copy of a value the same rows."""
         if name in self.rows:
             self.rows[copy.name] = self.rows[name]
         return copy
 
     def check_unchanged(self, ref: Ref, origin: Op) -> None:
-        """Raise CaptureError for a view of selected rows, where one of both was written to."""
+        """Raise CaptureError for a view of selected rows if the view or its base was written to."""
         if ref.name in self.rows:
             fix = "make a new tensor of the rows, for example with torch.where"
             raise self._refusal(replace(origin, target=aten.copy_.default), "writes into views of selected rows", fix)
 
     def check_fixed(self, ref: Ref, origin: Op) -> Ref:
-        """The value. Raises CaptureError for selected rows that the model returns."""
+        """Return the value. Raises CaptureError for selected rows that the model returns."""
         if ref.name in self.rows:
             what = "the model returns rows that a mask selects, whose number depends on data"
             fix = "return all rows and the mask, or what the rows are reduced to"
@@ -103,8 +103,8 @@ class Selections(SelectedRows):
         return ref
 
     def apply(self, op: Op, val: Any) -> tuple[Arg, ...]:
-        """The results of an operator with its ``sized`` arguments. ``val``: what it returned when it was traced. Raises
-        CaptureError for what needs the rows themselves."""
+        """Emit an operator with its ``sized`` arguments. ``val``: its traced result. Raises CaptureError if it needs
+        the rows themselves."""
         selected = [name for name in op.operands if name in self.rows]
         if not selected and op.target in _SELECTING:
             return self._select(op, val) if has_symbols(val) else self.emitter.apply(op)
@@ -137,7 +137,7 @@ class Selections(SelectedRows):
         raise self._refusal(op)
 
     def _rows_of(self, op: Op, x: Ref, mask: Ref, place: int, val: torch.Tensor) -> Ref:
-        """The rows of ``x`` along the dims that a mask has from ``place`` on."""
+        """Select rows of ``x`` by a mask whose dims begin at ``place``."""
         shape, dims = self.emitter.value(x).shape, self.emitter.value(mask).shape
         if shape[place : place + len(dims)] != dims or not dims:
             raise self._refusal(op)
@@ -151,7 +151,7 @@ class Selections(SelectedRows):
         return result
 
     def _coordinates(self, op: Op, mask: Ref, val: Any) -> tuple[Arg, ...]:
-        """Along every dim of a mask, where its elements are."""
+        """Return the coordinates of all elements along every dim of a mask."""
         emit, shape = self.emitter.emit, self.emitter.value(mask).shape
         if self.emitter.value(mask).dtype != torch.bool:
             mask = emit(aten.ne.Scalar, mask, 0)
@@ -176,7 +176,7 @@ class Selections(SelectedRows):
         return (columns,)
 
     def _noted(self, results: tuple[Arg, ...], op: Op, val: Any) -> tuple[Arg, ...]:
-        """The results of an operator without selected operands: what has the shape of rows are rows."""
+        """Record which results of an operator without selected operands are rows, by their shape."""
         for ref, tensor in zip(results, tensor_results(val), strict=True):
             if not has_symbols(tensor) or not isinstance(ref, Ref):
                 continue
@@ -190,7 +190,7 @@ class Selections(SelectedRows):
     # -- row by row ----------------------------------------------------------------------------------------------------
 
     def _by_row(self, op: Op, selected: Sequence[str], val: Any) -> tuple[Arg, ...]:
-        """The results of an operator that does the same with every row, and gives rows."""
+        """Emit an operator that computes each row independently and returns rows."""
         first, name = self.rows[selected[0]], operator_name(op.target)
         if op.target is aten.index_select.default and (mask := self._mask_at([arguments(op)["index"]])) is not None:
             dim = arguments(op)["dim"] % len(self.emitter.values[op.operands[0]].shape)
@@ -231,7 +231,7 @@ class Selections(SelectedRows):
         return results
 
     def _is_pointwise(self, op: Op) -> bool:
-        """Whether an operator is pointwise, with the rows of all operands in one dim of the result."""
+        """Return whether an operator is pointwise, with the rows of all operands in one dim of the result."""
         name = operator_name(op.target)
         tagged = torch.Tag.pointwise in op.target.tags and not is_random(op.target)
         is_loss = op.target in LOSS_NORMALIZATIONS and arguments(op)["reduction"] == NONE and "target" in arguments(op)
@@ -247,7 +247,7 @@ class Selections(SelectedRows):
         return all(len(shape) < behind or shape[-behind] == 1 for shape in others)
 
     def _is_alike(self, op: Op, selected: Sequence[str]) -> bool:
-        """Whether any other operator does the same with every row."""
+        """Return whether any other operator computes each row independently."""
         args, name = arguments(op), operator_name(op.target)
         rows = [self.rows[n] for n in selected]
         rank = len(self.emitter.values[selected[0]].shape)
@@ -286,7 +286,7 @@ class Selections(SelectedRows):
         return False
 
     def _picks_by_row(self, op: Op) -> bool:
-        """``x[arange(len(x)), i, ...]``, of rows in dim 0."""
+        """Return whether it is ``x[arange(len(x)), i, ...]``, of rows in dim 0."""
         x, *_ = op.operands
         indices = arguments(op)["indices"]
         if x not in self.rows or self.rows[x].dim != 0 or any(index is None for index in indices):
@@ -297,7 +297,7 @@ class Selections(SelectedRows):
         )
 
     def _mask_at(self, indices: Sequence[Ref]) -> Ref | None:
-        """The mask whose rows' coordinates, in all of its dims and in order, are the indices."""
+        """Return the mask whose rows' coordinates, in all of its dims and in order, are the indices; else None."""
         positions = [self.positions.get(index.name, (index, -1)) for index in indices]
         mask = positions[0][0]
         dims = [0 if dim is None else dim for _, dim in positions]
@@ -305,7 +305,7 @@ class Selections(SelectedRows):
         return mask if is_whole and all(position[0] == mask for position in positions) else None
 
     def _move_positions(self, op: Op, selected: Sequence[str], results: Sequence[Arg], name: str) -> None:
-        """Coordinates of a vector's rows stay that in views of them; a column of coordinates is that of its dim."""
+        """Propagate coordinates: views of a vector's coordinates keep them; a selected column has those of its dim."""
         mask, dim = self.positions.get(selected[0], (None, None))
         (ref, *more) = results
         if mask is None or not isinstance(ref, Ref) or more or len(self.emitter.value(ref).shape) != 1:
@@ -318,7 +318,7 @@ class Selections(SelectedRows):
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def _reduced(self, op: Op, val: Any) -> Arg:
-        """The result of an operator that reduces rows, or puts them back."""
+        """Emit an operator that reduces rows, or puts them back."""
         args, emit, name = arguments(op), self.emitter.emit, operator_name(op.target)
         if self.ranges.intersection(op.operands):
             raise self._refusal(op)
@@ -343,7 +343,7 @@ class Selections(SelectedRows):
         raise self._refusal(op)
 
     def _sums(self, op: Op, args: dict[str, Any]) -> bool:
-        """Whether rows of zeros add nothing to what an operator computes of rows."""
+        """Return whether rows of zeros add nothing to an operator's result."""
         names = op.operands
         at = [None if n not in self.rows else self.rows[n].dim for n in names]
         ranks = [len(self.emitter.values[n].shape) for n in names]
@@ -358,7 +358,7 @@ class Selections(SelectedRows):
         return op.target is aten.scatter_add.default and at[0] is None and at[1] == at[2] == args["dim"] % ranks[0]
 
     def _adds_in_place(self, op: Op, args: dict[str, Any]) -> bool:
-        """Whether rows of a vector's mask are added where they came from."""
+        """Return whether rows of a vector's mask are added where they came from."""
         mask = None if args["self"].name in self.rows else self._mask_at([args["index"]])
         if mask is None or args["source"].name not in self.rows:
             return False
@@ -386,7 +386,7 @@ class Selections(SelectedRows):
         return any(weight is None or n != weight.name for n in others)
 
     def _loss(self, op: Op, args: dict[str, Any]) -> Arg:
-        """A loss of rows: labels of rows that are not selected are ignored, elements are averaged over the count."""
+        """Emit a loss of rows: labels of unselected rows are ignored, elements are averaged over the count."""
         emit, target, reduction = self.emitter.emit, args["target"], args["reduction"]
         operands = [n for n in op.operands if n in self.rows]
         if self._is_class_loss(op):
@@ -417,7 +417,7 @@ class Selections(SelectedRows):
         return self._mean(op, losses)
 
     def _put_back(self, op: Op, args: dict[str, Any]) -> Arg:
-        """``masked_scatter`` and ``x[mask] = rows``, of rows of the same mask."""
+        """Emit ``masked_scatter`` and ``x[mask] = rows``, of rows of the same mask."""
         emit = self.emitter.emit
         x, values = args["self"], args["values" if "indices" in args else "source"]
         if "indices" in args:
@@ -451,7 +451,7 @@ class Selections(SelectedRows):
         return emit(aten.where.self, opened, self._reshaped(values, shape), x)
 
     def _unexpanded(self, mask: Ref) -> Ref:
-        """A mask without dims of size 1 at its end, and without those to which they were expanded."""
+        """Return a mask without trailing dims of size 1 and without those to which they were expanded."""
         producers = {result: made for made in self.emitter.ops for result in made.results}
         while (made := producers.get(mask.name)) is not None and made.target in (
             *_EXPANSIONS[:2],

@@ -1,4 +1,4 @@
-"""What is known of selected rows while a graph is built: their masks, their numbers, and what hides the others.
+"""Bookkeeping of selected rows while a graph is built: their masks, their counts, and masking of the other rows.
 
 ``graph.selected`` computes with them.
 """
@@ -36,7 +36,7 @@ _ARITHMETIC: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of a value: along ``dim`` it has the rows of a flat mask, ``copies`` neighbours for each."""
+    """The rows of a value: along ``dim`` it has the rows of a flat mask, ``copies`` neighbours for each."""
 
     mask: Ref
     dim: int
@@ -45,9 +45,9 @@ class Rows:
 
 @dataclass
 class SelectedRows:
-    """The values of a graph under construction that have selected rows. ``counts``: the symbol of a number of rows ->
-    their mask; ``positions``: values that are the coordinates of a mask's rows, with the mask and the dim (None: all
-    dims, in columns); ``ranges``: values that number the rows."""
+    """The values with selected rows of a graph under construction. ``counts``: the symbol of a number of rows -> their
+    mask; ``positions``: values that are coordinates of a mask's rows, with the mask and the dim (None: all dims, in
+    columns); ``ranges``: values that number the rows."""
 
     emitter: Emitter
     rows: dict[str, Rows] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class SelectedRows:
     # -- numbers of rows -----------------------------------------------------------------------------------------------
 
     def sized(self, op: Op) -> Op:
-        """The operator with the sizes of all rows, and with counts where it computes with numbers of rows."""
+        """Return the operator with the sizes of all rows, and with counts if it computes with numbers of rows."""
         if not has_symbols((op.args, tuple(value for _, value in op.kwargs))):
             return op
         kinds = {argument.name: str(argument.type) for argument in op.target._schema.arguments}
@@ -89,14 +89,14 @@ class SelectedRows:
         return replace(op, args=args, kwargs=tuple((name, sized(name, arg)) for name, arg in op.kwargs))
 
     def _full(self, size: Any) -> int:
-        """A size with all rows in place of the selected ones."""
+        """Return a size with all rows in place of the selected ones."""
         if not isinstance(size, torch.SymInt):
             return int(size)
         all_rows = {symbol: self.emitter.value(mask).numel for symbol, mask in self.counts.items()}
         return int(size.node.expr.subs(all_rows))
 
     def _counted(self, op: Op, expr: Any) -> Any:
-        """A number that is computed from numbers of rows, ``expr`` of sympy, as a tensor."""
+        """Emit a number computed from numbers of rows, ``expr`` of sympy, as a tensor."""
         emit = self.emitter.emit
         if expr.is_number:
             dtype = torch.int64 if expr.is_Integer else torch.float64
@@ -117,14 +117,14 @@ class SelectedRows:
         return first
 
     def _count(self, op: Op, size: Any, flat: Ref) -> None:
-        """Remember whose number a symbol is."""
+        """Record whose number of rows a symbol is."""
         symbol = size.node.expr if isinstance(size, torch.SymInt) else size
         is_free = getattr(symbol, "is_Symbol", False)
         if not is_free or self._key(self.counts.setdefault(symbol, flat).name) != self._key(flat.name):
             raise self._refusal(op, "selects rows whose number is taken to be another's")
 
     def _of_shape(self, op: Op, tensor: torch.Tensor) -> Rows:
-        """The rows that a shape speaks of. Raises CaptureError unless it is one dim, with a fixed number for each."""
+        """Return the rows of a shape. Raises CaptureError unless they are in one dim, a fixed number for each."""
         sizes: list[Any] = list(tensor.shape)
         symbolic = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)]
         expr = symbolic[0][1].node.expr
@@ -138,7 +138,7 @@ class SelectedRows:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _hidden(self, rows: Rows, rank: int) -> Ref:
-        """Where rows are not selected, in a shape that broadcasts to that of their value."""
+        """Emit a mask of the unselected rows, in a shape that broadcasts to that of their value."""
         emit, size = self.emitter.emit, self.emitter.value(rows.mask).numel
         mask = emit(aten.logical_not.default, rows.mask)
         if rows.copies > 1:
@@ -146,7 +146,7 @@ class SelectedRows:
         return self._reshaped(mask, tuple(size * rows.copies if dim == rows.dim else 1 for dim in range(rank)))
 
     def _masked(self, ref: Ref, fill: int = 0) -> Ref:
-        """A value with zeros, or another number, in the rows that are not selected."""
+        """Emit a value with ``fill`` in the unselected rows."""
         if ref.name not in self.rows:
             return ref
         if (ref.name, fill) not in self.masked:
@@ -164,7 +164,7 @@ class SelectedRows:
             )
 
     def _key(self, name: str) -> int:
-        """A number that values have in common which are computed alike from the same values."""
+        """Return a number that values have in common if they are computed equally from the same values."""
         for op in self.emitter.ops[self.num_numbered :]:
             call = op.target, argument_key((op.args, tuple(value for _, value in op.kwargs)), self._number)
             for i, result in enumerate(op.results):
@@ -190,7 +190,7 @@ class SelectedRows:
 
 
 def argument_key(arg: Arg, number: Callable[[str], int]) -> object:
-    """A key of an argument, by the numbers of the values that it names."""
+    """Return a key of an argument, by the numbers of the values that it names."""
     if isinstance(arg, Ref):
         return Ref, number(arg.name)
     return tuple(argument_key(item, number) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
@@ -201,13 +201,13 @@ def is_symbolic(value: Any) -> bool:
 
 
 def is_size(target: Any, val: Any) -> bool:
-    """Whether an operator reads a size that depends on data, or computes with such sizes in Python."""
+    """Return whether an operator reads a size that depends on data, or computes with such sizes in Python."""
     of_python = not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
     return is_symbolic(val) and (of_python or operator_name(target) in ("sym_size", "sym_numel"))
 
 
 def has_symbols(value: Any) -> bool:
-    """Whether a value, or a size of a tensor, is symbolic."""
+    """Return whether a value, or a size of a tensor, is symbolic."""
     if isinstance(value, (tuple, list)):
         return any(map(has_symbols, value))
     if isinstance(value, torch.Tensor):

@@ -1,5 +1,5 @@
-"""Parameters and buffers that lie in each other's memory: a write to one is a write to the other on one device, and
-ranks have memory of their own for each."""
+"""Rejection of parameters and buffers that overlap in memory: on one device a write to one is a write to the other,
+while ranks have separate memory for each."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardwise.errors import CaptureError, problem
 
 
 def check_memory(module: nn.Module) -> None:
-    """Raises CaptureError for two parameters or buffers with common elements that are not one tensor; names of one
-    tensor (tied weights) are no fault, nor are parts of one storage beside or between each other (the real and the
-    imaginary part of a table)."""
+    """Raise CaptureError for two parameters or buffers that share elements but are not one tensor. Two names of one
+    tensor (tied weights) are allowed, and so are disjoint parts of one storage (real and imaginary parts of a
+    table)."""
     extents: list[_Extent] = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         has_memory = not (nn.parameter.is_lazy(tensor) or tensor.is_meta or is_fake(tensor))
@@ -39,7 +39,7 @@ def check_memory(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """A tensor's bytes: between ``start`` and ``stop``, at ``strides`` over ``sizes``."""
+    """The bytes of a tensor: from ``start`` to ``stop``, at ``strides`` over ``sizes``."""
 
     name: str
     start: int
@@ -57,7 +57,7 @@ class _Extent:
 
 
 def _have_common_bytes(first: _Extent, second: _Extent) -> bool:
-    """Of two whose bytes lie between each other."""
+    """Return whether two tensors with overlapping extents share bytes."""
     start = min(first.start, second.start)
     taken = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool, device="cpu")
     taken.as_strided(first.sizes, first.strides, first.start - start).fill_(True)

@@ -1,11 +1,11 @@
-"""Forms that say nothing are dropped: casts to the same dtype, copies (a graph is functional), views of the whole,
+"""Removal of operators without effect: casts to the same dtype, copies (a graph is functional), views of the whole,
 operators that return their operand, a zero that is added to a loss.
 
-``view`` becomes ``reshape``: on a rank the operand may be a slice, of which a view can not be taken.
+``view`` becomes ``reshape``: on a rank the operand may be a slice, which cannot be viewed.
 
-``expand_as`` uses only the shape of its second operand, and each result of ``meshgrid`` only one of the operands. They
-become ``expand``, which has that one operand. Autograd sends the others no gradient; a program that had them would
-convert them, and list a backward that never runs. ``new_zeros`` and its like become ``zeros``, which has no operand.
+``expand_as`` uses only the shape of its second operand, and each result of ``meshgrid`` only one operand. They become
+``expand`` with that one operand. Autograd sends the others no gradient; a program that kept them would convert them,
+and list a backward that never runs. ``new_zeros`` and similar become ``zeros``, which has no operand.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def _reshape_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
 
 
 def _flatten(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """``flatten`` of a tensor of one dim returns it."""
+    """Replace ``flatten`` of a tensor of one dim by the tensor."""
     return (_operand(op),) if len(emitter.value(_operand(op)).shape) == 1 else None
 
 
 def _of_real(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """What conjugates, or takes the real part, returns a real tensor as it is."""
+    """Replace conjugation, or the real part, of a real tensor by the tensor."""
     return None if emitter.value(_operand(op)).dtype.is_complex else (_operand(op),)
 
 
 def _at_least(rank: int) -> Rewrite:
-    """``atleast_1d`` and its like of several tensors return those of enough dims."""
+    """Rewrite ``atleast_1d`` and similar of several tensors: those with enough dims are returned."""
 
     def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
         operands: tuple[Arg, ...] = op.args[0]
@@ -85,13 +85,13 @@ def _expand_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
 
 
 def _broadcast(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-    """broadcast_tensors: every operand expanded to the common shape, if it has another."""
+    """Rewrite broadcast_tensors: expand every operand to the common shape, if it has another."""
     shape = tuple(torch.broadcast_shapes(*(emitter.value(ref).shape for ref in op.args[0])))
     return tuple(emitter.emit(aten.expand.default, ref, shape) for ref in op.args[0])
 
 
 def _meshgrid(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-    """Every operand along a dim of its own (the first two exchanged under "xy"), expanded to the common shape."""
+    """Put every operand along its own dim (the first two exchanged under "xy"), and expand it to the common shape."""
     operands = op.args[0]
     dims = list(range(len(operands)))
     if arguments(op).get("indexing") == "xy" and len(dims) > 1:
@@ -108,7 +108,7 @@ def _meshgrid(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
 
 
 def _constructor(target: OpOverload) -> Rewrite:
-    """``x.new_zeros(size)`` and its like read nothing of ``x`` but its dtype."""
+    """Rewrite ``x.new_zeros(size)`` and similar, which read only the dtype of ``x``."""
 
     def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
         args = arguments(op)
@@ -120,7 +120,7 @@ def _constructor(target: OpOverload) -> Rewrite:
 
 
 def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """A slice of everything is its operand."""
+    """Replace a slice of everything by its operand."""
     args = arguments(op)
     shape = emitter.value(_operand(op)).shape
     size = shape[args["dim"]]
@@ -130,8 +130,8 @@ def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
 
 
 def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Operands without elements (the empty start of a key-value cache) add nothing, unless a gradient of zeros flows
-    through them."""
+    """Drop operands without elements (the empty start of a key-value cache), unless a gradient of zeros flows through
+    them."""
     tensors = op.args[0]
     full = tuple(ref for ref in tensors if emitter.value(ref).numel or emitter.value(ref).requires_grad)
     if len(full) == len(tensors) or not full:
@@ -146,14 +146,14 @@ def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
 
 
 def _sum(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """A scalar, added to the number 0 with which a sum of losses began."""
+    """Replace a scalar added to the number 0, with which a sum of losses began, by the scalar."""
     other, value = arguments(op)["other"], emitter.value(_operand(op))
     is_sum_so_far = not isinstance(other, Ref) and other == 0 and value.shape == () and value.dtype.is_floating_point
     return (_operand(op),) if is_sum_so_far else None
 
 
 def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """A lookup whose gradient would be sparse, with a dense one."""
+    """Rewrite a lookup with a sparse gradient to one with a dense gradient."""
     args = arguments(op)
     if not args["sparse"]:
         return None
@@ -163,7 +163,7 @@ def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
 
 
 def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-    """Pairs must be adjacent in memory; the copies that saw to it were dropped."""
+    """Make pairs adjacent in memory, as the operator requires: the copies that did so were dropped."""
     packed = emitter.emit_as_is(aten.clone.default, _operand(op), memory_format=torch.contiguous_format)
     return (emitter.emit_as_is(aten.view_as_complex.default, packed),)
 

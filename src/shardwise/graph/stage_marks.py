@@ -1,8 +1,8 @@
-"""Which operators belong to which stage of a pipeline, where the user says it: ``stage`` marks submodules.
+"""Assignment of operators to pipeline stages by the user's marks on submodules (``stage``).
 
-A mark says that the operators of a submodule run in a stage. What is not marked runs where the operator before it does,
-so a mark at the first layer of every stage is enough. Marks are kept on the modules and read by their paths, which are
-in the names of operators; capture knows nothing of them.
+The operators of a marked submodule run in its stage. Unmarked operators run in the stage of the operator before, so a
+mark at the first layer of every stage is enough. Marks are kept on the modules and read by their paths, which are in
+the names of operators; capture does not read them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def stage(module: _Module, number: int) -> _Module:
-    """``module`` runs in stage ``number`` of a pipeline, counted from 0; so does what follows it, up to the next mark.
+    """Assign ``module`` and everything after it, up to the next mark, to a stage of a pipeline.
 
-    Stages are numbered in the order of execution: ``sw.stage(model.layers[8], 1)`` begins the second one. Plans are cut
-    so by ``sw.plan(..., stages="marked")``. Returns the module, which computes what it did. Raises ShardwiseError for
-    what is no module, and for a number that is none.
+    Stages are numbered from 0 in the order of execution: ``sw.stage(model.layers[8], 1)`` begins the second one. Plans
+    use the marks by ``sw.plan(..., stages="marked")``.
+
+    Args:
+        module: the module to mark.
+        number: the stage.
+
+    Returns:
+        The module; its results do not change.
+
+    Raises:
+        ShardwiseError: ``module`` is not a module, or ``number`` is not an integer of at least 0.
     """
     if not isinstance(module, nn.Module):
         raise ShardwiseError(
@@ -38,13 +47,13 @@ def stage(module: _Module, number: int) -> _Module:
 
 
 def marks_of(module: nn.Module) -> dict[str, int]:
-    """Path of a submodule -> the stage that it is marked with."""
+    """Return submodule path -> the stage that it is marked with."""
     return {path: vars(part)[_ATTRIBUTE] for path, part in module.named_modules() if _ATTRIBUTE in vars(part)}
 
 
 def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
-    """The number of stages that marks speak of. ``num_stages``: the number that was asked for, if one was. Raises
-    PlanError naming the modules for a number that is out of range, and for a stage that is missing."""
+    """Return the number of marked stages. ``num_stages``: the requested number, if any. Raises PlanError naming the
+    modules for a number that is out of range, and for a missing stage."""
     if not marks:
         raise PlanError(
             problem(
@@ -74,8 +83,8 @@ def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
 
 
 def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[list[str]]:
-    """The operators of every stage, as modules are marked. Raises PlanError for marks that are not in the order of
-    execution, naming the modules, and for stages without operators."""
+    """Return the operators of every stage, as modules are marked. Raises PlanError, naming the modules, for marks that
+    are not in the order of execution, and for stages without operators."""
     free = free_values(graph)
     parts: list[list[str]] = [[] for _ in range(num_stages)]
     current, where = 0, ""
@@ -109,7 +118,7 @@ def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[l
 
 
 def _innermost(op: Op, marks: dict[str, int]) -> str | None:
-    """The marked module that is the closest around an operator."""
+    """Return the innermost marked module around an operator."""
     path = op.name.partition("/")[0]
     while True:
         if path in marks:
@@ -122,8 +131,8 @@ def _innermost(op: Op, marks: dict[str, int]) -> str | None:
 def with_stages(
     graph: Graph, stages: Sequence[Iterable[str]], sources: Sequence[Collection[str]] = ()
 ) -> list[list[str]]:
-    """The operators of every stage of a graph that may differ from the one that was divided (another size, evaluation):
-    an operator belongs to the first stage that names it, one that none names to that of the operator before it, or to
+    """Return the operators of every stage for a graph that may differ from the divided one (another size, evaluation).
+    An operator belongs to the first stage that names it; an unnamed one to the stage of the operator before it, or to
     the next that holds what it reads. ``sources``: the names of parameters and buffers that every stage holds."""
     known: dict[str, int] = {}
     for number, names in enumerate(stages):

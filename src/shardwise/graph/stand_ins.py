@@ -1,8 +1,8 @@
-"""What is traced in place of functions of PyTorch whose Python, or whose inner shapes, depend on data.
+"""Replacements for PyTorch functions whose Python, or whose inner shapes, depend on data.
 
-``shardwise::ctc_loss`` is connectionist temporal classification (Graves et al. 2006) as one operator: PyTorch's own
-keeps a table whose size depends on the lengths of the labels. A grouped product runs in float32 and, in a
-verification, in float64; PyTorch traces it in bfloat16 alone.
+``shardwise::ctc_loss`` is connectionist temporal classification (Graves et al. 2006) as one operator: PyTorch's own has
+a table whose size depends on the lengths of the labels. A grouped product runs in float32 and, in a verification, in
+float64; PyTorch traces it only in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCHEMA = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target
 
 @torch.library.custom_op("shardwise::ctc_loss", mutates_args=(), schema=f"({_SCHEMA}) -> Tensor")
 def ctc_loss(log_probs: Tensor, *rest: Any) -> Tensor:
-    """The losses of samples [n], of ``log_probs`` [t, n, c], ``targets`` [n, s] or all in a row, and lengths [n]."""
+    """Return losses [n], given ``log_probs`` [t, n, c], ``targets`` [n, s] or concatenated, and lengths [n]."""
     if not log_probs.shape[1]:
         return log_probs.new_zeros(0)
     losses: Tensor = torch.ops.aten._ctc_loss.Tensor(log_probs, *rest)[0]
@@ -100,7 +100,7 @@ def _gaussian_nll(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """PyTorch's, but for the look at the variances: a negative one is not noticed."""
+    """Compute the Gaussian loss without PyTorch's check of the variances: negative ones are not reported."""
     variance = torch.full_like(input, var) if isinstance(var, float) else var
     if variance.shape != input.shape and variance.shape == input.shape[:-1]:
         variance = variance.unsqueeze(-1)
@@ -118,7 +118,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Rows by expert times one matrix per expert; PyTorch's own for the operator's other forms."""
+    """Multiply rows by their expert's matrix; the operator's other forms use PyTorch's own."""
     if (input.dim(), mat2.dim()) != (2, 3) or offs is None or bias is not None or out_dtype is not None:
         other: Tensor = torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
         return other
@@ -128,8 +128,8 @@ def _grouped_mm(
 
 
 def _cumulative_batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:
-    """Training-mode batch norm with ``momentum=None``, whose running statistics are averages over all batches so far:
-    PyTorch's reads the number of batches out of its tensor."""
+    """Apply training-mode batch norm with ``momentum=None``, whose running statistics average over all batches so far.
+    PyTorch's own reads the number of batches out of its tensor."""
     assert norm.running_mean is not None, "statistics are tracked"
     assert norm.running_var is not None, "statistics are tracked"
     assert norm.num_batches_tracked is not None, "batches are counted"
@@ -146,8 +146,8 @@ def _cumulative_batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:
 
 @contextmanager
 def cumulative_averages() -> Iterator[None]:
-    """While a model is traced: batch norms with ``momentum=None`` compute their factor as a tensor. One that is
-    synchronized is like any other: the statistics of a plan are those of the whole batch."""
+    """Trace batch norms with ``momentum=None`` with their factor as a tensor. Synchronized batch norms are included:
+    the statistics of a plan are those of the whole batch."""
     original = _BatchNorm.forward
 
     def forward(norm: _BatchNorm, input: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The dtypes of a step, where they are not those of the model.
+"""Dtypes of a training step that differ from those of the model.
 
-A parameter has three: it is stored in one (``Value.stored``), computed with in another (``Value.dtype``), and its
-gradient is reduced in a third (``Value.reduced``). A graph is captured in the dtypes of the computation; what is stored
-or given in others is cast once per step, which a program writes as instructions (``programs.casts``).
+A parameter has three: storage (``Value.stored``), compute (``Value.dtype``), and gradient reduction
+(``Value.reduced``). A graph is captured in compute dtypes; what is stored or passed in others is cast once per step, by
+instructions of the program (``programs.casts``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Precision:
     """Dtypes of a training step; None: the model's own.
 
-    ``compute``: parameters and floating inputs of the module are cast to it once per step, parameters before they are
-    gathered. ``parameter``: in which parameters, their gradients and the optimizer's states are kept. ``reduce``: in
-    which gradients of parameters are summed over devices (None: that in which they are computed). Buffers, targets of a
-    loss function, and integers keep their dtypes, and so does what the model's own code casts. The step is that of one
-    device which calls ``torch.func.functional_call(model, {name: p.to(compute)}, inputs cast to compute)``.
+    The step equals that of one device which calls
+    ``torch.func.functional_call(model, {name: p.to(compute)}, inputs cast to compute)``. Buffers, targets of a loss
+    function, and integers keep their dtypes, and so do casts in the model's code.
 
-    Each is float64, float32, bfloat16 or float16; raises ShardwiseError for another. ``autocast``: instead of these,
-    what ``torch.autocast`` does around the call; ``sw.plan`` sets it where autocast is active.
+    Args:
+        compute: dtype to which parameters and floating inputs are cast once per step; parameters before they are
+            gathered.
+        parameter: dtype in which parameters, their gradients and the optimizer's states are kept.
+        reduce: dtype in which gradients of parameters are summed over devices (None: the one they are computed in).
+        autocast: the ``torch.autocast`` around the call, instead of the above; ``sw.plan`` sets it if one is active.
+
+    Raises:
+        ShardwiseError: a dtype is not float64, float32, bfloat16 or float16, or ``autocast`` is combined with dtypes.
     """
 
     compute: torch.dtype | None = None
@@ -63,23 +68,23 @@ class Precision:
 
     @property
     def is_models(self) -> bool:
-        """Whether every dtype is the model's own."""
+        """Return whether every dtype is the model's own."""
         return self == MODELS_OWN
 
     def around_call(self) -> AbstractContextManager[None]:
-        """In which the model is called: with the autocast of this precision, and no other."""
+        """Return the context in which the model is called: the autocast of this precision, and no other."""
         return no_autocast() if self.autocast is None else self.autocast.active()
 
     @property
     def at_hand(self) -> Precision:
-        """This one, with the autocast that is active here. Raises CaptureError and ShardwiseError for what can not be
+        """Return this precision with the active autocast. Raises CaptureError and ShardwiseError if it cannot be
         honoured."""
         ambient = Autocast.ambient()
         return self if ambient in (None, self.autocast) else replace(self, autocast=ambient)
 
     @property
     def lost_share(self) -> float:
-        """The share of a parameter below which its update is lost, where it is stored with fewer bits than it is
+        """Return the share of a parameter below which its update is lost, if it is stored with fewer bits than it is
         computed with; else 0."""
         if self.parameter is None or self.compute is None:
             return 0.0
@@ -87,21 +92,21 @@ class Precision:
         return stored / 2 if stored > computed else 0.0
 
     def of_parameter(self, value: Value) -> Value:
-        """A parameter with the dtypes that it has in a graph; ``value`` has the model's."""
+        """Return a parameter's value with the dtypes of a graph; ``value`` has the model's."""
         dtype, computed = value.dtype, self.computed(value.dtype)
         reduced = other_dtype(self.reduced(dtype), computed) if value.requires_grad else None
         return replace(value, dtype=computed, stored=other_dtype(self.stored(dtype), computed), reduced=reduced)
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """In which a parameter or an input of the module is computed with, whose dtype in the model is ``dtype``."""
+        """Return the compute dtype of a parameter or input of the module whose dtype in the model is ``dtype``."""
         return self.compute if self.compute is not None and dtype.is_floating_point else dtype
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """In which a parameter is kept, whose dtype in the model is ``dtype``."""
+        """Return the storage dtype of a parameter whose dtype in the model is ``dtype``."""
         return self.parameter if self.parameter is not None and dtype.is_floating_point else dtype
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype:
-        """In which the gradient of a parameter is reduced, whose dtype in the model is ``dtype``."""
+        """Return the dtype in which a gradient is reduced, for a parameter whose dtype in the model is ``dtype``."""
         return self.reduce if self.reduce is not None and dtype.is_floating_point else self.computed(dtype)
 
 
@@ -109,7 +114,7 @@ MODELS_OWN = Precision()
 
 
 def check_real(module: nn.Module, precision: Precision) -> None:
-    """Raise CaptureError where a precision is asked of complex parameters, which have none of these dtypes."""
+    """Raise CaptureError if a precision is requested for complex parameters, which have none of these dtypes."""
     names = [name for name, tensor in module.named_parameters() if tensor.is_complex()]
     if names and not precision.is_models:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -122,8 +127,8 @@ def check_real(module: nn.Module, precision: Precision) -> None:
 
 
 def with_reductions(graph: Graph) -> Graph:
-    """The graph in which what is computed from parameters and from no input (a transposed weight, the rows of a table
-    of positions) says, like parameters, in which dtype its gradient is reduced: it may be converted in their place."""
+    """Return the graph in which values computed from parameters and from no input (a transposed weight, the rows of a
+    position table) have a reduction dtype like parameters: they may be converted in place of the parameters."""
     values = dict(graph.by_name)
     fixed = {source.value for source in graph.sources if source.kind in ("parameter", "buffer", "constant")}
     for op in graph.ops:
@@ -139,5 +144,5 @@ def with_reductions(graph: Graph) -> Graph:
 
 
 def other_dtype(dtype: torch.dtype, computed: torch.dtype) -> torch.dtype | None:
-    """``dtype`` where it is not the one that is computed in, else None (``Value.stored``, ``Value.reduced``)."""
+    """Return ``dtype`` if it is not the compute dtype, else None (``Value.stored``, ``Value.reduced``)."""
     return None if dtype == computed else dtype

@@ -1,7 +1,6 @@
-"""What is known of calls of PyTorch's own operators for the whole process: while no switch is set otherwise, a call of
-the same types does the same.
+"""Process-wide cache of results about calls of PyTorch's own operators, valid for the present global settings of torch.
 
-Operators of others may be registered anew at any time, so that of these nothing is kept here.
+Operators of other libraries may be registered again at any time, so they are not cached.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch._ops import OpOverload
 
-_MOST = 50_000  # calls; a plan of a large model knows some thousands
+_MOST = 50_000  # calls; a plan of a large model has some thousands
 Found = TypeVar("Found")
 
 
 class CallCache(Generic[Found]):
-    """What was found of calls, by whatever tells two of them apart."""
+    """Cache of results by call signature."""
 
     def __init__(self) -> None:
         self._results: dict[object, Found] = {}
 
     def get(self, target: Any, signature: object) -> Found | None:
-        """What is known of a call, under the switches as they are."""
+        """Return the cached result of a call under the present settings, or None."""
         return self._results.get((signature, switches())) if is_pytorchs(target) else None
 
     def keep(self, target: Any, signature: object, result: Found) -> None:
-        """Keep what was found of a call, if its operator is PyTorch's."""
+        """Cache the result of a call if its operator is PyTorch's."""
         if not is_pytorchs(target):
             return
         if len(self._results) == _MOST:
@@ -42,7 +41,7 @@ def is_pytorchs(target: Any) -> bool:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[torch.dtype]:
-    """Set torch's default dtype for a while. Yields the one before."""
+    """Set torch's default dtype while the context lasts. Yields the one before."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -52,7 +51,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[torch.dtype]:
 
 
 def switches() -> tuple[object, ...]:
-    """The settings of this process by which PyTorch chooses kernels and types."""
+    """Return the settings of this process by which PyTorch chooses kernels and types."""
     backends = torch.backends
     return (
         torch.get_default_dtype(),

@@ -1,9 +1,9 @@
 """Float64 for both sides of a verification: the graph with its casts widened, and the same for the eager module.
 
 A model that computes a softmax or a norm "in float32" would leave 1e-9 of noise in a float64 comparison. ``to_float64``
-turns every floating-point and complex type of a graph to float64 and complex128; ``reference_mode`` does the same to
-the module that runs eagerly, and gives it the hashed dropout masks of the graph. Both sides run with float64 as torch's
-default dtype: it decides what constructors without a dtype and quotients of integers are.
+turns every floating-point and complex type of a graph to float64 and complex128. ``reference_mode`` does the same to
+the eager module, and gives it the hashed dropout masks of the graph. Both sides run with float64 as torch's default
+dtype, which determines the results of constructors without a dtype and of quotients of integers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def to_float64(graph: Graph) -> Graph:
 
 
 def _check_bits(op: Op, graph: Graph) -> None:
-    """Raises ShardwiseError for what reads the bits of numbers, which are others in float64."""
+    """Raise ShardwiseError for operators that read the bits of numbers, which differ in float64."""
     dtypes = [graph.by_name[name].dtype for name in (*op.operands, *op.results)]
     are_bits = len(set(dtypes)) > 1 and set(dtypes) != {torch.float32, torch.complex64}
     if op.target is torch.ops.aten.view.dtype and are_bits and not WIDE.keys().isdisjoint(dtypes):
@@ -81,23 +81,23 @@ _ACTIVE: ContextVar[bool] = ContextVar("shardwise_reference", default=False)
 
 
 class Dtypes:
-    """In which dtypes tensors are that a verification holds in float64, by their memory. ``of_others``: of tensors that
-    are not ``known``; None where a model has several."""
+    """The original dtypes of tensors that a verification holds in float64, by their memory. ``of_others``: the dtype of
+    tensors that are not ``known``; None if a model has several."""
 
     def __init__(self, known: Iterable[tuple[torch.Tensor, torch.dtype]] = ()) -> None:
         self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
         self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
-        self._copies: list[torch.Tensor] = []  # held: no other comes to lie there
+        self._copies: list[torch.Tensor] = []  # kept alive, so that their memory is not reused
         self._were_read = False  # float64, of a tensor that is widened: what is cast to float64 may be cast to that
 
     def read(self, tensor: torch.Tensor) -> torch.dtype:
-        """What the model reads as the dtype of a tensor: that in the model where it is known."""
+        """Return the dtype that the model's code reads of a tensor: its original one if known."""
         dtype = self.of(tensor)
         self._were_read |= dtype is None
         return dtype or tensor.dtype
 
     def after_cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-        """The result of a widened call: a copy where a cast makes one, and the widened one does not."""
+        """Return the result of a widened call, copied if only the original cast makes a copy."""
         wanted = self._cast_to(func, args, kwargs)
         before = None if wanted is None else self.of(args[0])
         if wanted is None or before in (None, wanted) or _memory(result) != _memory(args[0]):
@@ -108,11 +108,11 @@ class Dtypes:
         return copied
 
     def of(self, tensor: torch.Tensor) -> torch.dtype | None:
-        """The dtype of a tensor in the model."""
+        """Return the dtype of a tensor in the model, or None."""
         return self._of.get(_memory(tensor), self.of_others) if tensor.is_floating_point() else tensor.dtype
 
     def _cast_to(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-        """The floating-point type that a call casts to, None where it is no cast of such a tensor."""
+        """Return the floating-point type that a call casts to, or None if it is no cast of such a tensor."""
         if func in CASTS and args[0].is_floating_point():
             return CASTS[func]
         if func not in _CASTS_TO or not args[0].is_floating_point():
@@ -120,7 +120,7 @@ class Dtypes:
         named = [*args[1:], *kwargs.values()]
         likes = (self.of(tensor) for tensor in named if isinstance(tensor, torch.Tensor))
         wanted = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
-        # Where the model reads dtypes, asked for by ``x.to(y.dtype)`` as a rule, whose dtype is that of the model.
+        # If the model reads dtypes (usually ``x.to(y.dtype)``), float64 stands for the model's own dtype.
         return self.of_others if wanted == torch.float64 and self._were_read else wanted
 
 
@@ -138,22 +138,22 @@ def reference_mode(
     averaged: Collection[int] = (),
     models_default: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or with
-    its own. ``passes``: the samples of micro-batches, where batch norm in training takes its statistics of each, one
-    after another. ``dtypes``: those that tensors had before they were widened. ``averaged``: the identities of running
-    means that are averages over all batches so far. ``models_default``: torch's default dtype when the model was
-    captured, to which data in its Python code is rounded."""
+    """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or its
+    own. ``passes``: the samples of micro-batches, over each of which training batch norm takes its statistics, one
+    after another. ``dtypes``: those of tensors before they were widened. ``averaged``: the identities of running means
+    that average over all batches so far. ``models_default``: torch's default dtype at capture, to which data in Python
+    code is rounded."""
     with functions_opened(), Reference(seed, tuple(passes), widens, dtypes, averaged, models_default):
         yield
 
 
 @contextmanager
 def functions_opened() -> Iterator[None]:
-    """While it lasts, a function mode sees what is inside of functions. It is not to be entered by several threads.
+    """Let a function mode see calls inside of functions. Not to be entered by several threads.
 
-    A function mode sees a call of ``torch.nn.functional`` as one, and none of those inside it, such as the dropout of
-    ``multi_head_attention_forward``. So these functions are told meanwhile that there is no mode, and their insides
-    meet it. Checkpoints keep what backward needs: it runs outside, and would compute something else again.
+    A function mode sees a call of ``torch.nn.functional`` as one, and none inside it, such as the dropout of
+    ``multi_head_attention_forward``. So these functions are made to see no mode, and their inner calls reach it.
+    Checkpoints keep what backward needs: backward runs outside, and would recompute something else.
     """
     functions = vars(torch.nn.functional)
     asked = {name: functions[name] for name in functions if name.startswith("has_torch_function")}
@@ -168,13 +168,13 @@ def functions_opened() -> Iterator[None]:
 
 
 def in_reference_mode() -> bool:
-    """Whether a module runs as the one device that a plan is compared with."""
+    """Return whether a module runs as the single device with which a plan is compared."""
     return _ACTIVE.get()
 
 
 def call_in_float64(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The call with float64 and complex128 in place of every lower type that it names or that its operands have
-    (tensors that are no parameters, buffers or inputs: attributes, what is in a closure)."""
+    """Make the call with float64 and complex128 in place of every lower type that it names or that its operands have
+    (tensors that are no parameters, buffers or inputs: attributes, closure contents)."""
     if func in CASTS:
         return args[0].to(WIDE.get(CASTS[func], CASTS[func]))
     name = getattr(func, "__name__", "")
@@ -190,8 +190,8 @@ def _wide_argument(arg: Any) -> Any:
 
 
 class Reference(TorchFunctionMode):
-    """Rewrites torch calls: types to float64, unless they are wanted as they are, and dropout and random numbers to the
-    hashed ones, numbered in the order of execution."""
+    """Function mode that rewrites torch calls: types to float64, unless they are wanted as they are; dropout and random
+    numbers to the hashed ones, numbered in the order of execution."""
 
     def __init__(
         self,
@@ -221,14 +221,14 @@ class Reference(TorchFunctionMode):
         return self.dtypes.after_cast(func, args, kwargs, call_in_float64(func, args, kwargs))
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
-        """``x`` under the mask of the next dropout."""
+        """Apply the mask of the next dropout to ``x``."""
         shape = tuple(x.shape)
         mask = dropout_mask(self.seed, p, self.calls, shape, (0,) * len(shape), shape)
         self.calls += 1
         return torch.where(mask, x / (1 - p) if p < 1 else x * 0, torch.zeros((), dtype=x.dtype))
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
-        """The numbers of the next random call."""
+        """Return the numbers of the next random call."""
         self.calls += 1
         zeros = (0,) * len(shape)
         dtype = torch.float64 if self.widens else torch.get_default_dtype()
@@ -236,7 +236,7 @@ class Reference(TorchFunctionMode):
         return drawn
 
     def normal(self, shape: Sequence[int]) -> torch.Tensor:
-        """Normal numbers as ``graph/normalize_random.py`` writes them, from two random calls."""
+        """Return normal numbers as ``graph/normalize_random.py`` computes them, from two random calls."""
         first, second = self.uniform(shape), self.uniform(shape)
         return (torch.log1p(-first) * -2).sqrt() * torch.cos(second * (2 * pi))
 
@@ -250,7 +250,7 @@ def _dropout(
 
 
 def _feature_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Drops whole channels."""
+    """Drop whole channels."""
     if not train or p == 0:
         return input
     return input * mode.drop(torch.ones(*input.shape[:2], *[1] * (input.dim() - 2), dtype=torch.float64), p)
@@ -288,7 +288,7 @@ def _attention(
 
 
 def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """``rand(2, 3)`` or ``rand((2, 3))``."""
+    """Return the size given as ``rand(2, 3)`` or ``rand((2, 3))``."""
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
@@ -336,13 +336,13 @@ def _exponential_(mode: Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs
 
 
 def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """``x`` with new values; one of lower precision can not hold them, and a widened tensor goes on in its place."""
+    """Write new values to ``x``. A tensor of lower precision cannot hold them, so a widened one takes its place."""
     x.copy_(drawn)
     return _beside(drawn, x) if x.dtype in WIDE else x
 
 
 def _beside(drawn: torch.Tensor, *operands: Any) -> torch.Tensor:
-    """``drawn``, with gradients of zeros for ``operands``, as PyTorch's own random operators have them."""
+    """Return ``drawn`` with zero gradients for ``operands``, as PyTorch's own random operators have them."""
     for operand in operands:
         if isinstance(operand, torch.Tensor) and operand.requires_grad:
             drawn = torch.fill(operand, -0.0) + drawn
@@ -414,14 +414,14 @@ def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
 
 
 def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
-    """With a probability for all it is a dropout of ones, as in ``graph/normalize.py``."""
+    """With one probability for all, use a dropout of ones, as in ``graph/normalize.py``."""
     if p is None:
         return _beside((mode.uniform(tuple(input.shape)) < input).to(input.dtype), input)
     return _beside((mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype), input)
 
 
 def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Layer by layer where there is dropout between them."""
+    """Run layer by layer if there is dropout between the layers."""
 
     def run(mode: Reference, *args: Any) -> tuple[torch.Tensor, ...]:
         if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
@@ -445,7 +445,7 @@ def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..
 
 
 def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Numbers of the model's code, with the rounding of its own dtype: capture has read them so."""
+    """Round numbers in the model's code to its own dtype, as capture reads them."""
 
     def run(mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not mode.widens:
@@ -460,7 +460,7 @@ def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _setitem(mode: Reference, x: torch.Tensor, index: Any, value: Any) -> None:
-    """A number of the model's code has the rounding of the tensor that it is written to, as capture has read it."""
+    """Round a number in the model's code to the dtype of the tensor it is written to, as capture reads it."""
     if mode.widens and isinstance(value, float) and x.is_floating_point():
         value = float(torch.tensor(value, dtype=mode.dtypes.of(x)))
     call_in_float64(torch.Tensor.__setitem__, (x, index, value), {}) if mode.widens else x.__setitem__(index, value)
@@ -469,7 +469,7 @@ def _setitem(mode: Reference, x: torch.Tensor, index: Any, value: Any) -> None:
 def _grouped_mm(
     mode: Reference, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    """PyTorch has none for float64: the rows of one expert after the other, and zeros past the last."""
+    """Multiply the rows of one expert after the other, zeros past the last: PyTorch has no float64 kernel."""
     if x.dim() != 2 or weight.dim() != 3 or offs is None:
         result: torch.Tensor = torch._grouped_mm(x, weight, offs=offs, **kwargs)
         return result
@@ -491,7 +491,7 @@ _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as}
 
 
 def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Over micro-batches, if there are several."""
+    """Apply batch norm per micro-batch, if there are several."""
     if len(mode.passes) < 2 or input.shape[0] != sum(mode.passes):
         result: torch.Tensor = call_in_float64(torch.batch_norm, (input, *args), kwargs)
         return result

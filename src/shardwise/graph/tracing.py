@@ -1,12 +1,12 @@
-"""From a live module to an exported program, without touching the module and without memory.
+"""Export of a live module as a program, without changing the module and without memory for data.
 
 The module is copied with a *fake* tensor (shape, dtype, strides, no data) in place of every parameter and buffer, and
 the copy is exported by ``torch.export`` in non-strict mode: its Python runs once, on fake tensors. Fake tensors claim
 to be on the CPU, so small tensors that the model makes from Python numbers keep their data (on meta they would lose
 it).
 
-Two things that export does not keep are noted while the Python runs: the user's line of every operator (``UserLines``),
-and the region of an annotation (``regions``). Both travel as custom metadata of the traced nodes.
+Two things that export drops are recorded while the Python runs: the user's line of every operator (``UserLines``), and
+the region of an annotation (``regions``). Both travel as custom metadata of the traced nodes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from shardwise.graph.user_lines import UserLines, run_model, user_line
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What the traced call returned.
+    """The results of the traced call.
 
     ``spec`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in order),
     else ``(constant,)``. The traced tensors are the tensor leaves, then the loss if ``has_loss`` and it is none of them
-    (``loss_position`` says which), then the new values of ``replaced_buffers``. ``changed``: the Python state that the
-    call changed; ``registered``: of that parameters, buffers and backward hooks, as a reader sees it.
+    (``loss_position`` is its index), then the new values of ``replaced_buffers``. ``changed``: the Python state that
+    the call changed; ``registered``: parameters, buffers and backward hooks among it, as text.
     """
 
     spec: pytree.TreeSpec
@@ -66,11 +66,10 @@ class CallOutcome:
 
 @dataclass(frozen=True)
 class TwoCalls:
-    """What a traced pair of calls returned: tensors and constants of the first, the mark, those of the second.
+    """The results of a traced pair of calls: tensors and constants of the first, the mark, those of the second.
 
     ``num_tensors``: of one call. ``same_constants``: whether both returned the same tree with the same constants.
-    ``changed``, ``kept_changing``: the Python state that the first call changed, and the second again, as a reader sees
-    it.
+    ``changed``, ``kept_changing``: the Python state that the first call changed, and the second again, as text.
     """
 
     num_tensors: int
@@ -101,8 +100,8 @@ Call = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[Any, torch.Tensor |
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A module and how it is called: with which tensors, by what, in which precision its parameters are; ``code``: what
-    the call may run."""
+    """A module and its call: the tensors, the calling function, the precision of its parameters; ``code``: the code it
+    may run."""
 
     module: nn.Module
     examples: tuple[torch.Tensor, ...]
@@ -111,7 +110,7 @@ class ModuleCall:
     code: ReachableCode = field(default_factory=ReachableCode)
 
     def inside(self, context: Callable[[], AbstractContextManager[None]]) -> ModuleCall:
-        """The same in a context."""
+        """Return the same call inside a context."""
 
         def run(module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
             with context():
@@ -155,7 +154,7 @@ class TracedCall(nn.Module):
         return tuple(outputs)
 
     def _leaves(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], pytree.TreeSpec, torch.Tensor | None]:
-        """What a call returns, flattened, and its loss."""
+        """Return the call's result, flattened, and its loss."""
         try:
             with composites_written_out():
                 output, loss = run_model(self._called.call, self.module, tensors)
@@ -170,7 +169,7 @@ class TracedCall(nn.Module):
 
 
 class TracedPair(TracedCall):
-    """Calls a module twice, with its buffers put back in between: whatever else the first call leaves stays."""
+    """Calls a module twice. Buffers are restored in between; all other state of the first call stays."""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = _buffers_by_owner(self.module)
@@ -213,7 +212,7 @@ def _buffers_by_owner(module: nn.Module) -> dict[tuple[str, nn.Module, str], tor
 
 
 def trace(called: ModuleCall, annotated: dict[str, AnnotatedRegion], *, repeats: bool = True) -> ExportedCall:
-    """Exports a call. ``annotated``: module path -> region; ``repeats``: equal layers are traced once.
+    """Export a call. ``annotated``: module path -> region; ``repeats``: trace equal layers once.
 
     Raises CaptureError with the user's line for whatever export rejects, and for random numbers drawn outside torch.
     """
@@ -234,7 +233,7 @@ def trace(called: ModuleCall, annotated: dict[str, AnnotatedRegion], *, repeats:
 
 
 def trace_pair(called: ModuleCall) -> tuple[ExportedProgram, TwoCalls]:
-    """Exports two calls after each other. Raises CaptureError for what the second call rejects."""
+    """Export two consecutive calls. Raises CaptureError for what the second call rejects."""
     try:
         program, outcome, *_ = _export_as(TracedPair, called, {})
     except ShardwiseError:
@@ -246,7 +245,7 @@ def trace_pair(called: ModuleCall) -> tuple[ExportedProgram, TwoCalls]:
 
 
 def line_of_change(called: ModuleCall, changed: tuple[str, ...]) -> str:
-    """The first line of the model after which one of these places of its Python state is another."""
+    """Return the first line of the model after which one of these places of its Python state differs."""
     lines: list[str] = []
 
     def watched(copy: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
@@ -262,8 +261,8 @@ def line_of_change(called: ModuleCall, changed: tuple[str, ...]) -> str:
 
 
 def _with_repeats(export: Callable[[Repeats], ExportedCall]) -> ExportedCall | None:
-    """The export in which repeated layers are traced once; None where they are not what they look like, or where that
-    alone may be what fails."""
+    """Export with repeated layers traced once. None if layers differ after all, or if the export fails and the repeats
+    may be the cause."""
     repeats = Repeats()
     try:
         traced = export(repeats)

@@ -1,8 +1,8 @@
 """Arguments and outputs as flat lists of leaves: tensors, and constants that are a part of the program.
 
-A dataclass is a node, like a tuple: it is registered with ``torch.utils._pytree`` when it is first met. A constant is a
-leaf that says by its value what it is (a number, a string, a dtype, an enum, a function without a closure). Anything
-else may change, or hold tensors, without its identity saying so, and is refused by name.
+A dataclass is a node, like a tuple: it is registered with ``torch.utils._pytree`` on first use. A constant is a leaf
+identified by its value (a number, a string, a dtype, an enum, a function without a closure). Anything else may change,
+or hold tensors, without changing its identity, and is refused by name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, F
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and spec. Dataclasses are registered on sight."""
+    """Return leaves and spec. Dataclasses are registered on sight."""
     return pytree.tree_flatten(tree, is_leaf=_register)
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a call, (args, kwargs), and their spec: that of tensors alone is known."""
+    """Return the leaves of a call, (args, kwargs), and their spec, which is cached for calls of tensors alone."""
     leaves = [*args, *kwargs.values()]
     if all(type(leaf) is torch.Tensor for leaf in leaves):
         return leaves, _spec_of_leaves(len(args), tuple(kwargs))
@@ -43,17 +43,17 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 @lru_cache(maxsize=256)
 def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
-    """Of a call with so many leaves by position, and others by name."""
+    """Return the spec of a call with ``count`` leaves by position, and others by name."""
     return flatten(((0,) * count, dict.fromkeys(names, 0)))[1]
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
-    """Leaves with their paths, and spec. Dataclasses are registered on sight."""
+    """Return leaves with their paths, and the spec. Dataclasses are registered on sight."""
     return pytree.tree_flatten_with_path(tree, is_leaf=_register)
 
 
 def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
-    """The tree. A spec may come from another process, which knew its dataclasses."""
+    """Return the tree. The spec may come from another process, so its dataclasses are registered."""
     for node in _nodes(spec):
         if isinstance(node.type, type) and dataclasses.is_dataclass(node.type):
             _register_type(node.type)
@@ -61,12 +61,12 @@ def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """``args[0]``, ``kwargs['labels']``, ``args[1]['mask'][0]``."""
+    """Return ``args[0]``, ``kwargs['labels']``, ``args[1]['mask'][0]``."""
     return ("args" if path[0].idx == 0 else "kwargs") + "".join(map(str, path[1:]))
 
 
 def constant_text(leaf: Any) -> str:
-    """Return what says in every process what a constant is."""
+    """Return a text that identifies a constant in every process."""
     if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
         return f"{leaf.__module__}.{leaf.__qualname__}"
     if isinstance(leaf, frozenset):
@@ -75,35 +75,35 @@ def constant_text(leaf: Any) -> str:
 
 
 def constants_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
-    """Return the constants of a call, a line each (``kwargs['features'] = True``); None is like nothing passed."""
+    """Return the constants of a call, a line each (``kwargs['features'] = True``); None counts as not passed."""
     pairs, _ = flatten_with_path(arguments)
     constants = ((leaf_name(path), x) for path, x in pairs if x is not None and not isinstance(x, torch.Tensor))
     return tuple(" ".join(f"{name} = {constant_text(leaf)}".split()) for name, leaf in constants)
 
 
 def call_constants(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
-    """Return what tells a call from others with the same shapes: constants, and tensors that get a gradient."""
+    """Return what distinguishes calls with the same shapes: constants, and which tensors get a gradient."""
     pairs, _ = flatten_with_path(arguments)
     wanted = (leaf_name(path) for path, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad)
     return (*constants_of(arguments), *(f"{name} gets a gradient" for name in wanted))
 
 
 def is_plain_tensor(leaf: Any) -> bool:
-    """Whether a leaf is a tensor that is its shape, its dtype and its numbers: no sparse or nested one, and none of a
-    class that has operators of its own."""
+    """Return whether a leaf is a tensor defined by shape, dtype and numbers: not sparse, not nested, and not of a class
+    with its own operators."""
     if not isinstance(leaf, torch.Tensor) or _has_own_operators(type(leaf)):
         return False
     return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
 
 
 def is_plain_input(leaf: Any) -> bool:
-    """Whether a leaf is a plain tensor, to which nobody has given attributes: a program would go on with those of the
+    """Return whether a leaf is a plain tensor without attributes set by the user: a program would use those of the
     first call."""
     return is_plain_tensor(leaf) and not _marks(leaf)
 
 
 def _marks(tensor: torch.Tensor) -> list[str]:
-    """Attributes that a user has set; a fake tensor has some of its own."""
+    """Return attributes set by the user; a fake tensor has some of its own."""
     fake_attributes = FakeTensor.__annotations__ if isinstance(tensor, FakeTensor) else ()
     return [name for name in vars(tensor) if not name.startswith("_") and name not in fake_attributes]
 
@@ -118,7 +118,7 @@ def _has_own_operators(kind: Any) -> bool:
 
 
 def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
-    """Raises CaptureError naming the leaves that are neither plain tensors nor constants."""
+    """Raise CaptureError naming the leaves that are neither plain tensors nor constants."""
     named = list(named)
     odd = [(name, x) for name, x in named if isinstance(x, torch.Tensor) and not is_plain_input(x)]
     if marked := [f"{name}.{mark}" for name, x in odd for mark in _marks(x) if is_plain_tensor(x)]:
@@ -135,10 +135,10 @@ def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
 
 
 def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and spec of what a model returns. Objects of transformers that are no tree (key-value caches, which models
-    return whether anybody reads them or not) become ``NotCarried``.
+    """Return leaves and spec of what a model returns. Objects of transformers that are no tree (key-value caches, which
+    models return whether they are read or not) become ``NotCarried``.
 
-    Raises CaptureError naming other objects that torch can not flatten.
+    Raises CaptureError naming other objects that torch cannot flatten.
     """
     pairs, spec = flatten_with_path(output)
     named = [("".join(map(str, path)), leaf) for path, leaf in pairs]
@@ -158,7 +158,7 @@ def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 class NotCarried:
-    """Stands in an output for an object that is not carried from ranks. Any use raises ShardwiseError."""
+    """Placeholder in an output for an object that is not sent from ranks. Any use raises ShardwiseError."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.__dict__.update(_kind=kind, _name=name)
@@ -201,7 +201,7 @@ def _is_by_product(leaf: Any) -> bool:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a leaf says by its value what it is, so that a program may have it built in."""
+    """Return whether a leaf is identified by its value, so that a program may have it built in."""
     if isinstance(leaf, FunctionType):
         return leaf.__closure__ is None and not leaf.__defaults__ and not leaf.__kwdefaults__
     if isinstance(leaf, frozenset):
@@ -210,8 +210,8 @@ def is_constant(leaf: Any) -> bool:
 
 
 def constant_key(leaf: Any) -> object:
-    """Equal for constants that give the same program, and for no others: ``1``, ``1.0`` and ``True`` differ, so do
-    ``0.0`` and ``-0.0``; ``nan`` is itself."""
+    """Return a key that is equal for constants that give the same program: ``1``, ``1.0`` and ``True`` differ, so do
+    ``0.0`` and ``-0.0``; ``nan`` equals itself."""
     if isinstance(leaf, FunctionType):
         return FunctionType, leaf.__code__
     if isinstance(leaf, (list, tuple, frozenset)) and type(leaf) is not torch.Size:
@@ -224,7 +224,7 @@ def constant_key(leaf: Any) -> object:
 
 
 def type_name(value: Any) -> str:
-    """``trainer.Batch``, or ``list`` for what is built in."""
+    """Return ``trainer.Batch``, or ``list`` for a builtin type."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -251,7 +251,7 @@ def _fix(leaf: Any) -> str:
 
 
 def _register(node: Any) -> bool:
-    """Registers the class of a dataclass. Never a leaf by itself."""
+    """Register the class of a dataclass. Return False: it is no leaf."""
     kind = type(node)
     if dataclasses.is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES and not is_constant(node):
         _register_type(kind)

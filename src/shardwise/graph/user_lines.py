@@ -1,7 +1,7 @@
-"""The user's line of every operator, and what the model must not do between them, while its Python runs.
+"""Recording of the user's line of every operator while the model runs, and checks of what it does between operators.
 
-A model that catches what capture raises would go another way than on one device, where nothing is raised. So errors of
-that kind are noted (``UserLines.caught``), whatever becomes of them.
+A model that catches an error of capture would take another path than on one device, where nothing is raised. So such
+errors are recorded (``UserLines.caught``) even if caught.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DATA_DEPENDENT = frozenset(
 
 
 def run_model(call: Callable[..., Any], module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """``call(module, tensors)``. Its frame is the outermost one of the model's."""
+    """Call ``call(module, tensors)``. Its frame is the outermost one of the model's."""
     _running.append(tensors)
     try:
         return call(module, tensors)
@@ -54,17 +54,17 @@ def run_model(call: Callable[..., Any], module: nn.Module, tensors: tuple[torch.
         _running.pop()
 
 
-# The inputs of the models that run now: where there is none, no frame need be looked at.
+# The inputs of the models running now; without any, no frame needs to be inspected.
 _running: list[tuple[torch.Tensor, ...]] = []
 
 
 class UserLines(TorchFunctionMode):
-    """Notes the user's line with every operator that is traced while the mode is active."""
+    """Function mode that records the user's line with every operator that is traced while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.transformed = ""  # the first line under a transform of torch.func
-        self.caught: list[CaptureError] = []  # where the model goes on, it caught them
+        self.caught: list[CaptureError] = []  # if the model continues, it caught them
         self.asked: dict[str, None] = {}  # what the model asks of its inputs that programs do not look at
         self._saving = saved_tensors_hooks()
 
@@ -146,7 +146,7 @@ class UserLines(TorchFunctionMode):
             return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
     def _raised(self, func: Any, error: Exception, line: str) -> None:
-        """Notes an error that one device would not raise."""
+        """Record an error that one device would not raise."""
         name = getattr(func, "__name__", "")
         if isinstance(error, CaptureError):
             self.caught.append(error)
@@ -155,7 +155,7 @@ class UserLines(TorchFunctionMode):
             self.caught.append(CaptureError(problem(what, source=line, fix=READ_A_NUMBER)))
 
     def _check_saving(self, line: str) -> None:
-        """Raises CaptureError for hooks for saved tensors that the model sets; those of torch change no number."""
+        """Raise CaptureError for saved-tensor hooks that the model sets; those of torch change no number."""
         pack = saved_tensors_hooks()
         if pack is None or pack.__module__.partition(".")[0] in ("torch", "shardwise"):
             return
@@ -169,14 +169,14 @@ class UserLines(TorchFunctionMode):
 
 
 def saved_tensors_hooks() -> Any:
-    """The function that packs what is saved for backward, or None."""
+    """Return the function that packs what is saved for backward, or None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def _asks_for_nodes(frame: FrameType | None) -> bool:
-    """Whether it is the model that asks for a node of autograd, not torch for its own ends (to print a tensor, say).
-    Frames of modes stand between."""
+    """Return whether the model itself asks for an autograd node, rather than torch (to print a tensor, say). Frames of
+    modes are skipped."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
@@ -185,12 +185,12 @@ def _asks_for_nodes(frame: FrameType | None) -> bool:
 
 @cache
 def _user_file(filename: str) -> str:
-    """The name of a file of the user's, or ""."""
+    """Return the name of a user's file, or ""."""
     return "" if filename.startswith(NOT_USER_CODE) else Path(filename).name
 
 
 def user_line(frame: FrameType | None) -> str:
-    """``"model.py:41"`` of the innermost frame of the user's model, or "".
+    """Return ``"model.py:41"`` for the innermost frame of the user's model, or "".
 
     Raises CaptureError inside a re-entrant checkpoint.
     """

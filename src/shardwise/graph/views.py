@@ -1,4 +1,4 @@
-"""Writing through a view: the new value of the viewed tensor when a view of it changes.
+"""Writes through views: computes the new value of the viewed tensor when a view of it changes.
 
 PyTorch's views share memory with their base; a graph has only values. A write to ``x[:, 0]`` becomes a new ``x``, in
 which that column is replaced (``select_scatter``), and later uses of ``x`` and of its other views use the new value.
@@ -25,9 +25,9 @@ Inverse = Callable[[dict[str, Any], int, Ref, Ref, Emitter], Ref | None]
 
 
 def write_through(view: Op, index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
-    """The base after its view (result ``index`` of ``view``) became ``new``.
+    """Return the base after its view (result ``index`` of ``view``) became ``new``.
 
-    None if the view can not be written through.
+    None if the view cannot be written through.
     """
     inverse = INVERSES.get(view.target)
     return None if inverse is None else inverse(arguments(view), index, base, new, emitter)
@@ -39,7 +39,7 @@ def _emit(emitter: Emitter, target: OpOverload, *args: Any) -> Ref:
 
 
 def _scatter(emitter: Emitter, target: OpOverload, base: Ref, new: Ref, dim: int, *place: Any) -> Ref:
-    """Write ``new`` into a part of ``base``: of complex numbers, of which the operator has no derivative, as pairs."""
+    """Write ``new`` into a part of ``base``; complex numbers as pairs: the operator has no complex derivative."""
     if not emitter.value(base).dtype.is_complex:
         return _emit(emitter, target, base, new, dim, *place)
     dim %= len(emitter.value(base).shape)
