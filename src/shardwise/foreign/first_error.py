@@ -93,8 +93,7 @@ def first_wrong_value(
 
 def first_wrong_call(one: CallRecorder, ranks: Sequence[RankThread], mesh: Mesh, tolerance: float) -> FirstError | None:
     """Return the first call whose differentiable result is in no layout of the result on one device, unless all its
-    readers are right (a tool may add a bias later than the model does). If ranks stopped, return the call at which they
-    stopped."""
+    readers are right (a tool may add a bias later than the model does); if ranks stopped, the call where they did."""
     if any(rank.result is None for rank in ranks):
         return None
     calls: list[CallRecorder] = [rank.result.calls for rank in ranks]

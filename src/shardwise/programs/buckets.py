@@ -160,8 +160,7 @@ def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collect
 
 
 def _cuts_windows(conversion: Conversion) -> bool:
-    """Return whether a conversion moves windows: halos and rows split by hand are few and small, so they do not share
-    messages."""
+    """Return whether a conversion moves windows. Halos and rows split by hand are small and do not share messages."""
     return any(move.cut is not None or move.reverse is not None for move in conversion.moves)
 
 

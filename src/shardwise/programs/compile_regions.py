@@ -44,9 +44,8 @@ Section = tuple[Kernel, ...]
 
 @dataclass(frozen=True)
 class CompileRegion:
-    """Sections of forward and of backward that are compiled together. ``inputs``: values from outside that forward
-    reads; ``late``: those that only backward reads; ``outputs``, ``results``: values that forward and backward make and
-    that are read outside."""
+    """Sections of forward and of backward that are compiled together. ``inputs``: outside values that forward reads;
+    ``late``: those that only backward reads; ``outputs``, ``results``: values of forward and backward read outside."""
 
     forward: tuple[Section, ...]
     backward: tuple[Section, ...]
@@ -316,8 +315,7 @@ def _writes(instruction: Instruction) -> tuple[str, ...]:
 
 
 def _backward_labels(program: RankProgram, of_op: dict[str, int], last: int) -> list[int]:
-    """Return the label of each instruction's operator, or the smallest label of its operands if that is smaller: such a
-    region comes later in backward."""
+    """Return the label of each instruction: the smallest of its operator and its operands. It runs last in backward."""
     maker: dict[str, int] = {}
     labels = []
     for instruction in program.backward:

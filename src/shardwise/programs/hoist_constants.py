@@ -86,8 +86,7 @@ def fixed_sources(spmd: SpmdProgram) -> frozenset[str]:
 
 @dataclass
 class _Analysis:
-    """The constants of a program. ``makers``: value -> the step that makes it; ``root``: name -> the name whose memory
-    it may share."""
+    """The constants of a program. ``makers``: value -> step; ``root``: name -> the name whose memory it may share."""
 
     spmd: SpmdProgram
     makers: dict[str, OpStep | Conversion] = field(default_factory=dict)
@@ -324,8 +323,7 @@ def _is_steady(kernel: Compute) -> bool:
 def _of_their_own(
     forward: Sequence[Instruction], constants: Sequence[str], program: RankProgram, forms: dict[str, Form]
 ) -> list[Instruction]:
-    """Return the instructions with copies of kept values that are small parts of a larger memory. Without a copy the
-    whole memory would be kept."""
+    """Return the instructions with copies of kept parts of a larger memory, which would otherwise stay allocated."""
     root = memories(forward, program.spmd.graph.source_of)
     of_root: dict[str, list[str]] = {}
     for name in constants:

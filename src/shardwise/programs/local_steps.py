@@ -34,8 +34,7 @@ class ConversionGroup:
 
 
 def cuts_windows(conversions: Iterable[Conversion]) -> bool:
-    """Return whether any conversion moves windows. Their received rows are combined with the rank's own tensor, so
-    they cannot be split into departure and arrival."""
+    """Return whether any conversion moves windows. These need the rank's own tensor on arrival, so they block."""
     return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
 
 

@@ -332,8 +332,7 @@ class _MicroBatchWriter:
         return self.derived[key]
 
     def _samples(self, name: str, place: ShardPosition, op: Op) -> str:
-        """Return the micro-batch's samples of a value that is the same in every micro-batch: computed for these samples
-        alone if possible, else selected from the whole value."""
+        """Return the micro-batch's samples of a value common to all: computed alone if possible, else selected."""
         key = (name, place)
         if key in self.derived:
             return self.derived[key]
