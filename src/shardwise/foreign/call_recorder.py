@@ -1,7 +1,7 @@
-"""The calls of a model's own code, on one device and on ranks, in float64 and under the same names.
+"""Records the calls of a model's own code, on one device and on ranks, in float64 and under the same names.
 
-A call is known by the path of its module, its function, its line and its number among those; what a tool's own code
-does in between (its hooks, its exchanges) is not the model's and is not noted.
+A call is identified by the path of its module, its function, its line and its index among those. Calls of a tool's own
+code in between (hooks, exchanges) are not recorded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """``module``: its path; ``index``: among the calls of this function on this line in this module."""
+    """Identifies a call. ``module``: path of the module; ``index``: among the calls of this function on this line."""
 
     module: str
     function: str
@@ -47,15 +47,15 @@ class CallKey:
 
     @property
     def name(self) -> str:
-        """As operators of plans are called: ``blocks.0.up/linear``."""
+        """Return the name that operators have in plans: ``blocks.0.up/linear``."""
         return f"{self.module}/{self.function}"
 
 
 @dataclass(frozen=True)
 class RecordedResult:
-    """What a call returned: copies, without DTensor's wrapper. ``differentiable``: it has gradients. ``operands``: what
-    it read, as calls, parameters (their names) or "an input"; ``read``: their values then, which a tool's code may
-    have brought into another layout since they were made (None: a parameter)."""
+    """The results of a call: copies, without DTensor's wrapper. ``differentiable``: whether they have gradients;
+    ``operands``: calls, parameters (their names) or "an input"; ``read``: values of the operands at the call, which may
+    be in another layout than when they were made, if the tool converted them (None: a parameter)."""
 
     results: tuple[Tensor, ...]
     differentiable: bool
@@ -64,18 +64,18 @@ class RecordedResult:
 
 
 class CallRecorder(Reference):
-    """Runs a model without dropout, in float64 (``widens``), and notes its calls (``records``). One per thread."""
+    """Runs a model without dropout, in float64 (``widens``), and records its calls (``records``). One per thread."""
 
     def __init__(self, records: bool = False, widens: bool = True) -> None:
         super().__init__(0, (), widens)
         self.records, self.made = records, dict[CallKey, RecordedResult]()
-        self.failed: dict[CallKey, tuple[Tensor | None, ...]] = {}  # calls that raised, and what they read
+        self.failed: dict[CallKey, tuple[Tensor | None, ...]] = {}  # calls that raised -> their operands
         self.drops = self.draws = False
         self.names: dict[int, str] = {}  # parameters
         self._path: list[str] = [""]
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self._makers: dict[int, CallKey] = {}
-        self._kept: list[Any] = []  # ids are of living tensors
+        self._kept: list[Any] = []  # keeps the ids in ``_makers`` unique
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         self.drops = True
@@ -86,13 +86,13 @@ class CallRecorder(Reference):
         return super().uniform(shape)
 
     def follow(self, module: nn.Module) -> None:
-        """Note in which module a call is made. To be called before a tool adds hooks of its own."""
+        """Track the module in which calls are made. Must run before a tool adds its own hooks."""
         for path, part in module.named_modules():
             part.register_forward_pre_hook(partial(self._enter, path))
             part.register_forward_hook(self._leave, always_call=True)
 
     def know(self, module: nn.Module) -> None:
-        """The module's parameters as they are now, by name."""
+        """Record the module's current parameters by name."""
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def _enter(self, path: str, *_: Any) -> None:
@@ -106,7 +106,7 @@ class CallRecorder(Reference):
             return super().__torch_function__(func, types, args, kwargs)
         line = "" if getattr(func, "__name__", "") == "__get__" else _line(sys._getframe(1))
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if line else []
-        read = tuple(None if id(one) in self.names else _copy(one) for one in given)  # the call may write them
+        read = tuple(None if id(one) in self.names else _copy(one) for one in given)  # the call may overwrite them
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
@@ -135,22 +135,22 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _is_pending(result: Any) -> bool:
-    """Whether it is DTensor's masked lookup, whose parts make sense only when they are reduced."""
+    """Return whether a result is a DTensor's masked lookup, which is only meaningful after its reduction."""
     return any("Mask" in type(placement).__name__ for placement in getattr(result, "placements", ()))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, DTensor or not."""
+    """Return this rank's shard of a tensor, DTensor or not."""
     held: Tensor = getattr(tensor, "_local_tensor", tensor)
     wait = getattr(held, "wait", None)
     return (wait() if callable(wait) else held).detach()
 
 
 def _line(frame: FrameType | None) -> str:
-    """``"model.py:41"`` of the model's line, or that of a module of PyTorch, or ``"loss="``; "" for what a tool's own
-    code calls."""
+    """Return the model's line, such as ``"model.py:41"``, or that of a module of PyTorch, or ``"loss="``; "" for calls
+    of a tool's own code."""
     of_torch = ""
-    while frame is not None and frame.f_code is not call_module.__code__:  # outside of the model: who asks
+    while frame is not None and frame.f_code is not call_module.__code__:  # the caller of the model
         name = frame.f_code.co_filename
         if name.startswith(_OWN_FORWARD) and name != _CALLS_HOOKS:
             of_torch = of_torch or f"{Path(name).name}:{frame.f_lineno}"
@@ -163,7 +163,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """The model's line at which an error was raised, if there is one."""
+    """Return the model's line at which an error was raised, or ""."""
     line, step = "", error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename

@@ -1,8 +1,8 @@
-"""``sw.check``: a plan of another tool, executed by that tool's own code on virtual ranks, against one device.
+"""``sw.check``: runs a plan of another tool with that tool's own code on virtual ranks, and compares with one device.
 
-Both sides run in float64: loss, outputs, every gradient, buffers, and parameters after steps of an optimizer must
-agree. Where they do not, both run once more and note every call of the model's own code; the first one whose result is
-in no layout of what one device has is where the plan is wrong (``infer_layout``).
+Both sides run in float64: loss, outputs, every gradient, buffers, and parameters after optimizer steps must agree. If
+they do not, both run again and record every call of the model's own code. The plan is wrong at the first call whose
+result on ranks is in no layout of the result on one device (``infer_layout``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class _CheckedCall:
-    """What is run: the module with its values in float64, its inputs and loss."""
+    """The call to run: the module with its values in float64, its inputs and loss."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -58,7 +58,7 @@ class _CheckedCall:
 
 @dataclass
 class _TrainingRun:
-    """A model in training, on one device or on one rank. ``full``: what a rank knows of a whole tensor."""
+    """A training run of the model, on one device or on one rank. ``full``: maps a rank's tensor to the whole one."""
 
     call: _CheckedCall
     module: nn.Module
@@ -96,8 +96,8 @@ class _TrainingRun:
 
 @dataclass(frozen=True)
 class _RankRecord:
-    """A rank's values of every step, the calls of its model, the number of messages of the first step, and the elements
-    of its parameters."""
+    """A rank's values of every step, the calls of its model, the number of messages in the first step, and the number
+    of parameter elements that it holds."""
 
     values: list[Values]
     calls: CallRecorder
@@ -119,22 +119,35 @@ def check(
     tolerance: float = TOLERANCE,
     seed: int | None = None,
 ) -> Checked:
-    """Whether ``module`` under a plan of another tool computes what one device computes; nothing of it needs a GPU, a
-    launcher, or a plan of this package.
+    """Check whether ``module`` under a plan of another tool computes what one device computes.
 
-    ``plan``: ``"auto"`` (the tp plan that ships with a transformers model), a transformers ``tp_plan`` dict, a
-    ``DistributedConfig``, accelerate's ``ParallelismConfig``, a plan of ``parallelize_module`` (paths to
-    ``ParallelStyle``), ``{"fully_shard": [paths], ...}``, or a function ``(module, device_mesh)`` that applies one. The
-    tool's own code applies it on ``devices`` virtual ranks (threads of this process) and makes its own exchanges. Or a
-    strategy file of MindSpore, as JSON has it: MindSpore is not run, what the file says is (``strategy_file``).
-    ``mesh``: by default one axis ``tp`` (``dp`` of FSDP2). Ranks along axes called dp, fsdp, data, batch, ddp or
-    replica have samples of their own: every tensor whose dim 0 has the size of the first one's is divided among them,
-    and the loss is the mean of theirs. ``example_inputs``, ``kwargs``, ``loss``: as for ``sw.verify``, with values.
-    ``beside``: also say what a step costs, on ``cluster`` (by default nodes of eight H100), and what under the plan
-    that ``sw.plan`` finds there.
+    It needs no GPU, launcher or plan of this package. The tool's own code applies the plan on virtual ranks (threads of
+    this process) and runs its own collectives. Both sides are in float64 and without dropout.
 
-    Both sides are in float64 and without dropout. Raises ShardwiseError for a plan that is not known, or that names
-    nothing in the module.
+    Args:
+        module: The model that the plan is for.
+        example_inputs: Whole inputs with values, as for ``sw.verify``.
+        plan: ``"auto"`` (the tp plan that ships with a transformers model), a transformers ``tp_plan`` dict, a
+            ``DistributedConfig``, accelerate's ``ParallelismConfig``, a plan of ``parallelize_module`` (paths to
+            ``ParallelStyle``), ``{"fully_shard": [paths], ...}``, or a function ``(module, device_mesh)`` that applies
+            a plan. Or the parsed JSON of a MindSpore strategy file: MindSpore itself is not run; ``sw.plan`` plans the
+            file's strategies, and that program is verified (``strategy_file``).
+        devices: Number of virtual ranks.
+        mesh: The mesh, by default one axis ``tp`` (``dp`` for FSDP2). Ranks along axes called dp, fsdp, data, batch,
+            ddp or replica have different samples: every tensor whose dim 0 has the size of the first one's is divided
+            among them, and the loss is the mean of theirs.
+        kwargs: Named inputs, in addition to positional ones.
+        loss: ``loss(output, *targets)``, as for ``sw.plan``.
+        cluster: The cluster for prices, by default nodes of up to eight H100.
+        beside: Whether to also report the price of a step under this plan and under the plan that ``sw.plan`` finds.
+        tolerance: The largest relative error that counts as equal.
+        seed: Seed of the initial values of parameters on the meta device.
+
+    Returns:
+        The verdict, the differences and the first wrong call.
+
+    Raises:
+        ShardwiseError: The plan is of no known kind or names nothing in the module, or an argument does not fit.
     """
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named), "check")
@@ -154,7 +167,7 @@ def check(
         default_dtype(torch.float64) as models_default,
         empty_tensor_caches(reachable_code(module, loss), keeps=False),
     ):
-        warnings.simplefilter("ignore")  # tools announce what they are told to do
+        warnings.simplefilter("ignore")  # tools warn about settings that were requested
         expected, one = _one_device(call, records=False)
         work = None if not beside else WorkCounter((cluster or _h100(devices)).device, _dtype(module))
         ranks = _ranks(parts, foreign, records=False, work=work)
@@ -192,7 +205,7 @@ def check(
 
 
 def _h100(devices: int) -> Cluster:
-    """As many, in nodes of up to eight that are equally large."""
+    """Return a cluster of ``devices`` H100, in equal nodes of up to eight."""
     of_node = max(size for size in range(1, 9) if devices % size == 0)
     return Cluster.load(f"h100-{devices // of_node}x{of_node}")
 
@@ -212,7 +225,7 @@ def _one_device(call: _CheckedCall, records: bool) -> tuple[list[Values], CallRe
 def _ranks(
     parts: Sequence[_CheckedCall], foreign: ForeignPlan, *, records: bool, work: WorkCounter | None, widens: bool = True
 ) -> list[RankThread]:
-    """Every rank, with an ``_RankRecord`` as its result, also where it failed once the plan was applied."""
+    """Run every rank. Its result is a ``_RankRecord``, also if it failed after the plan was applied."""
     copies = [copy.deepcopy(part.module) for part in parts]
 
     def body(rank: RankThread) -> _RankRecord:
@@ -239,12 +252,12 @@ def _ranks(
 
 
 def _stops(parts: Sequence[_CheckedCall], foreign: ForeignPlan) -> bool:
-    """Whether ranks stop in the model's own dtypes, too."""
+    """Return whether ranks also stop in the model's own dtypes."""
     return any(rank.error is not None for rank in _ranks(parts, foreign, records=False, work=None, widens=False))
 
 
 def _full(rank: RankThread, work: WorkCounter | None, tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, by its own exchange, which is none of the step; another tensor is what this rank has."""
+    """Return a whole DTensor, gathered outside of the step's record, or a plain tensor as this rank has it."""
     gather = getattr(tensor, "full_tensor", None)
     before = len(rank.messages)
     with ExitStack() as stack:
@@ -257,7 +270,7 @@ def _full(rank: RankThread, work: WorkCounter | None, tensor: Tensor) -> Tensor:
 
 
 def _divided(call: _CheckedCall, foreign: ForeignPlan) -> list[_CheckedCall]:
-    """The call of every rank: its samples, where the mesh has axes for data."""
+    """Return the call of every rank, with its own samples if the mesh has data axes."""
     axes = tuple(axis for name in foreign.data_axes for axis in foreign.mesh.expand(name))
     count = foreign.mesh.size_of(axes)
     if count == 1:
@@ -281,7 +294,7 @@ def _divided(call: _CheckedCall, foreign: ForeignPlan) -> list[_CheckedCall]:
 def _differences(
     expected: Sequence[Values], ranks: Sequence[RankThread], foreign: ForeignPlan, tolerance: float
 ) -> tuple[list[TensorError], list[str]]:
-    """Worst first; and the outputs and gradients that ranks have in parts, with their layouts."""
+    """Return the differences, worst first, and the layouts of outputs and gradients that ranks hold in parts."""
     worst: dict[Key, TensorError] = {}
     layouts: dict[str, str] = {}
     for step, want in enumerate(expected):
@@ -302,7 +315,7 @@ def _differences(
 
 
 def _gradients(expected: Sequence[Values], ranks: Sequence[RankThread]) -> dict[str, tuple[Tensor, list[Tensor]]]:
-    """Of the first step: what it should be, and what ranks have."""
+    """Return the gradients of the first step: name -> (expected, per rank)."""
     return {
         name: (whole, [rank.result.values[0][kind, name] for rank in ranks if (kind, name) in rank.result.values[0]])
         for (kind, name), whole in expected[0].items()
@@ -329,7 +342,7 @@ def _beside(
     kwargs: Mapping[str, Any] | None,
     cluster: Cluster | None,
 ) -> StepComparison:
-    """What a step costs, and what under a plan of our own."""
+    """Return the price of a step, and the plan that ``sw.plan`` finds, for comparison."""
     from shardwise.api import plan as find_plan
 
     own_cluster = cluster or _h100(foreign.mesh.num_devices)

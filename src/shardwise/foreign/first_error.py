@@ -1,4 +1,4 @@
-"""Where a plan of another tool goes wrong first: the call, its line, and how ranks hold what it reads and returns."""
+"""Finds where a plan of another tool first goes wrong: the call, its line, and the layouts of operands and results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PARTIAL = "a partial sum is read by what is not linear, or added to a whole val
 
 @dataclass(frozen=True)
 class FirstError:
-    """``what``: "the result of blocks.0.up/linear"; ``error``: relative, on the worst rank; ``operands``: what it
-    reads, with the layouts that ranks hold it in."""
+    """The first wrong value. ``what``: such as "the result of blocks.0.up/linear"; ``error``: relative, on the worst
+    rank; ``operands``: (name, layout on ranks) of what the call reads."""
 
     what: str
     source: str
@@ -50,8 +50,8 @@ class FirstError:
 
 @dataclass(frozen=True)
 class RankError:
-    """An error on a rank (None: before there were any). ``refutes``: it is of the plan, not of what this machine or
-    version cannot run."""
+    """An error on a rank (None: before ranks started). ``refutes``: whether it proves the plan wrong, and is no limit
+    of this machine or version."""
 
     rank: int | None
     error: str
@@ -64,7 +64,7 @@ class RankError:
 
 
 def describe_rank_error(rank: RankThread) -> RankError:
-    """What to say of a rank's error. What is not implemented, or not installed, says nothing about a plan."""
+    """Describe a rank's error. Missing implementations or packages do not refute a plan."""
     error = rank.error
     assert error is not None, "the rank has failed"
     text = str(error).strip().split("\n")[0] or "no message"
@@ -85,15 +85,15 @@ def first_wrong_value(
     data_axes: Sequence[str],
     tolerance: float,
 ) -> FirstError | None:
-    """The first call whose differentiable result is in no layout of that of one device; if all results are right, the
-    wrong gradient that backward makes first."""
+    """Return the first call whose differentiable result is in no layout of the result on one device; if all results are
+    right, the wrong gradient that backward computes first."""
     found = first_wrong_call(one, ranks, mesh, tolerance)
     return found or _of_gradient(one, wrong, gradients, mesh, data_axes, tolerance)
 
 
 def first_wrong_call(one: CallRecorder, ranks: Sequence[RankThread], mesh: Mesh, tolerance: float) -> FirstError | None:
-    """The first call whose differentiable result is in no layout of that of one device and that no reader makes good
-    (a tool may add a bias later than the model does); or, where ranks stopped, the call that they did not come from."""
+    """Return the first call whose differentiable result is in no layout of the result on one device, unless all its
+    readers are right (a tool may add a bias later than the model does); if ranks stopped, the call where they did."""
     if any(rank.result is None for rank in ranks):
         return None
     calls: list[CallRecorder] = [rank.result.calls for rank in ranks]
@@ -156,7 +156,7 @@ def _of_call(
 def _operands(
     call: CallKey, one: CallRecorder, ranks: Sequence[CallRecorder], mesh: Mesh, tolerance: float
 ) -> tuple[tuple[str, str], ...]:
-    """What a call reads of other calls, in the layouts in which ranks give it to the call."""
+    """Return (name, layout on ranks) of the results of other calls that a call reads."""
     operands: dict[CallKey, tuple[str, str]] = {}
     read = [own.made[call].read if call in own.made else own.failed.get(call, ()) for own in ranks]
     for place, (maker, whole) in enumerate(zip(one.made[call].operands, one.made[call].read, strict=True)):
@@ -165,7 +165,7 @@ def _operands(
         held = [own[place] for own in read if len(own) > place]
         parts = [part for part in held if part is not None]
         if not parts:
-            continue  # no rank came to the call
+            continue  # no rank reached the call
         layout = infer_layout(whole, parts, mesh, tolerance) if len(parts) == len(ranks) else None
         operands.setdefault(maker, (maker.name, str(layout) if layout else "in no layout of it"))
     return tuple(operands.values())
@@ -220,7 +220,7 @@ def _of_gradient(
 
 
 def _errors(whole: Tensor, held: Sequence[Tensor]) -> dict[int, float]:
-    """Ranks -> how far they are from the whole value: infinitely, where shapes differ."""
+    """Map ranks to their distance from the whole value: infinite if shapes differ."""
     scale = magnitude(whole)
     errors = {rank: relative_difference(whole, tensor, scale) for rank, tensor in enumerate(held)}
     return {rank: error for rank, error in errors.items() if error > 1e-12} or errors

@@ -1,8 +1,8 @@
-"""In which layout ranks hold a value, found from the numbers that they hold.
+"""Infers the layout in which ranks hold a value from its numbers alone.
 
-Nothing is asked of the program that made them: along one mesh axis after the other, innermost first, ranks either hold
-the same, or parts of a dim (perhaps block by block), or summands. What then comes to the value of one device is the
-layout. So it can be said of any tensor of any tool, and is said of right tensors only.
+The program that computed them is not consulted. Along one mesh axis after the other, innermost first, ranks hold either
+the same tensor, parts of a dim (perhaps block by block), or summands. The combination that gives the value of one
+device is the layout. This works for any tensor of any tool, but only for correct values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MOST_BLOCKS = 8  # of a dim, each of which is split: 3 of a fused projection
 
 @dataclass(frozen=True)
 class InferredLayout:
-    """A layout. ``splits``: (dim, axis, blocks), in the order in which the axes divide a dim; ``partial``: along
-    which axes ranks hold what: ``sum@tp``; of a scalar also ``avg@dp``, where they hold terms of a mean."""
+    """A layout. ``splits``: (dim, axis, blocks), in the order in which the axes divide a dim; ``partial``: the kind of
+    partial value per axis: ``sum@tp``; for scalars also ``avg@dp``, if ranks hold terms of a mean."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class InferredLayout:
 
     @property
     def is_summand(self) -> bool:
-        """Whether ranks hold less than the value."""
+        """Return whether ranks hold summands of the value."""
         return any(part.startswith("sum") for part in self.partial)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class InferredLayout:
 
 
 def infer_layout(whole: Tensor, held: Sequence[Tensor], mesh: Mesh, tolerance: float) -> InferredLayout | None:
-    """The layout in which the ranks of ``mesh`` hold ``whole``, or None. ``held``: per rank."""
+    """Return the layout in which the ranks of ``mesh`` hold ``whole``, or None. ``held``: per rank."""
     whole, held = whole.detach(), [tensor.detach() for tensor in held]
     scale = max(magnitude(whole), *(1e-3 * magnitude(tensor) for tensor in held))
     axes = [(name, size) for name, size in mesh.axes if size > 1]
@@ -59,7 +59,7 @@ def infer_layout(whole: Tensor, held: Sequence[Tensor], mesh: Mesh, tolerance: f
 
 
 def overcounted_factor(whole: Tensor, held: Tensor, most: int, tolerance: float) -> int:
-    """The whole number from 2 to ``most`` by which ``held`` is too large, or 0."""
+    """Return the integer factor from 2 to ``most`` by which ``held`` is too large, or 0."""
     if whole.shape != held.shape or not magnitude(whole):
         return 0
     for factor in range(2, most + 1):
@@ -72,7 +72,7 @@ _Option = tuple[tuple[tuple[int, str, int], ...], tuple[str, ...], Tensor]
 
 
 def _joined(held: Sequence[Tensor], axes: Sequence[tuple[str, int]], whole: Tensor) -> Iterator[_Option]:
-    """What the ranks may hold together: splits and sums, innermost axis first, and the value."""
+    """Yield the possible combinations of the ranks' tensors: splits and sums, innermost axis first, and the value."""
     if not axes:
         if all(one.dim() == whole.dim() for one in held):
             yield (), (), held[0]
@@ -106,7 +106,7 @@ def _same(group: Sequence[Tensor]) -> bool:
 
 
 def _fits(group: Sequence[Tensor], dim: int, whole: Tensor) -> bool:
-    """Whether tensors may be parts of ``whole``, next to one another along a dim."""
+    """Return whether tensors may be adjacent parts of ``whole`` along a dim."""
     if any(one.dim() != whole.dim() for one in group):
         return False
     others = {one.shape[:dim] + one.shape[dim + 1 :] for one in group}
@@ -137,5 +137,5 @@ def _sum(group: Sequence[Tensor]) -> Tensor:
 
 
 def whole_text(whole: Tensor) -> str:
-    """The type of a value that every rank should hold, or hold a part of."""
+    """Return the type of a whole value as text."""
     return str(InferredLayout(whole.dtype, tuple(whole.shape)))

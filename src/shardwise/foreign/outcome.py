@@ -1,4 +1,4 @@
-"""What ``sw.check`` found, for reading."""
+"""The result of ``sw.check``, as text and as data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ _MOST = 3
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A step of rank 0 under the other tool's plan, whose messages nothing hides, and the plan that ``sw.plan`` finds
-    (or why it finds none). ``compute``: forward, backward and the update, every kernel by the same roofline;
-    ``held_bytes``: of parameters."""
+    """A step of rank 0 under the other tool's plan, without overlap of messages, and the plan that ``sw.plan`` finds.
+
+    Args:
+        cluster: Name of the cluster.
+        compute: Seconds of forward, backward and the update, every kernel by the same roofline.
+        messages: The messages of the step.
+        held_bytes: Bytes of parameters on the rank.
+        own: The plan of ``sw.plan``, or None if it finds none.
+        refused: Why it finds none.
+    """
 
     cluster: str
     compute: float
@@ -51,10 +58,17 @@ class StepComparison:
 
 @dataclass(frozen=True)
 class Checked:
-    """Whether a plan of another tool computes what one device computes.
+    """The result of ``sw.check``; print it for a summary.
 
-    ``failure``: it cannot be run: an error on a rank, and where. ``differences``: worst first; ``first_wrong``: where
-    it goes wrong; ``layouts``: outputs and gradients that ranks hold in parts, which is no fault.
+    Args:
+        plan: The plan, recognised.
+        differences: The worst error of every compared tensor, worst first.
+        tolerance: The largest relative error that counts as equal.
+        first_wrong: The first call at which the plan goes wrong.
+        failure: The error of a rank and its line, if the plan cannot be run.
+        layouts: Layouts of outputs and gradients that ranks hold in parts, which is no fault.
+        notes: Further remarks.
+        beside: Prices under this plan and under that of ``sw.plan``.
     """
 
     plan: ForeignPlan
@@ -76,7 +90,7 @@ class Checked:
 
     @property
     def verdict(self) -> str:
-        """``"equal"``, ``"wrong"``, or ``"not run"`` where it raises what says nothing about the plan."""
+        """Return ``"equal"``, ``"wrong"``, or ``"not run"`` after an error that proves nothing about the plan."""
         if self.failure is not None:
             return "wrong" if self.failure.refutes else "not run"
         return "equal" if self.ok else "wrong"
@@ -102,7 +116,7 @@ class Checked:
         return "\n".join(lines)
 
     def as_data(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return the data that ``--json`` prints."""
         first, beside = self.first_wrong, self.beside
         own = None if beside is None or beside.own is None else beside.own.predicted
         return {

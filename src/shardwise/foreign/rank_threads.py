@@ -1,10 +1,10 @@
-"""Ranks for code that talks to ``torch.distributed`` itself: all of them as threads of this process.
+"""Runs ranks as threads of this process, for code that calls ``torch.distributed`` itself.
 
 Other tools' plans are executed by the tools' own code: DTensor, ``fully_shard``, the layers of transformers. Each rank
-is a thread with a default process group of its own; a collective waits for its members, checks that they came to the
-same one, and is then computed on their tensors (PyTorch's own tests run DTensor and FSDP2 on these groups). Nothing is
-left behind: the process group of the caller, if there is one, is back afterwards, and a thread that did not end in time
-(of ranks that were interrupted, say) takes part in nothing that comes later.
+is a thread with its own default process group. A collective waits for its members, checks that they reached the same
+one, and is then computed on their tensors (PyTorch's own tests run DTensor and FSDP2 on these groups). Afterwards the
+caller's process group, if any, is restored. A thread that did not end in time, for example after an interrupt, is
+excluded from later collectives.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.mesh import Mesh
 
-WAITING_SECONDS = 1.0  # of all that are left, in collectives, once a rank has come to its end or failed
-STALLED_SECONDS = 30.0  # the same, where one of them is somewhere else
+WAITING_SECONDS = 1.0  # limit once a rank has ended or failed and all others wait in collectives
+STALLED_SECONDS = 30.0  # the same, if one of the others is not in a collective
 
-# What the classes of PyTorch's threaded groups do -> the name of the collective.
+# Class of PyTorch's threaded groups -> the name of the collective.
 _KINDS = {
     "AllReduce": "all_reduce",
     "AllGather": "all_gather",
@@ -57,25 +57,25 @@ class ObservedMessage:
 
 @dataclass(eq=False)
 class RankThread:
-    """What a rank's thread is given and leaves behind."""
+    """Arguments, state and result of a rank's thread."""
 
     rank: int
     mesh: DeviceMesh | None = None
     messages: list[ObservedMessage] = field(default_factory=list)
-    arrivals: int = 0  # at collectives, and departures from them: odd while it waits in one
+    arrivals: int = 0  # entries and exits of collectives: odd while it waits in one
     result: Any = None
     error: BaseException | None = None
 
 
 class DifferentExchangesError(RuntimeError):
-    """Ranks came to different collectives, or one of them to none."""
+    """Raised when ranks reach different collectives, or one of them reaches none."""
 
 
 _HERE = threading.local()
 _ONE_AT_A_TIME = threading.Lock()
 
 
-# What these say of a plan is said by the answer.
+# Loggers to silence: the result of the check already reports their warnings.
 _LOUD = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute")
 
 
@@ -94,12 +94,12 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _noting(ranks: list[RankThread]) -> Iterator[None]:
-    """While it lasts, PyTorch's threaded groups compare the collectives that ``ranks`` come to, and note them."""
+    """Let PyTorch's threaded groups compare and record the collectives of ``ranks`` inside this context."""
     start: Callable[..., Any] = threaded.ProcessLocalGroup._start_coll
     end: Callable[..., None] = threaded.ProcessLocalGroup._end_coll
 
     def started(collective: Any, group: Any) -> _PendingCollective:
-        if _HERE.rank not in ranks:  # its groups have the names of these
+        if _HERE.rank not in ranks:  # a leftover thread: its groups have the same names
             raise SystemExit
         found = start(collective, group)
         kind, first = (type(one).__name__ for one in (collective, found._collective))
@@ -119,7 +119,7 @@ def _noting(ranks: list[RankThread]) -> Iterator[None]:
 
 @dataclass
 class _PendingCollective:
-    """A collective on its way. ``join`` notes what this rank brings."""
+    """A collective in progress. ``join`` records this rank's operands."""
 
     exchange: Any
     kind: str
@@ -146,10 +146,10 @@ def _counted(side: Any) -> tuple[tuple[torch.dtype, int], ...]:
 
 
 def on_ranks(mesh: Mesh, body: Callable[[RankThread], Any]) -> list[RankThread]:
-    """Run ``body`` on every rank of a mesh, each in a thread of its own, with a device mesh of the same axes.
+    """Run ``body`` on every rank of a mesh, each in its own thread, with a device mesh of the same axes.
 
-    An error of a rank is in its ``RankThread.error``; the others go on as far as they can without it. Where some wait
-    for one that is done, one of them gets a DifferentExchangesError.
+    An error of a rank is stored in its ``RankThread.error``; the others continue as far as they can without it. If some
+    wait for a rank that has finished, one of them gets a DifferentExchangesError.
     """
     names, sizes = tuple(name for name, _ in mesh.axes), tuple(size for _, size in mesh.axes)
     store, found = HashStore(), [RankThread(rank) for rank in range(mesh.num_devices)]
@@ -166,10 +166,10 @@ def on_ranks(mesh: Mesh, body: Callable[[RankThread], Any]) -> list[RankThread]:
         except SystemExit:  # another rank has failed
             pass
         except BaseException as error:
-            own.error = error  # the others go on as far as they can without it
+            own.error = error  # the others continue as far as they can without it
 
     with _ONE_AT_A_TIME, _noting(found), _quiet():
-        threaded.ProcessLocalGroup.reset()  # of what a thread that was left behind came to since
+        threaded.ProcessLocalGroup.reset()  # discard the collectives of leftover threads
         threaded._install_threaded_pg()
         isolate: Callable[[bool], None] = vars(torch._C._distributed_c10d)["_set_thread_isolation_mode"]
         isolate(True)
@@ -190,7 +190,7 @@ def on_ranks(mesh: Mesh, body: Callable[[RankThread], Any]) -> list[RankThread]:
 
 
 def _wait(threads: list[threading.Thread], ranks: list[RankThread]) -> None:
-    """Until all are done. Ranks that wait for one that has failed, or that is done, are ended."""
+    """Wait until all threads have ended. End ranks that wait for a rank that has failed or finished."""
     arrivals, since = -1, time.monotonic()
     while any(thread.is_alive() for thread in threads):
         next(thread for thread in threads if thread.is_alive()).join(0.02)
@@ -210,7 +210,7 @@ def _wait(threads: list[threading.Thread], ranks: list[RankThread]) -> None:
 
 
 def _end(threads: list[threading.Thread]) -> None:
-    """End ranks at the collectives where they are, or come to."""
+    """End ranks at their current or next collective."""
     threaded.ProcessLocalGroup.exception_handle(SystemExit())
     for thread in threads:
         if thread.is_alive():
@@ -218,7 +218,7 @@ def _end(threads: list[threading.Thread]) -> None:
 
 
 def axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
-    """The sub-axes along which the members of a group differ. Raises ShardwiseError for a group of no axes."""
+    """Return the sub-axes along which the members of a group differ. Raises ShardwiseError if these do not span it."""
     first = mesh.coordinates(ranks[0])
     axes = tuple(axis for axis in mesh.sub_axes if any(mesh.coordinates(rank)[axis] != first[axis] for rank in ranks))
     if mesh.size_of(axes) != len(ranks):

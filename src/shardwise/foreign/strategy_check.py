@@ -1,4 +1,4 @@
-"""A strategy file of MindSpore against one device: what it says is planned here, and that program is proven."""
+"""Checks a MindSpore strategy file: plans its strategies with ``sw.plan``, and verifies that program."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class CheckRequest:
 
 
 def check_strategies(asked: CheckRequest, plan: Mapping[str, Any], devices: int, mesh: Mesh | None) -> Checked:
-    """Whether ``asked.module`` computes under the file what one device computes. Layouts and strategies that cannot be
-    are *wrong*, each with the reason; operators that the file does not name follow from those that it does."""
+    """Check whether ``asked.module`` computes under the file what one device computes. Impossible layouts and
+    strategies are *wrong*, each with the reason. Operators that the file does not name are decided by propagation."""
     if mesh is not None:
         raise ShardwiseError(problem("a strategy file of MindSpore says its own mesh", fix="leave out mesh="))
     if asked.beside and asked.cluster.num_devices != devices:
@@ -90,14 +90,14 @@ def _notes(found: StrategyFile) -> tuple[str, ...]:
 
 
 def _in_one_line(error: ShardwiseError) -> str:
-    """What is wrong, and with which operator."""
+    """Return the error in one line, after the name of its operator."""
     first, *facts = str(error).splitlines()
     where = next((fact.partition(":")[2].strip() for fact in facts if fact.strip().startswith("op:")), "")
     return f"{where}: {first}" if where else first
 
 
 def _beside(asked: CheckRequest, settings: Mapping[str, Any]) -> StepComparison:
-    """A step as the file says, simulated, and the plan that ``sw.plan`` finds."""
+    """Simulate a step under the file, and return it with the plan that ``sw.plan`` finds."""
     rows = compare(
         asked.module, asked.example_inputs, asked.cluster, searches=("sharding_propagation",), **settings
     ).rows

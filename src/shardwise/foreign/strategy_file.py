@@ -1,11 +1,10 @@
-"""A strategy file of MindSpore (``strategy_ckpt_config={"save_file": "strategy.json"}``), read as a plan of our own.
+"""Reads a MindSpore strategy file (``strategy_ckpt_config={"save_file": "strategy.json"}``) for ``sw.plan``.
 
-The file has, for every operator that it knows, how many ways each dim of its inputs is split
-(``parallel_strategy_item``), and for every parameter where its slices are (``parallel_layout_item``): a *device matrix*
-(sizes, the last one fastest over ranks), and a *tensor map*, which gives every dim of the tensor the place of a device
-dim, counted from the right (-1: the dim is whole). ``opt_weight_shard_step`` and ``_size`` split the first dim once
-more, over ranks that are so far apart. MindSpore cannot be run here: what its file says is said to ``sw.plan``, and the
-program that follows is proven.
+For every operator the file lists how many ways each dim of its inputs is split (``parallel_strategy_item``). For every
+parameter it lists its slices (``parallel_layout_item``): a *device matrix* (sizes, the last one fastest over ranks),
+and a *tensor map*, which gives for every dim of the tensor the index of a device dim, counted from the right (-1: the
+dim is whole). ``opt_weight_shard_step`` and ``_size`` split the first dim once more, over ``_size`` ranks at distance
+``_step``. MindSpore is not run: ``sw.plan`` plans the file's strategies, and the resulting program is verified.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.untrusted_text import shorten_repr
 
 _T = TypeVar("_T")
-Counts = tuple[tuple[int, ...], ...]  # per operand and dim, how many ways it is split
+Counts = tuple[tuple[int, ...], ...]  # per operand and dim the number of slices
 ITEMS = ("parallel_strategy_item", "parallel_layout_item")
 # Names of MindSpore's parameters -> those of torch's modules.
 _NAMES = {
@@ -39,7 +38,7 @@ _NAMES = {
 }
 # Cells that MindSpore's training puts around a network.
 _WRAPPERS = ("network", "_backbone", "_network")
-# What MindSpore calls an operator -> what it may be here.
+# MindSpore's name of an operator -> possible names in torch.
 _OPERATORS = {
     "MatMul": ("linear", "mm", "matmul", "addmm"),
     "BatchMatMul": ("matmul", "bmm"),
@@ -51,9 +50,9 @@ _OPERATORS = {
 
 @dataclass(frozen=True)
 class StrategyFile:
-    """What the file says, for one module. ``layouts``: parameters with their layouts as text; ``strategies``: modules
-    with the split counts of their operator; ``unused``: what names nothing in the module, or no operator for which
-    a strategy of its module speaks; ``faults``: what cannot be, a sentence each."""
+    """The content of the file for one module. ``layouts``: parameter -> layout as text; ``strategies``: module -> split
+    counts of its operator; ``unused``: entries that name nothing in the module, or no single operator of a module;
+    ``faults``: impossible entries, a sentence each."""
 
     mesh: Mesh
     layouts: dict[str, str]
@@ -64,11 +63,11 @@ class StrategyFile:
 
 @dataclass(frozen=True)
 class _Slices:
-    """Where the slices of a parameter are."""
+    """The slices of a parameter: device matrix, tensor map and further split of the first dim."""
 
     sizes: tuple[int, ...]
     places: tuple[int, ...]
-    shard: tuple[int, int]  # how far apart the ranks are that split the first dim once more, and how many
+    shard: tuple[int, int]  # (distance, number) of the ranks that split the first dim once more
 
 
 def is_strategy_file(plan: Any) -> bool:
@@ -76,8 +75,8 @@ def is_strategy_file(plan: Any) -> bool:
 
 
 def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, devices: int) -> StrategyFile:
-    """What the file says for ``module``, whose ``graph`` knows its operators. Raises ShardwiseError for what is no such
-    file, for one of stages, of another number of devices, and for one that names nothing in the module."""
+    """Read the file for ``module``, captured as ``graph``. Raises ShardwiseError if it is no such file, has several
+    stages, is for another number of devices, or names nothing in the module."""
     strategies, slices = _items(plan)
     shapes = {name: tuple(p.shape) for name, p in (*module.named_parameters(), *module.named_buffers())}
     named = {name: (_known(name, shapes), own) for name, own in slices.items()}
@@ -119,7 +118,7 @@ def _add(into: dict[str, _T], faults: list[str], key: str, made: Callable[[], _T
 
 
 def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slices]]:
-    """Split counts by node, and slices by parameter; those of the optimizer's states are those of its parameters."""
+    """Return split counts by node, and slices by parameter. Optimizer states are skipped: they follow parameters."""
     try:
         strategies = {}
         for node, own in dict(plan.get(ITEMS[0]) or {}).items():
@@ -157,7 +156,7 @@ def _whole(value: Any) -> int:
 
 
 def _known(name: str, shapes: Mapping[str, Any]) -> str | None:
-    """The parameter of the module that is meant: by its name, without the cells around the network."""
+    """Return the parameter of the module with this name, ignoring the cells around the network; None if absent."""
     path, _, last = name.rpartition(".")
     for leaf in dict.fromkeys((last, _NAMES.get(last, last))):
         parts = [*(path.split(".") if path else ()), leaf]
@@ -170,7 +169,8 @@ def _known(name: str, shapes: Mapping[str, Any]) -> str | None:
 
 
 def _mesh(slices: Sequence[_Slices], devices: int) -> Mesh:
-    """Axes of which every dim of every device matrix is a run: they are cut wherever one of them is."""
+    """Return the mesh of the file. Its axes are cut wherever a device matrix is, so that every dim of every device
+    matrix is a run of axes."""
     cuts = {1, devices}
     for own in slices:
         if prod(own.sizes) != devices:
@@ -189,7 +189,7 @@ def _mesh(slices: Sequence[_Slices], devices: int) -> Mesh:
 
 
 def _axes(mesh: Mesh, inner: int, outer: int) -> list[str]:
-    """The axes that lie between two strides, the slowest first."""
+    """Return the axes that lie between two strides, the slowest first."""
     found, stride = [], mesh.num_devices
     for name, size in mesh.axes:
         if inner <= stride // size and stride <= outer:
@@ -223,8 +223,8 @@ def _layout(own: _Slices, shape: Sequence[int], mesh: Mesh) -> str:
 
 
 def _operator(node: str, graph: Graph, modules: set[str]) -> tuple[str, Op | None]:
-    """The module of a node, by the cells that it stands in, and the operator there; None: there is none, or the module
-    does other work besides, of which a strategy for the module would speak as well."""
+    """Return the module of a node, found by its cells, and its operator. The operator is None if the module has none of
+    that kind, or further operators, to which a strategy of the module would also apply."""
     *cells, kind = node.split("/")
     path = [cell.rpartition("-")[0] for cell in cells if "-" in cell]
     kind = re.sub(r"-op\d+$", "", kind)
@@ -238,10 +238,10 @@ def _operator(node: str, graph: Graph, modules: set[str]) -> tuple[str, Op | Non
 
 
 def _of_operands(op: Op, counts: Counts, graph: Graph) -> Counts | None:
-    """Of the operands of an operator here. MindSpore's products have two dims: further ones of what a linear layer
-    reads are between its first and its last. None: the dims are not those of the operands."""
+    """Return the counts for the dims of a torch operator's operands; None if they do not match. MindSpore's products
+    have two dims: further dims of a linear layer's input are inserted between them."""
     shapes = [graph.by_name[name].shape for name in op.operands]
-    if str(op.target).split(".")[1] == "embedding":  # MindSpore's Gather: table, indices; here as well
+    if str(op.target).split(".")[1] == "embedding":  # MindSpore's Gather: table, indices, as in torch
         counts = counts[:2]
     found = []
     for number, dims in enumerate(counts[: len(shapes)]):
@@ -255,7 +255,7 @@ def _of_operands(op: Op, counts: Counts, graph: Graph) -> Counts | None:
 
 
 def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
-    """The counts. Raises ShardwiseError for those that do not divide their dims, or the devices."""
+    """Return the counts. Raises ShardwiseError if they do not divide their dims or the devices."""
     for number, (name, dims) in enumerate(zip(op.operands, counts, strict=False)):
         for dim, (size, ways) in enumerate(zip(graph.by_name[name].shape, dims, strict=True)):
             if ways < 1 or size % ways:

@@ -1,7 +1,7 @@
-"""Plans of other tools, recognised: on which mesh they run, and how the tool's own code applies them to a module.
+"""Recognises plans of other tools: the mesh on which they run, and the tool's code that applies them to a module.
 
-Nothing is translated here. transformers applies its own layers, PyTorch its own ``parallelize_module`` and
-``fully_shard``; what they then do on ranks is what is checked.
+Plans are not translated. transformers applies its own layers, PyTorch its own ``parallelize_module`` and
+``fully_shard``; ``sw.check`` checks their execution on ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class ForeignPlan:
-    """``kind``: what it is, in words; ``apply``: the tool's own code (None: the tool is not run); ``unused``: rules
-    that name nothing in the module; ``notes``: what is done in another way than its tool would."""
+    """A recognised plan. ``kind``: description of the plan; ``apply``: the tool's own code (None: the tool is not run);
+    ``unused``: rules that name nothing in the module; ``notes``: deviations from the tool."""
 
     kind: str
     mesh: Mesh
@@ -46,13 +46,13 @@ class ForeignPlan:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks have samples of their own."""
+        """Return the axes along which ranks have different samples."""
         return tuple(name for name, _ in self.mesh.axes if name in DATA_AXES or name.startswith("dp"))
 
 
 def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None) -> ForeignPlan:
-    """What a plan of another tool is. Raises ShardwiseError for what no tool that is known takes, and for a plan of
-    which no rule names anything in the module."""
+    """Recognise a plan of another tool. Raises ShardwiseError if no known tool accepts it, or if none of its rules
+    names anything in the module."""
     if mesh is not None and mesh.num_devices != devices:
         raise ShardwiseError(
             problem(f"{mesh} has {mesh.num_devices} devices, {devices} are asked for", fix="leave out one of the two")
@@ -79,7 +79,7 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
 
 
 def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
-    """What is wrong with the rules of a plan, which are neither all texts nor all styles of PyTorch."""
+    """Return the error for a plan whose rules are neither all texts nor all styles of PyTorch."""
     neither = [path for path, rule in plan.items() if not (isinstance(rule, str) or _is_style(rule))]
     if not neither:
         texts = [path for path, rule in plan.items() if isinstance(rule, str)]
@@ -104,7 +104,7 @@ def _is_style(style: Any) -> bool:
 
 
 def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:
-    """The axes over which samples are split, or those over which they are not. Raises ShardwiseError for none."""
+    """Return the axes over which samples are split (``data``), or the others. Raises ShardwiseError for none."""
     own = tuple(name for name, _ in mesh.axes if (name in DATA_AXES or name.startswith("dp")) == data)
     if not own:
         raise ShardwiseError(
@@ -181,7 +181,7 @@ def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:
 
 
 def _untie(module: nn.Module) -> None:
-    """transformers distributes a model before it ties its parameters: each name has one of its own until then."""
+    """Give each name its own parameter: transformers distributes a model before it ties parameters."""
     known: set[int] = set()
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if id(parameter) in known:
@@ -191,7 +191,7 @@ def _untie(module: nn.Module) -> None:
 
 
 def _tied(module: nn.Module) -> nn.Module:
-    """Tied parameters are tied again, as transformers does when it has loaded a model."""
+    """Tie parameters again, as transformers does after loading a model."""
     tie = getattr(module, "tie_weights", None)
     if callable(tie) and getattr(module, "all_tied_weights_keys", None):
         tie(recompute_mapping=False)
@@ -255,7 +255,7 @@ def _of_accelerate(module: nn.Module, config: Any, devices: int) -> ForeignPlan:
 
 
 def _repeated(module: nn.Module) -> list[str]:
-    """The blocks that accelerate's transformer policy wraps: classes that must not be split, or lists of modules."""
+    """Return the blocks that accelerate's transformer policy wraps: classes not to be split, or lists of modules."""
     classes = set(getattr(module, "_no_split_modules", None) or ())
     found = {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, part in module.named_modules() if type(part).__name__ in classes}
     lists = (n for n, part in module.named_modules() if isinstance(part, nn.ModuleList))
@@ -266,7 +266,7 @@ def _repeated(module: nn.Module) -> list[str]:
 
 
 def _matching(module: nn.Module, pattern: str) -> list[str]:
-    """The modules that a pattern names, as ``parallelize_module`` reads it: a star is one part of a path."""
+    """Return the modules that a pattern names, as in ``parallelize_module``: a star is one part of a path."""
     wanted = pattern.split(".")
     paths = ((name, name.split(".")) for name, _ in module.named_modules())
     return [name for name, own in paths if len(own) == len(wanted) and all(map(fnmatchcase, own, wanted))]
@@ -291,7 +291,7 @@ def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> Foreig
                 except NotImplementedError as error:
                     if not type(style).__module__.startswith("torch."):
                         raise
-                    # This is what torch says of a style on a module of another kind, on any machine.
+                    # torch raises this for a style on an unsupported kind of module, on any machine.
                     raise TypeError(f"{type(style).__name__} at {path!r}: {error}") from error
         return own
 

@@ -1,4 +1,4 @@
-"""Seconds of what a rank's own kernels do, by the roofline that prices plans, and of its messages."""
+"""Counts the seconds of a rank's kernels, by the roofline that prices plans, and of its messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardwise.foreign.rank_threads import ObservedMessage, axes_of
 
 
 class WorkCounter(TorchDispatchMode):
-    """Adds up the seconds of the kernels that run under it, forward and backward. What is float64 because it is
-    compared counts as ``dtype``."""
+    """Sums the seconds of the kernels that run inside it, forward and backward. float64 tensors count as ``dtype``,
+    because only the comparison widened them."""
 
     def __init__(self, device: Device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class WorkCounter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While it lasts, nothing is counted: what is looked at afterwards is none of the step."""
+        """Count nothing inside this context: reading results is not part of the step."""
         self.counts = False
         try:
             yield
@@ -41,7 +41,7 @@ class WorkCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # what it does with its local tensors comes here again
+            return NotImplemented  # its operations on local tensors are dispatched here again
         result = func(*args, **(kwargs or {}))
         if self.counts and func.namespace == "aten" and not is_view(func):
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
@@ -54,7 +54,7 @@ class WorkCounter(TorchDispatchMode):
 
 
 def itemsize(dtype: torch.dtype, own: torch.dtype) -> int:
-    """Bytes of an element as the model has it."""
+    """Return the bytes of an element in the model's own dtype."""
     return (own if dtype == torch.float64 else dtype).itemsize
 
 
@@ -69,7 +69,7 @@ class SentMessages:
 
 
 def message_totals(messages: Sequence[ObservedMessage], links: Links, dtype: torch.dtype) -> SentMessages:
-    """What messages take, each by itself; a group of one sends nothing."""
+    """Return number, bytes and seconds of messages, without overlap. A group of one rank sends nothing."""
     count, total, seconds, unpriced = 0, 0, 0.0, set[str]()
     for message in messages:
         if len(message.ranks) < 2:

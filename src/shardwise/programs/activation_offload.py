@@ -1,8 +1,8 @@
-"""Values that wait for backward in the memory of the host.
+"""Activation offloading: values that backward reads are kept in host memory between forward and backward.
 
-A value leaves the device when forward has made it, beside the kernels that follow, and comes back ahead of the backward
-that reads it. Two of them are on their way at a time: before a third one leaves the first must have landed, and while
-one is waited for the next one comes. So forward never holds more than it has to, and never runs away from the copies.
+A value is copied to the host right after forward computes it, while the following kernels run. It is copied back ahead
+of the backward that reads it. At most two copies are in flight: a third one starts only after the first has landed, and
+while backward waits for one value the next one is copied. This bounds the extra device memory that copies hold.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardwise.programs.instructions import (
 from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 
-ON_HOST = "@waiting"  # ends the name of a copy on the host
-BACK = "@back"  # ends the name of what came back, and of what is viewed in it
-SMALLEST_BYTES = 1 << 16  # what is smaller stays: starting a copy takes longer than the copy
+ON_HOST = "@waiting"  # name suffix of a copy on the host
+BACK = "@back"  # name suffix of a value that was copied back, and of views of it
+SMALLEST_BYTES = 1 << 16  # smaller values stay on the device: starting a copy takes longer than the copy
 ON_THEIR_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _OffloadedMemory:
-    """A memory whose content waits on the host. ``value``: what is copied; ``views``: positions in forward of what
-    makes the other names that backward reads from it; ``origin``: of the kernel whose memory it is."""
+    """A memory that is offloaded to the host. ``value``: the copied value; ``views``: positions in forward of the views
+    of it that backward reads; ``origin``: origin of the kernel that allocates the memory."""
 
     value: str
     views: tuple[int, ...]
@@ -42,8 +42,8 @@ class _OffloadedMemory:
 
 
 def offloaded(program: RankProgram) -> RankProgram:
-    """The program with the results of the operators in question on the host between forward and backward, as far as
-    backward reads them, they are dense, and nobody else holds their memory."""
+    """Return the program with results of the ``offloaded`` operators kept on the host between forward and backward.
+    Only dense results that backward reads are offloaded, and only if nothing else holds their memory."""
     waiting = _waiting(program)
     if not waiting:
         return program
@@ -59,12 +59,12 @@ def offloaded(program: RankProgram) -> RankProgram:
 
 
 def offloaded_operators(program: RankProgram) -> frozenset[str]:
-    """The operators whose results a program moves to the host."""
+    """Return the operators whose results a program moves to the host."""
     return frozenset(i.origin.op for i in program.forward if isinstance(i, Copy) and i.apart)
 
 
 def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
-    """What leaves, in the order in which forward makes it."""
+    """Return the memories to offload, in the order in which forward computes them."""
     forward, wanted = program.forward, program.spmd.lifetimes.offloaded
     maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
     root = memories(forward, program.spmd.graph.source_of)
@@ -89,7 +89,7 @@ def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
 def _views(
     forward: Sequence[Instruction], maker: Mapping[str, int], names: Sequence[str], value: str
 ) -> tuple[int, ...] | None:
-    """Positions of what makes names from a value in whose memory they are, in order; None where that takes more."""
+    """Return the positions of the views that make ``names`` from ``value``, in order; None if views are not enough."""
     positions: set[int] = set()
     for name in names:
         while name != value:
@@ -104,7 +104,7 @@ def _views(
 
 
 def _is_dense(program: RankProgram, name: str) -> bool:
-    """Whether a copy has the strides of the value: no gaps, nothing twice."""
+    """Return whether a copy has the strides of the value: it has no gaps and no repeated elements."""
     form, step = program.forms[name], 1
     for stride, size in sorted(zip(form.stride, form.shape, strict=True)):
         if size != 1 and stride != step:
@@ -122,13 +122,13 @@ def _names(forward: Sequence[Instruction], positions: Sequence[int]) -> Iterator
 
 
 def _leaving(program: RankProgram, waiting: Sequence[_OffloadedMemory]) -> tuple[Instruction, ...]:
-    """Forward, in which a value leaves behind the last kernel of its operator."""
+    """Return forward in which the copy of each value starts after the last kernel of its operator."""
     last_of = {i.origin.op: at for at, i in enumerate(program.forward) if isinstance(i, Compute)}
     maker = {name: i for i, instruction in enumerate(program.forward) for name in instruction.results}
     leaves: dict[int, list[Copy]] = {}
     for item in waiting:
         form = program.forms[item.value]
-        at = max(maker[item.value], last_of.get(item.origin.op, 0))  # its kernels may write to what others made
+        at = max(maker[item.value], last_of.get(item.origin.op, 0))  # later kernels of the operator may write to it
         leaves.setdefault(at, []).append(Copy(item.value, item.value + ON_HOST, "host", form, item.origin, apart=True))
     listed: list[Instruction] = []
     away: list[Copy] = []
@@ -152,8 +152,8 @@ def _landed(copy: Copy) -> Land:
 def _coming(
     program: RankProgram, waiting: Sequence[_OffloadedMemory], forms: dict[str, Form]
 ) -> tuple[Instruction, ...]:
-    """Backward, in which a value starts to come when the one that is needed before it is waited for. ``forms`` gets
-    those of the views that are made again."""
+    """Return backward in which the copy of a value starts when backward waits for the one before it. The forms of
+    recomputed views are added to ``forms``."""
     owner = {name: item for item in waiting for name in (item.value, *_names(program.forward, item.views))}
     first: dict[str, int] = {}
     for i, instruction in enumerate(program.backward):

@@ -1,14 +1,14 @@
-"""Conversions that share their messages.
+"""Buckets: conversions that share their messages.
 
-Gradients that are reduced over the same axes travel together, and so do parameters that are gathered over the same
-axes, in buckets of a limited size; other conversions of values that are there at the same time (keys and values, say)
-share a message too. A message has a price of its own, whatever it carries: few large ones are faster than many small.
+Gradients that are reduced over the same axes share a message, and so do parameters that are gathered over the same
+axes, in buckets of a limited size. Other conversions of values that are available at the same time (for example keys
+and values) share a message too. Each message has a fixed cost, so a few large ones are faster than many small ones.
 
-Parameters are there from the start, so a bucket of them stands where the first of its members is needed. Backward runs
-the program from its end: a bucket's gradients are complete when its first member has got its own, and its messages
-travel while the layers before it are computed (``programs.comm_schedule``). Buckets are therefore filled from the end
-of the program. What forward gathers is waited for as a whole: such a bucket ends with a block of the model, as soon as
-it is worth a message.
+Parameters are available from the start, so a bucket of them stands where the first of its members is needed. Backward
+runs the program from its end: a bucket's gradients are complete when its first member has its gradient. Its messages
+are in flight while the layers before it are computed (``programs.comm_schedule``). Buckets are therefore filled from
+the end of the program. Forward waits for a gathered bucket as a whole: such a bucket ends with a block of the model, as
+soon as it is large enough for a message.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardwise.graph.segments import block_of
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
 
-# PyTorch's DistributedDataParallel fills buckets of 25 MiB, the first one to be sent until it has 1 MiB, so that
+# PyTorch's DistributedDataParallel fills buckets of 25 MiB, but the first one to be sent only up to 1 MiB, so that
 # sending starts early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
-AHEAD = 32  # steps within which a conversion is made earlier than it is needed, to share a message
+AHEAD = 32  # a conversion may run up to this many steps earlier than needed, to share a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Bucket:
     """Conversions whose moves are of the same kinds over the same axes: each of their collectives is one message.
 
     ``of_parameters``: whether they convert parameters, so that messages may leave early and arrive late. A parameter
-    larger than a bucket is one of its own.
+    larger than ``bucket_bytes`` gets its own bucket.
     """
 
     conversions: tuple[Conversion, ...]
     of_parameters: bool
 
     def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
-        """What the bucket communicates, in the order of execution."""
+        """Return the collectives of the bucket in the order of execution."""
         return collectives_of(self.conversions, backward=backward)
 
 
@@ -55,19 +55,20 @@ def fill_buckets(
     ends: Collection[str],
     by_block: bool = False,
 ) -> tuple[OpStep | Conversion | Bucket, ...]:
-    """The steps with conversions put into buckets.
+    """Return the steps with conversions put into buckets.
 
-    ``sources``: the parameters; ``value_of``: a value by its name, whose dtypes decide what may share a message and how
-    many bytes it has; ``bucket_bytes``: the largest message (0: every conversion by itself); ``ends``: what a training
-    step makes, which leaves out what other outputs need; ``by_block``: parameters share messages with others of their
-    block only, so that they can be let go with it; those of no block with others that are behind the same one.
+    ``sources``: the parameters; ``value_of``: looks up a value by its name: its dtypes decide which conversions may
+    share a message and how many bytes they send; ``bucket_bytes``: the largest message (0: every conversion by itself);
+    ``ends``: the results of a training step: conversions that only other outputs need get buckets of their own;
+    ``by_block``: parameters share messages only with others of their block, so that both are freed together; parameters
+    outside of blocks share with others that follow the same block.
     """
     if bucket_bytes == 0:
         return tuple(steps)
     trained, parts = _made_for(steps, ends), _parts(steps)
 
     def message_kind(conversion: Conversion) -> object:
-        """What conversions have in common that share their messages."""
+        """Return a key that is equal for conversions that may share their messages."""
         moves = tuple((move.cell, move.axes) for move in conversion.moves)
         forward, backward = (tuple(c.kind for c in side) for side in _both(conversion))
         gradient = (conversion.differentiable, receives_gradient(conversion)) if backward else ()
@@ -77,7 +78,7 @@ def fill_buckets(
         return moves, forward, backward, value.dtype, value.reduced, gradient, use, part
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
-    open_buckets: dict[object, tuple[list[int], int, bool]] = {}  # of a kind; the last: is it not the first
+    open_buckets: dict[object, tuple[list[int], int, bool]] = {}  # by kind; the flag: not the first bucket
     for position in reversed(range(len(steps))):
         step = steps[position]
         if (
@@ -130,8 +131,8 @@ def fill_buckets(
 
 
 def _parts(steps: Sequence[OpStep | Conversion]) -> dict[str, tuple[str, str]]:
-    """Result of a conversion -> the part of the model that needs it first: its block; or none, and the last block ahead
-    of it. An embedding ahead of all blocks and a head behind them are two parts."""
+    """Map the result of a conversion to the part of the model that needs it first: (its block, "") or ("", the last
+    block before it). An embedding before all blocks and a head after them are two parts."""
     parts: dict[str, tuple[str, str]] = {}
     ahead = ""
     for step in steps:
@@ -144,7 +145,7 @@ def _parts(steps: Sequence[OpStep | Conversion]) -> dict[str, tuple[str, str]]:
 
 
 def _made_for(steps: Sequence[OpStep | Conversion], ends: Collection[str]) -> set[str]:
-    """The values that some values are made of, and these."""
+    """Return ``ends`` and all values that they depend on."""
     needed = set(ends)
     for step in reversed(steps):
         if isinstance(step, Conversion):
@@ -159,12 +160,12 @@ def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collect
 
 
 def _cuts_windows(conversion: Conversion) -> bool:
-    """Halos are small and few: they travel by themselves; so do rows that were split by hand."""
+    """Return whether a conversion moves windows. Halos and rows split by hand are small and do not share messages."""
     return any(move.cut is not None or move.reverse is not None for move in conversion.moves)
 
 
 def _sends(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:
-    """Whether a conversion sends a message in forward, or in a backward that happens."""
+    """Return whether a conversion sends a message in forward, or in backward if it receives a gradient."""
     forward, backward = _both(conversion)
     return bool(forward) or (bool(backward) and receives_gradient(conversion))
 
@@ -180,5 +181,5 @@ def _result(step: OpStep | Conversion) -> str:
 
 
 def _joins(step: OpStep | Conversion, first: Conversion, message_kind: Callable[[Conversion], object]) -> bool:
-    """Whether the step is the conversion of another tensor that may share the messages of the first."""
+    """Return whether the step converts another tensor and may share the messages of ``first``."""
     return isinstance(step, Conversion) and step.value != first.value and message_kind(step) == message_kind(first)

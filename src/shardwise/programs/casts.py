@@ -1,9 +1,9 @@
-"""Casts between the dtype in which a source is stored (or given), that of the computation, and that of reductions.
+"""Casts between the dtype in which a source is stored (or passed), that of the computation, and that of reductions.
 
-In the lists of a program, a source's name is the tensor that is stored; what the graph calls by that name is its cast,
-made once, ahead of the first instruction that reads it: where the source is sharded, that is the shard, so that what is
-gathered has few bytes. The gradient of a parameter is cast before its first reduction, and to what is stored as soon as
-it is complete.
+In the instruction lists of a program, a source's name is the stored tensor. The value that the graph calls by that name
+is its cast, computed once, ahead of the first instruction that reads it. A sharded source is cast before it is
+gathered, so that the message has few bytes. The gradient of a parameter is cast before its first reduction, and to the
+stored dtype as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def computed_name(source: str) -> str:
-    """The name of a source's cast."""
+    """Return the name of a source's cast."""
     return f"{source}~"
 
 
 def cast(name: str, result: str, form: Form, origin: Origin) -> Compute:
-    """``name`` in the dtype of ``form``, contiguous. ``origin``: of what needs it."""
+    """Return the instruction that casts ``name`` to the dtype of ``form``, contiguous. ``origin``: of its reader."""
     kwargs = (("dtype", form.dtype), ("memory_format", torch.contiguous_format))
     return Compute(CAST, (Ref(name),), kwargs, (result,), ((),), (form,), (None,), replace(origin, part="cast"))
 
@@ -34,8 +34,8 @@ def cast(name: str, result: str, form: Form, origin: Origin) -> Compute:
 def before_first_use(
     instructions: Sequence[Instruction], casts: Mapping[str, Compute], ends: Iterable[str]
 ) -> list[Instruction]:
-    """The instructions with every cast (by the name that it makes) ahead of the first one that reads it; at the end
-    those of ``ends`` that nothing reads."""
+    """Return the instructions with every cast (keyed by its result) ahead of the first reader of its result. Casts in
+    ``ends`` without a reader come last."""
     left, written = dict(casts), list[Instruction]()
     for instruction in instructions:
         due = [left.pop(name) for name in dict.fromkeys(instruction.operands) if name in left]

@@ -1,13 +1,13 @@
-"""When the messages of parameters go, where a conversion takes several, and where several are needed at once.
+"""Issue order of parameter all-gathers and gradient reduce-scatters that take several collectives.
 
-Every message has the time from one *place* to the next: buckets between which there is no product are in one place, as
-what is computed between them hides nothing. In forward an exchange of n messages leaves n places ahead of its use, and
-its next message leaves with what the last one brought at every place on the way. In backward gradients go on where
-buckets of other places leave, and arrive there if forward gathers them, else at the end. So a message over one axis
-travels beside that of the next bucket over another.
+Every message may take the time from one *place* to the next. Buckets with no product between them are in one place:
+what is computed between them is too short to hide a message. In forward an exchange of n messages starts n places ahead
+of its use; at every place on the way the next message leaves with the data of the last one. In backward the next
+message of a gradient leaves where a bucket of another place starts. The last one arrives there if forward gathers the
+parameter, else at the end. So a message over one axis overlaps with that of the next bucket over another axis.
 
-An exchange is a tuple of *legs*: the first is what leaves, each later one what arrives and leaves again, the last what
-arrives in the end.
+An exchange is a tuple of *legs*: the first one is the first departure, each later one an arrival followed by the next
+departure, the last one the final arrival.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Leg = TypeVar("Leg")
 
 
 def legs_ahead(counts: Sequence[int], places: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """What leaves at the start, and ahead of each exchange's arrival: (exchange, leg). First legs go ahead of what has
-    to arrive first, which nothing does at the start. ``counts``: messages per exchange, in the order in which they are
-    needed; ``places``: where."""
+    """Return the (exchange, leg) pairs to issue at the start, and ahead of each exchange's final arrival. First legs
+    come before legs that begin with an arrival. ``counts``: messages per exchange, in the order in which exchanges are
+    needed; ``places``: the place of each."""
     firsts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if a != b)] if places else []
     groups = [range(begin, end) for begin, end in pairwise([*firsts, len(places)])]
     ahead: list[list[tuple[int, int]]] = [[] for _ in range(len(counts) + 1)]
@@ -39,8 +39,8 @@ def legs_ahead(counts: Sequence[int], places: Sequence[int]) -> list[list[tuple[
 
 @dataclass
 class InFlightExchange(Generic[Leg]):
-    """An exchange of gradients on its way: the place where it left or went on, whether forward gathers the parameters,
-    and the legs to go."""
+    """An exchange of gradients in flight: the place of its last departure, whether forward gathers the parameters, and
+    the remaining legs."""
 
     place: int
     is_gathered: bool
@@ -49,13 +49,13 @@ class InFlightExchange(Generic[Leg]):
 
 @dataclass
 class GradientReduceQueue(Generic[Leg]):
-    """Exchanges of gradients on their way, in the order in which they left."""
+    """Exchanges of gradients in flight, in the order in which they started."""
 
     flights: list[InFlightExchange[Leg]] = field(default_factory=list)
 
     def leave(self, place: int, is_gathered: bool, legs: Sequence[Leg]) -> Iterator[Leg]:
-        """An exchange leaves: its first leg, and those of others that follow. What leaves again goes ahead of what
-        arrives."""
+        """Start an exchange: yield its first leg and the legs of other exchanges that are now due. Legs with a further
+        departure come before final arrivals."""
         first, *rest = legs
         yield first
         for flight in sorted(self.flights, key=lambda flight: -len(flight.legs)):
@@ -66,7 +66,7 @@ class GradientReduceQueue(Generic[Leg]):
         self.flights = [*(flight for flight in self.flights if flight.legs), InFlightExchange(place, is_gathered, rest)]
 
     def end(self) -> Iterator[Leg]:
-        """All that is left."""
+        """Yield all remaining legs."""
         while self.flights:
             most = max(len(flight.legs) for flight in self.flights)
             for flight in self.flights:

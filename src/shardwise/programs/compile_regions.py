@@ -1,13 +1,13 @@
-"""Regions: parts of a step that are made into kernels together, forward with its backward.
+"""Compile regions: parts of a step that are compiled together, forward with its backward.
 
-A compiler decides for a region what is kept between its two halves, and it has to do so once for all regions that are
-equal. So the repeated layers of a model are regions of one *kind*, and what is before, between and behind them is the
-rest. Messages stay where the program has them: a region is cut into *sections*, runs of kernels without a message in
-between, and the order of exchanges, which all ranks have in common, is never touched.
+A compiler decides for a region which values are kept between its two halves, once for all equal regions. So the
+repeated layers of a model are regions of one *kind*; the kernels before, between and after them form the remaining
+regions. Messages stay where the program has them: a region is cut into *sections*, runs of kernels without a message in
+between. The order of exchanges is the same on all ranks and never changes.
 
-Layers are found as a stretch of forward in which the same kernels come again and again, with no look at names
-(``_stretches``), and cut where the fewest bytes are alive. Kernels of backward belong to the region of their operator.
-Nothing depends on this being right: two regions are of one kind only if they are equal kernel by kernel (``kind_of``).
+Layers are found as a stretch of forward in which the same kernels repeat, regardless of names (``_longest``), and cut
+where the fewest bytes are alive. Kernels of backward belong to the region of their operator. Correctness does not
+depend on this search: two regions are of one kind only if they are equal kernel by kernel (``kind_of``).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import numbered, typed_key
 
-FEWEST_REPEATS = 3  # of a layer: two are compiled as they are
-FEWEST_KERNELS = 8  # in a layer: what is shorter gains less than it loses at its edges
+FEWEST_REPEATS = 3  # of a layer: two are not worth a shared kind
+FEWEST_KERNELS = 8  # in a layer: shorter ones lose more at their edges than they gain
 Kernel = Compute | Convert  # a conversion without a message
 Section = tuple[Kernel, ...]
 
 
 @dataclass(frozen=True)
 class CompileRegion:
-    """Pieces of forward and of backward. ``inputs``: what forward reads from outside; ``late``: what else backward
-    does; ``outputs``, ``results``: what forward and backward make that others read."""
+    """Sections of forward and of backward that are compiled together. ``inputs``: outside values that forward reads;
+    ``late``: those that only backward reads; ``outputs``, ``results``: values of forward and backward read outside."""
 
     forward: tuple[Section, ...]
     backward: tuple[Section, ...]
@@ -57,7 +57,7 @@ class CompileRegion:
 
 @dataclass(frozen=True, slots=True)
 class SectionIndex:
-    """The place of a section in a list: the number of its region, and its own in this half of the region."""
+    """Refers to a section: the number of its region, and its number in this half of the region."""
 
     region: int
     section: int
@@ -65,8 +65,8 @@ class SectionIndex:
 
 @dataclass(frozen=True)
 class RegionProgram:
-    """A step as sections of regions, and the instructions between them. ``program``: the step, in which layers have in
-    common what they made of the same values."""
+    """A step as sections of regions, and the instructions between them. ``program``: the step after values that several
+    layers compute equally were merged."""
 
     program: RankProgram
     regions: tuple[CompileRegion, ...]
@@ -75,7 +75,7 @@ class RegionProgram:
 
 
 def divide(program: RankProgram, is_kernel: Callable[[Instruction], bool]) -> RegionProgram:
-    """The step in regions. ``is_kernel``: whether a compiler may have an instruction; a message it never gets."""
+    """Divide the step into regions. ``is_kernel``: whether an instruction may be compiled; messages never are."""
 
     def inside(instruction: Instruction) -> bool:
         return isinstance(instruction, (Compute, Convert)) and not sent_by(instruction) and is_kernel(instruction)
@@ -104,8 +104,8 @@ def divide(program: RankProgram, is_kernel: Callable[[Instruction], bool]) -> Re
 
 
 def kind_of(region: CompileRegion, program: RankProgram) -> object:
-    """A key that is equal for regions that one compiled pair of halves serves: the same kernels on tensors of the same
-    forms, connected in the same way, inside and with what is outside."""
+    """Return a key that is equal for regions that can share one compiled pair of halves: the same kernels on tensors of
+    the same forms, connected in the same way, inside and to the outside."""
     number: dict[str, int] = {}
     static = {source.value for source in program.spmd.graph.sources if source.kind == "parameter"} | {*program.given}
 
@@ -126,7 +126,7 @@ def kind_of(region: CompileRegion, program: RankProgram) -> object:
 
 
 def _content(instruction: Instruction) -> object:
-    """What an instruction does, without names."""
+    """Return a key for what an instruction does, without names."""
     forms: tuple[Form, ...] = forms_of(instruction)
     if isinstance(instruction, Compute):
         call, _ = numbered(instruction.target, instruction.args, instruction.kwargs)
@@ -141,7 +141,7 @@ def _content(instruction: Instruction) -> object:
 
 
 def _cuts(program: RankProgram) -> list[int]:
-    """Positions in forward where a layer begins or the last one ends."""
+    """Return the positions in forward where a layer begins or the last one ends."""
     positions = [i for i, instruction in enumerate(program.forward) if not _of_parameters(instruction)]
     codes: dict[object, int] = {}
     tokens = [codes.setdefault(_content(program.forward[i]), len(codes)) for i in positions]
@@ -172,7 +172,7 @@ def _cuts(program: RankProgram) -> list[int]:
 
 
 def _between_operators(instructions: Sequence[Instruction], positions: Sequence[int], start: int) -> bool:
-    """Whether the kernels of one operator stay together when a layer begins here."""
+    """Return whether a layer that begins here keeps the kernels of each operator together."""
     if start == 0:
         return True
     before, after = instructions[positions[start - 1]].origin, instructions[positions[start]].origin
@@ -180,8 +180,8 @@ def _between_operators(instructions: Sequence[Instruction], positions: Sequence[
 
 
 def _longest(tokens: Sequence[int], start: int, stop: int) -> tuple[int, int, int] | None:
-    """(first, period, end) of the stretch of a range of tokens that repeats itself over the greatest length; of equal
-    lengths that with the shortest period."""
+    """Return (first, period, end) of the longest periodic stretch in a range of tokens; of equal lengths the one with
+    the shortest period."""
     last: dict[int, int] = {}
     gaps: Counter[int] = Counter()
     for i in range(start, stop):
@@ -202,7 +202,7 @@ def _longest(tokens: Sequence[int], start: int, stop: int) -> tuple[int, int, in
 
 
 def _alive(program: RankProgram) -> list[int]:
-    """Per position in forward the bytes that were made before and are read there or later."""
+    """Return per position in forward the bytes that were allocated before and are read there or later."""
     root = memories(program.forward, program.taken)
     last: dict[str, int] = {}
     for i, instruction in enumerate(program.forward):
@@ -220,7 +220,7 @@ def _alive(program: RankProgram) -> list[int]:
 
 
 def _of_parameters(instruction: Instruction) -> bool:
-    """Whether it is an exchange of parameters or of their gradients, which buckets put anywhere."""
+    """Return whether it is an exchange of parameters or of their gradients. Buckets may put these anywhere."""
     return not isinstance(instruction, (Compute, Copy, Land)) and instruction.of_parameters
 
 
@@ -230,7 +230,7 @@ Labelled = tuple[Instruction, int]
 
 
 def _forward_labels(instructions: Sequence[Instruction], cuts: Sequence[int]) -> list[int]:
-    """The number of cuts before each; an exchange of parameters belongs to what comes next."""
+    """Return the number of cuts before each instruction. An exchange of parameters gets the label of the next one."""
     labels, label = [0] * len(instructions), len(cuts)
     for i in reversed(range(len(instructions))):
         if not _of_parameters(instructions[i]):
@@ -240,8 +240,8 @@ def _forward_labels(instructions: Sequence[Instruction], cuts: Sequence[int]) ->
 
 
 def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tuple[RankProgram, list[int]]:
-    """What several layers make of the same values from ahead of them (masks, tables of positions) is made once, ahead
-    of them: so that it is kept once."""
+    """Merge values that several layers compute equally from values before them (masks, position tables). They are
+    computed once, before the layers, and so kept once."""
     ahead = set(program.taken)
     for instruction, label in zip(program.forward, labels, strict=True):
         if label == 0 and not _of_parameters(instruction):
@@ -289,7 +289,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
 
 
 def _renamed(program: RankProgram, names: dict[str, str]) -> RankProgram:
-    """The program with some values called otherwise, wherever they are read."""
+    """Return the program with some values renamed wherever they are read."""
     if not names:
         return program
 
@@ -315,7 +315,7 @@ def _writes(instruction: Instruction) -> tuple[str, ...]:
 
 
 def _backward_labels(program: RankProgram, of_op: dict[str, int], last: int) -> list[int]:
-    """The region of an operator, or that of what it reads where this comes later in backward."""
+    """Return the label of each instruction: the smallest of its operator and its operands. It runs last in backward."""
     maker: dict[str, int] = {}
     labels = []
     for instruction in program.backward:
@@ -326,7 +326,7 @@ def _backward_labels(program: RankProgram, of_op: dict[str, int], last: int) -> 
 
 
 def _sorted(instructions: Sequence[Labelled], inside: Callable[[Instruction], bool]) -> list[Labelled]:
-    """Kernels between two messages, those of the later layers first: what they read has no smaller label."""
+    """Sort the kernels between two messages, those of later layers first. Their operands never have smaller labels."""
     ordered: list[Labelled] = []
     run: list[Labelled] = []
     for item in instructions:
@@ -340,8 +340,8 @@ def _sorted(instructions: Sequence[Labelled], inside: Callable[[Instruction], bo
 
 
 def _float_up(instructions: Sequence[Instruction], labels: Sequence[int]) -> list[Labelled]:
-    """Exchanges of parameters go up to the start of their region, as far as what they need is there and no other
-    exchange is passed: so that layers look alike wherever a bucket ends."""
+    """Move exchanges of parameters up to the start of their region, but not past their operands or another exchange. So
+    layers have equal sections wherever a bucket ends."""
     floated: list[Labelled] = []
     for item in zip(instructions, labels, strict=True):
         place = len(floated)
@@ -354,7 +354,7 @@ def _float_up(instructions: Sequence[Instruction], labels: Sequence[int]) -> lis
 
 
 def _sink(instructions: Sequence[Labelled]) -> list[Labelled]:
-    """Exchanges of gradients go down to the end of their region in the same manner."""
+    """Move exchanges of gradients down to the end of their region in the same manner."""
     sunk: list[Labelled] = []  # from the end
     for item in reversed(instructions):
         place = len(sunk)
@@ -373,7 +373,7 @@ def _may_pass(other: Labelled, item: Labelled, needed: set[str]) -> bool:
 def _sections(
     instructions: Sequence[Labelled], inside: Callable[[Instruction], bool]
 ) -> tuple[list[SectionIndex | Instruction], dict[int, list[Section]]]:
-    """The list with runs of kernels of one region as sections, and the sections of each region."""
+    """Return the list in which runs of kernels of one region are sections, and the sections of each region."""
     listed: list[SectionIndex | Instruction] = []
     sections: dict[int, list[list[Kernel]]] = {}
     current: int | None = None
@@ -395,7 +395,7 @@ def _sections(
 def _regions(
     program: RankProgram, halves: Sequence[tuple[Sequence[Section], Sequence[Section]]]
 ) -> tuple[CompileRegion, ...]:
-    """Regions of sections, with what goes in and out."""
+    """Build the regions from their sections, with their inputs and outputs."""
     home: dict[str, tuple[int, int]] = {}  # name -> (region, half)
     for number, both in enumerate(halves):
         for side, sections in enumerate(both):
@@ -438,7 +438,7 @@ def _regions(
 
 
 def _check_writes(program: RankProgram, home: dict[str, tuple[int, int]]) -> None:
-    """Raise BrokenProgram where a kernel overwrites what another region, or nobody here, has made."""
+    """Raise BrokenProgram if a kernel overwrites memory that its own region did not allocate."""
     known = [*program.taken, *(name for name in program.cotangents if name)]
     root = memories([*program.forward, *program.backward], known)
     for instruction in (*program.forward, *program.backward):

@@ -1,4 +1,4 @@
-"""The cotangents of values while backward is written: where a value has several consumers, each brings one."""
+"""Accumulates the cotangents of values while backward is written: every consumer of a value contributes one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class Cotangents:
-    """``names``: of a value that has one, the name of its cotangent so far; ``forms``: of all names."""
+    """The cotangents so far. ``names``: value -> the name of its cotangent, if it has one; ``forms``: of all names."""
 
     forms: dict[str, Form]
     names: dict[str, str] = field(default_factory=dict)
 
     def add(self, value: str, cotangent: str, origin: Origin, into: list[Instruction]) -> None:
-        """A cotangent of a value arrives: it is added to what came before, in ``into``."""
+        """Add a cotangent to those that the value already has. The addition is appended to ``into``."""
         if not self.forms[value].requires_grad:
             return
         before = self.names.get(value)
@@ -29,11 +29,11 @@ class Cotangents:
             self.names[value] = cotangent
             return
         first, second = self.forms[before], self.forms[cotangent]
-        dtype = torch.promote_types(first.dtype, second.dtype)  # of a parameter, one may have been reduced in another
+        dtype = torch.promote_types(first.dtype, second.dtype)  # those of a parameter may be reduced in other dtypes
         same = first.stride == second.stride and dtype == first.dtype
         form = first if same else Form.contiguous(first.shape, dtype)
         total = f"{cotangent}+{before}"
-        if total in self.forms:  # another value has the same two: both were added, and the sum was used twice
+        if total in self.forms:  # another value has the same two cotangents: the values were added, the sum used twice
             total = f"{total}:{value}"
         self.forms[total] = form
         args = (Ref(before), Ref(cotangent))
@@ -41,7 +41,7 @@ class Cotangents:
         into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))
 
     def zeros(self, name: str, like: Form, origin: Origin, into: list[Instruction]) -> str:
-        """A cotangent of zeros is made, in ``into``, and has this name."""
+        """Append to ``into`` a cotangent of zeros with this name, and return the name."""
         form = self.forms[name] = Form.contiguous(like.shape, like.dtype)
         kwargs = (("dtype", form.dtype), ("device", None))
         into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))

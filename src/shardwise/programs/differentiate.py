@@ -1,12 +1,12 @@
-"""From a rank's local operators to its step: one list of instructions, forward and backward.
+"""Differentiates a rank's local operators into its training step: instruction lists for forward and backward.
 
 Backward is written by walking forward from its end. Every call contributes its vector-Jacobian product (``vjp``), every
-conversion the other column of its cell, and where a value has several consumers their cotangents are added in the order
-in which autograd would add them, the latest consumer first. Conversions that do nothing on this rank disappear: the
+conversion the backward column of its cell. The cotangents of a value with several consumers are added in the order in
+which autograd would add them, the latest consumer first. Conversions that do nothing on this rank are left out: the
 value gets a second name.
 
-What an operator does for the cotangent of its input comes first, then what it does for gradients of parameters, so that
-a message with the former travels while the latter is computed.
+Each operator first computes the cotangent of its input, then the gradients of its parameters. So a message with the
+cotangent is in flight while the gradients are computed.
 """
 
 from __future__ import annotations
@@ -49,23 +49,22 @@ def differentiate(
     reached: Sequence[bool] | None = None,
     with_gradients: bool = True,
 ) -> RankProgram:
-    """The step of a rank. ``loss_only``: only the loss and what is written back are made, not the other outputs;
-    ``overlap``: whether messages travel while something else is computed (else every one is waited for on the spot);
-    ``reached``: per delivered value whether it gets a cotangent (by default all that are differentiable, of a part of a
-    cut graph the loss and those whose cotangents come from outside); ``with_gradients``: whether there is a backward at
-    all."""
+    """Return the step of a rank. ``loss_only``: compute only the loss and the values written back, not other outputs;
+    ``overlap``: whether messages overlap with computation (else every message blocks); ``reached``: per delivered value
+    whether it gets a cotangent (default: all differentiable ones; for a part of a cut graph the loss and the values
+    whose cotangents come from outside); ``with_gradients``: whether to write a backward."""
     delivered = delivered_values(local.spmd, loss_only=loss_only)
     return finished(_StepWriter(local, kinds, overlap).write(delivered, reached, with_gradients, loss_only))
 
 
 def keeping_all(local: LocalProgram, kinds: VjpCache) -> RankProgram:
-    """What ``differentiate`` makes of a rank's operators before it looks at lifetimes: all that backward reads is kept.
-    ``finished`` with an ``spmd`` that has others is the step with these."""
+    """Return the step of a rank without lifetimes: every value that backward reads is kept. ``finished`` applies the
+    lifetimes of the program's ``spmd``, which the caller may replace first."""
     return _StepWriter(local, kinds, overlap=True).write(delivered_values(local.spmd, loss_only=True), None, True, True)
 
 
 def finished(program: RankProgram) -> RankProgram:
-    """A step that keeps all, with the lifetimes that its ``spmd`` says, and what its exchanges may overwrite."""
+    """Apply the lifetimes of its ``spmd`` to a step that keeps everything, and mark what exchanges may overwrite."""
     return mark_overwrites(with_lifetimes(program))
 
 
@@ -150,7 +149,7 @@ class _StepWriter:
                 self.parameter_values.add(source.value)
 
     def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
-        """Those of the local instructions that the delivered values and the mutations need."""
+        """Return the local instructions that the delivered values and the mutations need."""
         wanted = {*delivered, *(value for _, value in self.spmd.mutations)}
         kept: list[LocalOp | Conversion | Bucket] = []
         for instruction in reversed(with_biases(self.local)):
@@ -170,7 +169,7 @@ class _StepWriter:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[LocalCall | ConversionGroup]:
-        """The instructions with the forms of everything that they make."""
+        """Return the instructions as entries, and record the forms of their results."""
         entries: list[LocalCall | ConversionGroup] = []
         for instruction in instructions:
             if isinstance(instruction, LocalOp):
@@ -190,14 +189,14 @@ class _StepWriter:
         for result, name, form in zip(local.results, kind.results, kind.forms, strict=True):
             takes_grad = form.requires_grad and self.graph.by_name[result].requires_grad
             self.forms[result] = form.with_gradient(takes_grad)
-            if name.isdigit():  # an operand, handed on
+            if name.isdigit():  # the call returns an operand
                 self._alias(result, names[int(name)])
         if names and all(name in self.parameter_values for name in names):
             self.parameter_values.update(local.results)
         return LocalCall(local, call, names, kind, local.results)
 
     def _alias(self, name: str, other: str) -> None:
-        """``name`` is the value ``other``, though a gradient need not flow through both."""
+        """Record that ``name`` is the value ``other``. Its ``requires_grad`` may differ."""
         self.aliases[name] = self.resolve(other)
 
     def _converted(self, conversion: Conversion) -> None:
@@ -250,7 +249,7 @@ class _StepWriter:
             names = dict(zip(map(str, range(len(operands))), operands, strict=True))
             kept = [i for i, name in enumerate(kind.results) if not name.isdigit()]
             if not kept:
-                return []  # it hands on its operand
+                return []  # it returns its operand
             named = dict(zip(kind.results, entry.results, strict=True))
             args, kwargs = renamed(entry.call[1], entry.call[2], names)
             return [
@@ -273,13 +272,13 @@ class _StepWriter:
     def _kernels_of(
         self, entry: LocalCall, kind: ForwardTrace, backward: BackwardTrace, origin: Origin
     ) -> list[Instruction]:
-        """The kernels of a call one by one, as far as its results and its backward need them."""
+        """Return the kernels of a call that its results and its backward need, one by one."""
         kept = needed_kernels(kind.kernels, {*kind.results, *backward.needs})
         names = self._forward_names(entry)
         return [self._compute(kernel, names, origin) for kernel in kept]
 
     def _forward_names(self, entry: LocalCall) -> dict[str, str]:
-        """Name inside of the kind -> name in the program, of all that forward makes."""
+        """Map the names inside of the kind to names in the program, for all values of forward."""
         names = {str(i): self.resolve(name) for i, name in enumerate(entry.names)}
         names |= {name: self.resolve(result) for name, result in zip(entry.kind.results, entry.results, strict=True)}
         for kernel in entry.kind.kernels:
@@ -300,8 +299,8 @@ class _StepWriter:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _write_backward(self, entries: Sequence[LocalCall | ConversionGroup]) -> None:
-        """From the end; the conversions ahead of a call go in the order: values, then parameters."""
-        late: list[Instruction] = []  # what the last call does for gradients of parameters
+        """Write backward from the end. Of the conversions ahead of a call, those of values come before parameters."""
+        late: list[Instruction] = []  # instructions of the last call for gradients of parameters
         for entry in in_backward_order(entries, self.spmd.steps):
             if isinstance(entry, LocalCall):
                 self.backward += late
@@ -335,13 +334,13 @@ class _StepWriter:
             self._go_on(leg)
 
     def _go_on(self, leg: tuple[Depart | Arrive, ...]) -> None:
-        """A leg of an exchange of cotangents: the last one brings them."""
+        """Append a leg of an exchange of cotangents. The last leg delivers them."""
         self.backward += leg
         if isinstance(leg[-1], Arrive):
             self._arrived(leg[-1], self.backward)
 
     def _backward_of(self, entry: LocalCall) -> list[Instruction]:
-        """Write what the call does for cotangents of values; what it does for gradients of parameters is returned."""
+        """Write the instructions for cotangents of values, and return those for gradients of parameters."""
         cotangents = tuple(self.cotangents.names.get(result) for result in entry.results)
         if not any(cotangents):
             return []
@@ -369,7 +368,7 @@ class _StepWriter:
             if not operands[i].requires_grad:
                 continue
             into, why = (late, late_origin) if i in weights else (self.backward, origin)
-            if cotangent is None:  # PyTorch knows that it is zero; what all ranks do must not depend on that
+            if cotangent is None:  # PyTorch returns no zeros; but all ranks must run the same exchanges
                 name = self.cotangents.zeros(f"{entry.results[0]}'0:{i}", operands[i], why, into)
             else:
                 name = names[cotangent]
@@ -384,7 +383,7 @@ class _StepWriter:
         origin: Origin,
         names: dict[str, str],
     ) -> None:
-        """The backward of a call that only autograd can differentiate."""
+        """Write the backward of a call that only autograd can differentiate."""
         wanted = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
         results = tuple(f"{entry.results[0]}'{name}" for _, name in wanted)
         names.update({name: result for (_, name), result in zip(wanted, results, strict=True)})
@@ -399,13 +398,13 @@ class _StepWriter:
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
     def _travelling(self, entry: ConversionGroup, *, backward: bool) -> tuple[Conversion, ...]:
-        """Those conversions of an exchange that have something to convert: on the way back, a cotangent."""
+        """Return the conversions of an exchange that have something to convert: in backward, those with a cotangent."""
         if not backward:
             return entry.conversions
         return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
 
     def _sends(self, entry: ConversionGroup, backward: bool) -> int:
-        """How many messages an exchange is."""
+        """Return the number of messages of an exchange."""
         return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
 
     def _travellers(self, entry: ConversionGroup, *, backward: bool) -> FusedConversions:
@@ -421,7 +420,7 @@ class _StepWriter:
         return FusedConversions(conversions, operands, results, backward, entry.of_parameters)
 
     def _to_reduce(self, conversion: Conversion) -> str:
-        """The cotangent of a conversion in the dtype in which it is reduced."""
+        """Return a conversion's cotangent in the dtype in which it is reduced. Append the cast if needed."""
         name, dtype = self.cotangents.names[conversion.result], self.graph.by_name[conversion.origin].reduced
         if dtype is None or self.forms[name].dtype == dtype:
             return name
@@ -431,7 +430,7 @@ class _StepWriter:
         return result
 
     def _exchanged(self, entry: ConversionGroup, *, backward: bool) -> list[Instruction]:
-        """An exchange that is waited for on the spot, or what it does without a message."""
+        """Return a blocking exchange, or its local conversions if it sends no message."""
         written: list[Instruction] = []
         if self._sends(entry, backward):
             together = self._travellers(entry, backward=backward)
@@ -448,7 +447,7 @@ class _StepWriter:
         return written
 
     def _convert_back(self, conversion: Conversion, written: list[Instruction]) -> None:
-        """The cotangent of one conversion, without a message."""
+        """Convert the cotangent of one conversion without a message."""
         if not conversion.differentiable:
             return
         cotangent = self.cotangents.names[conversion.result]
@@ -463,7 +462,7 @@ class _StepWriter:
         for conversion, result in zip(exchange.conversions, exchange.results, strict=True):
             origin, value = self.exchanges.origin(conversion, True), self.graph.by_name[conversion.origin]
             if conversion.origin not in self.graph.source_of and self.forms[result].dtype != value.dtype:
-                # It was reduced in another dtype; the backward of the operator that made the value goes on in its own.
+                # It was reduced in another dtype; the backward of the value's producer needs the value's dtype.
                 into.append(self.exchanges.cast(result, value.dtype, conversion))
                 result = into[-1].results[0]
             self.cotangents.add(conversion.value, result, origin, into)

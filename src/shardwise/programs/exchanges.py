@@ -1,4 +1,4 @@
-"""Conversions of a step as instructions: on the spot, or as a message that leaves and one that arrives."""
+"""Writes the conversions of a step as instructions: blocking, or split into departure and arrival."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.programs.spmd_steps import Conversion, legs_of
 
 @dataclass(frozen=True)
 class FusedConversions:
-    """Conversions that travel together in one direction, with the names of what they take and make."""
+    """Conversions that share messages in one direction, with the names of their operands and results."""
 
     conversions: tuple[Conversion, ...]
     operands: tuple[str, ...]
@@ -29,8 +29,7 @@ class FusedConversions:
 
 @dataclass
 class ExchangeWriter:
-    """Writes the exchanges of the rank at ``coordinates``. ``forms``: of all names, to which those of results are
-    added."""
+    """Writes the exchanges of the rank at ``coordinates``, and adds the forms of their results to ``forms``."""
 
     graph: Graph
     coordinates: Mapping[str, int]
@@ -51,7 +50,7 @@ class ExchangeWriter:
         )
 
     def on_its_way(self, travellers: FusedConversions) -> list[tuple[Depart | Arrive, ...]]:
-        """The legs of an exchange (``programs.comm_schedule``), of which every message has a flight of its own."""
+        """Return the legs of an exchange (``programs.comm_schedule``); every message is a flight of its own."""
         legs: list[tuple[Depart | Arrive, ...]] = [()]
         parts = legs_of(travellers.conversions, backward=travellers.backward)
         operands = travellers.operands
@@ -66,7 +65,7 @@ class ExchangeWriter:
         return legs
 
     def _flight(self, travellers: FusedConversions) -> tuple[Depart, Arrive]:
-        """The message leaves; the message arrives."""
+        """Return the departure and the arrival of one message."""
         flight = f"flight {self._flights}"
         self._flights += 1
         forms, shares = self._forms_and_shares(travellers)
@@ -77,7 +76,7 @@ class ExchangeWriter:
         return departure, arrival
 
     def cast(self, name: str, dtype: torch.dtype, conversion: Conversion) -> Compute:
-        """A cotangent of a conversion in another dtype, ahead of its reduction or behind it."""
+        """Return the cast of a conversion's cotangent to another dtype, before or after its reduction."""
         result = self.cast_name(name, dtype)
         form = self.forms[result] = Form.contiguous(self.forms[name].shape, dtype)
         return cast(name, result, form, self.origin(conversion, True))
@@ -86,13 +85,13 @@ class ExchangeWriter:
         return f"{name}~{format_dtype(dtype)}"
 
     def origin(self, conversion: Conversion, backward: bool) -> Origin:
-        """The operator that needs the converted value, or for what the user gets the one that made it."""
+        """Return the operator that needs the converted value, or for an output of the model the one that made it."""
         op = self.graph.op_by_name.get(conversion.op) or self.graph.producer.get(conversion.origin)
         part: Part = "input" if backward else "forward"
         return Origin(op.name if op else conversion.op, op.source if op else "", part)
 
     def _forms_and_shares(self, travellers: FusedConversions) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
-        """Per result its form, and the operand whose memory it has, if any."""
+        """Return the form of each result, and the operand whose memory it shares, or None."""
         forms, shares = [], []
         named = zip(travellers.conversions, travellers.operands, travellers.results, strict=True)
         for conversion, operand, result in named:

@@ -1,4 +1,4 @@
-"""A tensor as an allocator sees it: sizes, strides and dtype."""
+"""Tensor metadata as an allocator sees it: sizes, strides and dtype."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwise.graph.ir import Value
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Sizes, strides and dtype of a tensor; whether a gradient flows through it. ``is_conj``, ``is_neg``: its memory
-    holds the conjugates of its numbers, or their negatives, as torch's lazy views of complex tensors have them."""
+    """Sizes, strides and dtype of a tensor, and whether a gradient flows through it. ``is_conj``, ``is_neg``: whether
+    it is a lazy conjugate or negative view of its memory, as PyTorch makes them of complex tensors."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,19 +30,19 @@ class Form:
 
     @staticmethod
     def of_value(value: Value) -> Form:
-        """That of a value of a graph, whose memory is contiguous."""
+        """Return the form of a value of a graph, which is contiguous."""
         takes_grad = value.requires_grad and (value.dtype.is_floating_point or value.dtype.is_complex)
         return Form.contiguous(value.shape, value.dtype, takes_grad)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Form:
-        """That of a tensor."""
+        """Return the form of a tensor."""
         sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
         return Form(sizes, strides, tensor.dtype, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
 
     def empty(self, device: str) -> torch.Tensor:
-        """A tensor of this form. One that needs a gradient is a view of a leaf, which operators in place may be called
-        on."""
+        """Return an uninitialized tensor of this form. One that needs a gradient is a view of a leaf, because autograd
+        refuses in-place operators on leaves."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.requires_grad:
             tensor = tensor.requires_grad_().as_strided(tensor.shape, tensor.stride())
@@ -51,14 +51,14 @@ class Form:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its numbers lie in memory as they are, one after the other."""
+        """Return whether the memory holds the elements in order, neither conjugated nor negated."""
         if self.is_conj or self.is_neg:
             return False
         return self.stride == Form.contiguous(self.shape, self.dtype).stride or 0 in self.shape
 
     @property
     def num_bytes(self) -> int:
-        """Of a tensor that has its memory for itself."""
+        """Return the bytes of a tensor that shares its memory with no other. Expanded dims count once."""
         count = self.dtype.itemsize
         for size, stride in zip(self.shape, self.stride, strict=True):
             count *= size if stride else 1
@@ -70,7 +70,7 @@ class Form:
 
 @lru_cache(maxsize=16384)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of contiguous memory."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -1,5 +1,5 @@
-"""Biases inside of products: in a graph a linear layer is a product and an addition, on a rank one call again where
-nothing else needs what is between them."""
+"""Bias fusion: a linear layer is a product and an addition in a graph, and one call on a rank if nothing else reads the
+product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.programs.spmd_steps import Conversion
 
 aten = torch.ops.aten
 
-# A product -> what of its call is another where a bias is added.
+# A product -> the fields of its call that change when a bias is added.
 _WITH_BIAS: dict[Any, Callable[[tuple[Arg, ...], Arg], dict[str, Any]]] = {
     aten.linear.default: lambda args, bias: {"args": (*args, bias)},
     aten.mm.default: lambda args, bias: {"target": aten.addmm.default, "args": (bias, *args)},
@@ -26,7 +26,7 @@ _WITH_BIAS: dict[Any, Callable[[tuple[Arg, ...], Arg], dict[str, Any]]] = {
 
 
 def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
-    """The local instructions with biases added inside of products. A joined call stands where the addition stood."""
+    """Return the local instructions with biases fused into products. A fused call stands where the addition stood."""
     uses = _uses(program)
     layouts = program.spmd.layouts
     joined: list[LocalOp | Conversion | Bucket | None] = list(program.instructions)
@@ -42,7 +42,7 @@ def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
             for product, bias in (names, names[::-1]):
                 if product is None or bias is None or product not in products or uses[product] > 1:
                     continue
-                # By the global shapes: what is joined decides the order of messages, and must not depend on the rank.
+                # By global shapes: fusion affects the order of messages, so it must not depend on the rank.
                 if layouts[bias].shape == layouts[product].shape[-1:] and _same_dtype(program, product, bias):
                     at = products.pop(product)
                     first = joined[at]
@@ -60,7 +60,7 @@ def _same_dtype(program: LocalProgram, first: str, second: str) -> bool:
 
 
 def _uses(program: LocalProgram) -> Counter[str]:
-    """How often every value is used, results of the program included."""
+    """Count the uses of every value. Being a result of the program is a use."""
     uses: Counter[str] = Counter()
     for instruction in program.instructions:
         if isinstance(instruction, LocalOp):

@@ -1,10 +1,10 @@
-"""What a step of several passes does once: casts and gathers of parameters ahead of the first pass, reductions of their
-gradients behind the last.
+"""Gradient accumulation: casts and gathers parameters once before the first micro-batch, and reduces their gradients
+once after the last.
 
-Conversions and casts are linear, so the sum over passes of what is reduced is the reduction of the sum. A pass takes
-such a parameter as its operators use it, and hands out the gradient as its operators make it; these add up on every
-device by itself. That costs no message per pass and, where a parameter is stored as it is used, no memory: else (stored
-in parts, ``search.zero``) whole gradients stay from pass to pass, which is stage 1 of ZeRO and not stage 2.
+Conversions and casts are linear, so the sum over micro-batches of reduced gradients is the reduction of their sum. A
+micro-batch takes such a parameter in the layout in which operators use it, and its gradients are accumulated locally on
+every device. That needs no message per micro-batch. It needs no memory if a parameter is stored in the layout in which
+it is used. Else (sharded storage, ``search.zero``) whole gradients are kept between micro-batches: ZeRO stage 1, not 2.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardwise.programs.spmd_steps import Conversion, OpStep
 
 @dataclass(frozen=True)
 class GradAccumProgram:
-    """A rank's step of several passes. ``each``: a pass, which takes the values ``given`` beside the sources; ``ahead``
-    delivers them (it has no backward); ``behind`` has a backward only, from the sums of the passes' gradients
-    (``saved``, in the order of its ``gradients``) to those of the parameters. ``ahead`` and ``behind`` are empty where
+    """A rank's step of several micro-batches. ``each``: one micro-batch, which takes the values ``given`` beside the
+    sources; ``ahead`` delivers them and has no backward; ``behind`` has only a backward: from the accumulated gradients
+    (``saved``, in the order of its ``gradients``) to those of the parameters. ``ahead`` and ``behind`` are empty if
     nothing is done once."""
 
     ahead: RankProgram
@@ -38,13 +38,13 @@ class GradAccumProgram:
 
     @property
     def sums(self) -> Mapping[str, str]:
-        """Source -> the name in ``behind`` of the sum of its passes' gradients, of those that are converted there."""
+        """Map the sources that ``behind`` converts to the names there of their accumulated gradients."""
         return dict(zip(self.behind.gradients, self.behind.saved, strict=True))
 
 
 def with_once(spmd: SpmdProgram, *, scattered: bool) -> SpmdProgram:
-    """The program with the parameters that a step of several passes converts once. ``scattered``: also those that are
-    stored in smaller parts than operators use, whose whole gradients then stay from pass to pass."""
+    """Return the program in which parameters are converted once per step where possible. ``scattered``: also those that
+    are stored in smaller shards than operators use; their whole gradients are then kept between micro-batches."""
 
     def keeps_size(_: str, into: Conversion | None) -> bool:
         return into is None or scattered or into.source.max_local_numel == into.target.max_local_numel
@@ -53,9 +53,9 @@ def with_once(spmd: SpmdProgram, *, scattered: bool) -> SpmdProgram:
 
 
 def converted_once(spmd: SpmdProgram, wanted: Callable[[str, Conversion | None], bool]) -> frozenset[str]:
-    """The parameters that a step may convert once: used in one layout only, backward does not convert them again, and
-    nothing else travels in their messages. ``wanted``: of those, by value and conversion (None: they are stored in the
-    layout in which they are used)."""
+    """Return the parameters that a step may convert once: they are used in one layout only, backward does not gather
+    them again, and no other values share their messages. ``wanted`` selects among them, by value and conversion (None:
+    stored in the layout in which they are used)."""
     read = Counter(name for step in spmd.steps if isinstance(step, OpStep) for name in set(step.operands))
     used = Counter(conversion.value for conversion in spmd.conversions)
     used.update(read.keys())
@@ -75,7 +75,7 @@ def converted_once(spmd: SpmdProgram, wanted: Callable[[str, Conversion | None],
 
 
 def repeated(program: RankProgram) -> GradAccumProgram:
-    """The passes of a step, each of which is ``program`` but for what is done once."""
+    """Divide ``program``, the step of one micro-batch, into the part of every micro-batch and the parts done once."""
     once = program.spmd.lifetimes.once
     empty = replace(program, forward=(), backward=(), saved=(), delivered=(), mutations=(), cotangents=(), gradients={})
     ahead, rest = _divided(program.forward, once)
@@ -110,7 +110,7 @@ def repeated(program: RankProgram) -> GradAccumProgram:
 
 
 def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple[list[Instruction], list[Instruction]]:
-    """The casts and conversions of parameters that are done once, and the rest."""
+    """Return the casts and conversions of parameters that are done once, and the other instructions."""
     casts = {computed_name(name) for name in once}
     chosen: list[Instruction] = []
     rest: list[Instruction] = []
@@ -122,14 +122,14 @@ def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple
 
 @dataclass(frozen=True)
 class _BackwardHalf:
-    """Instructions of backward. ``gradients``: source -> the name of the gradient that they make."""
+    """Instructions of backward. ``gradients``: source -> the name of its gradient."""
 
     instructions: tuple[Instruction, ...]
     gradients: Mapping[str, str]
 
 
 class _Reductions:
-    """Divides the backward of a program into that of a pass and what is done with the sums of its gradients."""
+    """Divides the backward of a program into that of a micro-batch and the reductions of the accumulated gradients."""
 
     def __init__(self, program: RankProgram, once: frozenset[str]) -> None:
         self.program, self.once = program, once
@@ -137,7 +137,7 @@ class _Reductions:
         self.coordinates = program.spmd.mesh.coordinates(program.rank)
 
     def apart(self) -> tuple[_BackwardHalf, _BackwardHalf, Mapping[str, Form]]:
-        """A pass, what follows the last one, and the forms of all names."""
+        """Return the backward of a micro-batch, that after the last one, and the forms of all names."""
         repeated, reductions = self._divided()
         taken = self._taken(repeated, reductions)  # source -> the cotangent that is reduced
         final = {source: name for source, name in self.program.gradients.items() if source in taken}
@@ -146,12 +146,12 @@ class _Reductions:
         left = [i for i in repeated if not _is_cast(i) or read.intersection(i.results)]
         written, gradients = gradients_of(self.graph, cotangents, left, self.forms)
         behind = self._of_sums(reductions, {source: gradients[source] for source in final})
-        # What was reduced in a pass of other sizes may be a part of the sum: a view.
+        # A reduction may return a view of the sum, which then needs a copy.
         reduced, final = gradients_of(self.graph, final, behind, self.forms)
         return _BackwardHalf(tuple(written), gradients), _BackwardHalf(tuple(reduced), final), self.forms
 
     def _divided(self) -> tuple[list[Instruction], list[Instruction]]:
-        """What a pass does; the reductions, and what is made of what they give."""
+        """Return the instructions of every micro-batch, and the reductions with what depends on them alone."""
         repeated: list[Instruction] = []
         reductions: list[Instruction] = []
         landed: set[str] = set()
@@ -165,7 +165,7 @@ class _Reductions:
         return repeated, reductions
 
     def _taken(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
-        """Parameter -> its gradient as the operators make it: not cast for the reduction."""
+        """Map parameters to their gradients as the operators compute them, before the cast for the reduction."""
         casts = {name: i.operands[0] for i in repeated if _is_cast(i) for name in i.results}
         landed = {name for instruction in reductions for name in instruction.results}
         return {
@@ -176,16 +176,16 @@ class _Reductions:
         }
 
     def _of_sums(self, reductions: Sequence[Instruction], sums: Mapping[str, str]) -> list[Instruction]:
-        """The reductions from the sums of gradients, cast to the dtype in which they are reduced."""
+        """Return the reductions of the accumulated gradients, cast to the dtype in which they are reduced."""
         written: list[Instruction] = []
-        sent: dict[str, tuple[str, ...]] = {}  # flight -> what leaves
+        sent: dict[str, tuple[str, ...]] = {}  # flight -> the operands of its departure
         landed = {name for instruction in reductions for name in instruction.results}
         for instruction in reductions:
             if isinstance(instruction, (Convert, Depart)):
                 named = zip(instruction.conversions, instruction.operands, strict=True)
                 operands = tuple(
                     name
-                    if name in landed  # it goes on with what arrived
+                    if name in landed  # a further message of an exchange
                     else self._to_reduce(sums[c.value], self.forms[name], instruction, written)
                     for c, name in named
                 )
@@ -203,7 +203,7 @@ class _Reductions:
         return written
 
     def _to_reduce(self, total: str, wanted: Form, reduction: Instruction, written: list[Instruction]) -> str:
-        """The sum in the dtype of what was reduced."""
+        """Return the sum in the dtype of the reduction's operand; append the cast if needed."""
         if self.forms[total].dtype == wanted.dtype:
             return total
         result = f"{total}~{format_dtype(wanted.dtype)}"
@@ -214,7 +214,7 @@ class _Reductions:
     def _forms_and_shares(
         self, instruction: Convert | Arrive, operands: Sequence[str]
     ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
-        """The forms and shares of what is made of some operands."""
+        """Return the forms and shares of the results for some operands, and record the forms."""
         forms: list[Form] = []
         shares: list[str | None] = []
         for conversion, operand, result in zip(instruction.conversions, operands, instruction.results, strict=True):

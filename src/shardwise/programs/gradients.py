@@ -1,5 +1,5 @@
-"""What backward hands out: the gradient of every source, in the dtype of what is stored and in memory of its own, since
-whoever gets gradients adds to them in place."""
+"""Prepares the gradients that backward returns: in the stored dtype, and each in its own memory, because callers
+accumulate into them in place."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ aten = torch.ops.aten
 def gradients_of(
     graph: Graph, cotangents: Mapping[str, str], backward: Sequence[Instruction], forms: dict[str, Form]
 ) -> tuple[list[Instruction], dict[str, str]]:
-    """Backward with what its gradients still need, each cast or copied as soon as it is complete, and source -> the
-    name of its gradient. ``cotangents``: of all values; ``forms``: of all names, to which those of results are added.
-    """
+    """Return backward with gradients cast or copied where needed, each as soon as it is complete, and source -> name of
+    its gradient. ``cotangents``: of all values; ``forms``: of all names; those of results are added."""
     root = memories(backward)
     origins = {name: instruction.origin for instruction in backward for name in instruction.results}
     backward_names = origins.keys()
     gradients: dict[str, str] = {}
     taken: set[str] = set()
-    copies: dict[str, list[Compute]] = {}  # complete cotangent -> what is made of it
+    copies: dict[str, list[Compute]] = {}  # complete cotangent -> its casts and copies
     for source in graph.sources:
         name = cotangents.get(source.value)
         if name is None:
@@ -50,7 +49,7 @@ def gradients_of(
     last = _last_writes(backward, root)
     due: dict[int, list[Compute]] = {}
     for name, made_of_it in copies.items():
-        due.setdefault(last.get(root.get(name, name), -1), []).extend(made_of_it)  # -1: of what was given
+        due.setdefault(last.get(root.get(name, name), -1), []).extend(made_of_it)  # -1: it exists from the start
     written: list[Instruction] = list(due.get(-1, ()))
     for position, instruction in enumerate(backward):
         written += [instruction, *due.get(position, ())]
@@ -58,7 +57,7 @@ def gradients_of(
 
 
 def _last_writes(instructions: Sequence[Instruction], root: Mapping[str, str]) -> dict[str, int]:
-    """Memory -> the position of the last instruction that makes a name for it, or writes to it."""
+    """Map each memory to the position of the last instruction that defines a name for it, or writes to it."""
     last: dict[str, int] = {}
     for position, instruction in enumerate(instructions):
         writes = instruction.writes if isinstance(instruction, Compute) else ()

@@ -1,14 +1,14 @@
-"""What every step would make alike: values that depend on no input and no parameter, made once and kept.
+"""Constant hoisting: values that depend on neither inputs nor parameters are computed once and cached.
 
-Rotary tables, positions, ALiBi, relative positions and masks are made of nothing, of constants and of buffers that the
-step does not write. What the rest of a step reads of them is *kept* from step to step: the program is divided into one
-that makes these values and one that is given them. Each rank keeps what it reads, that is its part. Who runs it makes
-them anew when a buffer has changed (``runtime.hoisted_constants``).
+Rotary tables, positions, ALiBi, relative positions and masks depend only on constants and on buffers that the step does
+not write. Those of them that the rest of a step reads are *kept* from step to step. The program is divided into one
+that computes them and one that takes them as operands. Each rank keeps only its own shards. The runtime recomputes them
+when a buffer has changed (``runtime.hoisted_constants``).
 
-What is kept takes memory for good. So it is at most ``SHARE`` of what a rank holds of the sources and of the largest
-value of the step; what is larger is made in every step from what is kept. This is decided on layouts, alike on all
-ranks and for every variant of a program. Random numbers are never kept, nor what a conversion with a message makes, nor
-what the step returns, which its caller may change in place.
+Kept values occupy memory permanently. So they may take at most ``SHARE`` of the bytes that a rank holds of the sources
+and of the largest value of the step. Larger values are computed in every step from the kept ones. The decision depends
+on layouts only, so it is equal on all ranks and for every variant of a program. Never kept are random numbers, results
+of conversions that send messages, and values that the step returns, because the caller may change these in place.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.programs.vjp import numbered, typed_key
 
-# Of the bytes of sources and of the largest value. A rotary table is 1/32 of a hidden state of a Llama 8B, a mask of
-# booleans over 131,072 positions is 16 of them.
+# Of the bytes of sources and of the largest value. A rotary table is 1/32 of a hidden state of a Llama 8B, a boolean
+# mask over 131,072 positions is 16 hidden states.
 SHARE = 1 / 16
 
 _COPY = torch.ops.aten.clone.default
@@ -51,25 +51,25 @@ _COPY = torch.ops.aten.clone.default
 
 @dataclass(frozen=True)
 class HoistedProgram:
-    """A program in two: ``constants`` delivers the values that ``step`` is given beside the sources."""
+    """A divided program: ``constants`` delivers the values that ``step`` takes beside the sources."""
 
     constants: RankProgram
     step: RankProgram
 
 
 def with_constants_apart(program: RankProgram, among: Collection[str] | None = None) -> HoistedProgram:
-    """The program without what is made once. ``among``: only these values are kept (those that another variant of the
-    program keeps)."""
+    """Divide the program into its constants and the rest of the step. ``among``: keep only these values (those that
+    another variant of the program keeps)."""
     return _Dividing(program, among).divided()
 
 
 def constant_values(spmd: SpmdProgram) -> frozenset[str]:
-    """The names that depend on no input and no parameter, sources left out. Those that conversions send are none."""
+    """Return the computed values that depend on no input and no parameter. Results of messages are excluded."""
     return frozenset(_Analysis(spmd).makers)
 
 
 def fixed_sources(spmd: SpmdProgram) -> frozenset[str]:
-    """The constants, and the buffers that the step does not write."""
+    """Return the constants, and the buffers that the step does not write."""
     written = {buffer for buffer, _ in spmd.mutations}
     return frozenset(
         source.value
@@ -86,7 +86,7 @@ def fixed_sources(spmd: SpmdProgram) -> frozenset[str]:
 
 @dataclass
 class _Analysis:
-    """``makers``: constant value -> what makes it; ``root``: name -> the one whose memory it may have."""
+    """The constants of a program. ``makers``: value -> step; ``root``: name -> the name whose memory it may share."""
 
     spmd: SpmdProgram
     makers: dict[str, OpStep | Conversion] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class _Analysis:
         return self.makers.get(_results(step)[0]) is step
 
     def _root(self, step: OpStep | Conversion, name: str) -> str:
-        """The name whose memory a result has at most."""
+        """Return the name whose memory a result may share, or its own name."""
         if isinstance(step, Conversion) or not is_view(step.placed.op.target) or not step.operands:
             return name
         operand, layouts = step.operands[0], self.spmd.layouts
@@ -126,7 +126,7 @@ class _Analysis:
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """What the step returns, and what that is a view of."""
+        """Return the constants that the step returns, and those of which these may be views."""
         spmd = self.spmd
         returned = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
         for step in reversed(self._all):
@@ -136,7 +136,7 @@ class _Analysis:
 
     @cached_property
     def same(self) -> Mapping[str, str]:
-        """Constant -> the first one that is made alike (layers each make a mask)."""
+        """Map each constant to the first one that is computed equally (every layer may make the same mask)."""
         known: dict[object, tuple[str, ...]] = {}
         same: dict[str, str] = {name: name for name in self.fixed}
         for step in self._all:
@@ -149,7 +149,7 @@ class _Analysis:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The constants that others read, as far as there is room."""
+        """Return the constants that the rest of the step reads and that fit into the memory limit."""
         limit = SHARE * (sum(map(self._num_bytes, self.spmd.graph.source_of)) + self._largest())
         wanted: set[str] = set(self.returned)
         kept: set[str] = set()
@@ -172,7 +172,7 @@ class _Analysis:
         return frozenset(kept | casts)
 
     def _num_bytes(self, name: str) -> int:
-        """What a rank holds of a value, at most."""
+        """Return the largest number of bytes that a rank holds of a value."""
         maker, graph = self.makers.get(name), self.spmd.graph
         value = graph.by_name[maker.origin if isinstance(maker, Conversion) else name]
         dtype = value.kept_dtype if name in graph.source_of else value.dtype
@@ -192,7 +192,7 @@ def _operands(step: OpStep | Conversion) -> tuple[str, ...]:
 
 
 def _made_by(step: OpStep | Conversion) -> object:
-    """A key without names."""
+    """Return a key for the computation of a step, without names."""
     if isinstance(step, Conversion):
         return step.source, step.target, step.moves
     op = step.placed.op
@@ -201,7 +201,7 @@ def _made_by(step: OpStep | Conversion) -> object:
 
 
 def _may_be_view(step: OpStep | Conversion) -> bool:
-    """Whether a result may have the memory of an operand."""
+    """Return whether a result may share the memory of an operand."""
     return isinstance(step, Conversion) or may_be_view(step.placed.op.target)
 
 
@@ -209,7 +209,7 @@ def _may_be_view(step: OpStep | Conversion) -> bool:
 
 
 def _reading(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
-    """The instruction with other names for some of what it reads, and shares memory with."""
+    """Return the instruction with some names renamed that it reads or shares memory with."""
     if names.keys().isdisjoint((*instruction.operands, *(name for name in shares_of(instruction) if name is not None))):
         return instruction
     return with_operands(instruction, lambda name: names.get(name, name))
@@ -263,7 +263,7 @@ class _Dividing:
         return {*self.program.delivered, *(value for _, value in self.program.mutations)}
 
     def _constants(self, analysis: _Analysis) -> dict[str, Instruction]:
-        """Name -> the instruction of forward that makes it out of what does not change."""
+        """Map names to the instructions of forward that compute them from constants."""
         values = {self.program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
         makers: dict[str, Instruction] = {}
         for instruction in self.program.forward:
@@ -276,7 +276,7 @@ class _Dividing:
     def _without_unread(
         self, forward: Sequence[Instruction], backward: Sequence[Instruction], constants: set[str]
     ) -> tuple[list[Instruction], list[Instruction]]:
-        """Both halves without the constants, made once or again, that nothing reads any more."""
+        """Return both halves without constants, also recomputed ones, that no instruction reads any more."""
         read = set(self._ends)
         constants = constants | {name + AGAIN for name in constants}
         left: tuple[list[Instruction], list[Instruction]] = [], []
@@ -290,7 +290,7 @@ class _Dividing:
         return left[0][::-1], left[1][::-1]
 
     def _making(self, names: Sequence[str], makers: Mapping[str, Instruction]) -> RankProgram:
-        """The program that delivers some constants."""
+        """Return the program that delivers some constants."""
         needed: set[str] = set()
         waiting = list(names)
         while waiting:
@@ -316,14 +316,14 @@ class _Dividing:
 
 
 def _is_steady(kernel: Compute) -> bool:
-    """Whether a kernel makes the same whenever it runs, and changes nothing."""
+    """Return whether a kernel is deterministic and overwrites nothing."""
     return isinstance(kernel.target, torch._ops.OpOverload) and not is_random(kernel.target) and not kernel.writes
 
 
 def _of_their_own(
     forward: Sequence[Instruction], constants: Sequence[str], program: RankProgram, forms: dict[str, Form]
 ) -> list[Instruction]:
-    """The instructions, with copies of what is kept of a larger memory that would else stay whole."""
+    """Return the instructions with copies of kept parts of a larger memory, which would otherwise stay allocated."""
     root = memories(forward, program.spmd.graph.source_of)
     of_root: dict[str, list[str]] = {}
     for name in constants:
@@ -352,7 +352,7 @@ def _of_their_own(
 
 
 def _is_dense(form: Form) -> bool:
-    """Whether a copy has the same strides."""
+    """Return whether a copy has the same strides."""
     step = 1
     for size, stride in sorted(zip(form.shape, form.stride, strict=True), key=lambda pair: pair[1]):
         if size != 1:

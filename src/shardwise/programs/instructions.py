@@ -1,8 +1,8 @@
-"""The instructions of a rank's training step, forward and backward alike.
+"""The instructions of a rank's training step, forward and backward.
 
-Values have names. A name is made once, and what it names is never changed afterwards, except by a kernel that says so
-(``Compute.writes``) or an exchange that may use its operand's memory (``overwrites``). What has the same memory as
-something else says that, too (``shares``).
+Values have names. A name is defined once, and its value never changes afterwards, except by a kernel that declares it
+(``Compute.writes``) or an exchange that may use its operand's memory (``overwrites``). Results that share memory with
+another value declare this as well (``shares``).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from shardwise.layouts.conversions import Collective
 from shardwise.programs.forms import Form
 from shardwise.programs.spmd_steps import Conversion, collectives_of
 
-# What an instruction is for: the results of an operator, cotangents that others wait for, gradients of parameters; or
-# the cast of a source or of its gradient (``programs.casts``).
+# The purpose of an instruction: results of an operator, cotangents of its inputs, gradients of its parameters, or the
+# cast of a source or of its gradient (``programs.casts``).
 Part = Literal["forward", "input", "weight", "cast"]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The operator that an instruction belongs to, its line in the user's model, and the part of the step. ``again``:
-    a part of forward that backward does a second time."""
+    whether backward recomputes this part of forward."""
 
     op: str
     source: str
@@ -35,9 +35,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Compute:
-    """A kernel on this rank. ``places``: per result where it is in what the target returns (``()``: it is that);
-    ``forms`` and ``shares`` (the name of a value that has the same memory, or None): per result; ``writes``: operands
-    that it overwrites; ``workspace``: bytes that it needs in between."""
+    """A kernel on this rank. ``places``: per result its index path in the value that the target returns (``()``: the
+    value itself); ``forms`` and ``shares`` (the name of a value with the same memory, or None): per result; ``writes``:
+    operands that it overwrites; ``workspace``: bytes of temporary memory."""
 
     target: Any
     args: tuple[Arg, ...]
@@ -57,9 +57,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """Conversions of one or several values, in one direction, that are waited for on the spot; several share their
-    messages. ``operands``, ``results``: in the order of ``conversions``; ``overwrites``: whether the first message may
-    use the memory of the operand."""
+    """A blocking conversion of one or several values in one direction; several share their messages. ``operands``,
+    ``results``: in the order of ``conversions``; ``overwrites``: whether the first message may use the memory of the
+    operand."""
 
     conversions: tuple[Conversion, ...]
     backward: bool
@@ -74,7 +74,7 @@ class Convert:
 
 @dataclass(frozen=True, slots=True)
 class Depart:
-    """The message of a conversion (or of several that share it) leaves. ``flight``: the name under which it arrives."""
+    """Starts the message of one or several conversions. ``flight``: the name by which ``Arrive`` refers to it."""
 
     flight: str
     conversions: tuple[Conversion, ...]
@@ -91,7 +91,7 @@ class Depart:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A message is waited for and unpacked."""
+    """Waits for a message and unpacks it."""
 
     flight: str
     conversions: tuple[Conversion, ...]
@@ -109,8 +109,8 @@ class Arrive:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A value is copied between the device and the host. ``apart``: on a stream of its own, beside the kernels; until
-    it has landed nothing reads the copy, and what is copied stays."""
+    """Copies a value between the device and the host. ``apart``: asynchronously, on its own stream; until it has landed
+    no instruction may read the copy, and the original must stay in memory."""
 
     value: str
     result: str
@@ -130,7 +130,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """A copy that runs apart is waited for. ``copy``: its result; ``on_device``: its end on the device."""
+    """Waits for an asynchronous copy. ``copy``: its result; ``on_device``: the operand or result on the device."""
 
     copy: str
     on_device: str
@@ -149,26 +149,26 @@ Instruction = Compute | Convert | Depart | Arrive | Copy | Land
 
 
 def forms_of(instruction: Instruction) -> tuple[Form, ...]:
-    """Those of its results."""
+    """Return the forms of an instruction's results."""
     if isinstance(instruction, Copy):
         return (instruction.form,)
     return () if isinstance(instruction, (Depart, Land)) else instruction.forms
 
 
 def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
-    """Per result the name of a value that has the same memory, or None."""
+    """Return per result the name of a value with the same memory, or None."""
     if isinstance(instruction, Copy):
         return (None,)
     return () if isinstance(instruction, (Depart, Land)) else instruction.shares
 
 
 def is_view(instruction: Compute) -> bool:
-    """Whether all that a kernel makes has the memory of something else, and it writes nothing."""
+    """Return whether all results of a kernel are views, and it overwrites nothing."""
     return bool(instruction.results) and None not in instruction.shares and not instruction.writes
 
 
 def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> Instruction:
-    """The instruction with the names of what it reads replaced."""
+    """Return the instruction with the names that it reads replaced."""
     if isinstance(instruction, Compute):
         named = (*instruction.operands, *instruction.writes, *(name for name in instruction.shares if name is not None))
         if all(name_of(name) == name for name in named):
@@ -197,7 +197,7 @@ def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> In
 
 
 def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
-    """The instruction with other names for what it makes."""
+    """Return the instruction with other names for its results."""
     if isinstance(instruction, (Depart, Land)):
         return instruction
     if isinstance(instruction, Copy):
@@ -210,15 +210,15 @@ def _renamed_shares(shares: tuple[str | None, ...], name_of: Callable[[str], str
 
 
 def converts_only(instruction: Instruction, values: Collection[str]) -> bool:
-    """Whether it converts some of these values, and nothing else, for the first time. (What they are converted to has
-    another name.)"""
+    """Return whether an instruction is a first conversion of some of these values and of no others. (Results of
+    conversions have other names.)"""
     if not isinstance(instruction, (Convert, Depart, Arrive)) or instruction.origin.again:
         return False
     return all(conversion.value in values for conversion in instruction.conversions)
 
 
 def sent_by(instruction: Instruction) -> tuple[Collective, ...]:
-    """The collectives that an instruction starts, in order."""
+    """Return the collectives that an instruction starts, in order."""
     if isinstance(instruction, (Convert, Depart)):
         return collectives_of(instruction.conversions, backward=instruction.backward)
     return ()

@@ -1,4 +1,4 @@
-"""What every program must keep, whichever passes it went through. A program that is emitted has been checked."""
+"""Checks the invariants of rank programs. Every program that is emitted has been checked, after all passes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shardwise.programs.rank_program import RankProgram
 
 
 class BrokenProgram(AssertionError):
-    """A pass broke a program: ``str`` says which instruction and how. Never a user's fault."""
+    """Raised when a pass broke a program. ``str`` names the instruction and the reason. Always a bug in shardwise."""
 
 
 def check_program(program: RankProgram) -> None:
-    """Raise BrokenProgram unless, forward and backward: every name is made once and before it is used; every message
-    that leaves arrives once; every copy that runs apart lands once, and is not read before; what is saved, delivered,
-    written back or a gradient is there; kernels overwrite only what their own operator made; nothing is read whose
-    memory an exchange has used; nothing is written from which a message is still sent; and every gradient has memory
-    that backward made for it alone."""
+    """Raise BrokenProgram unless forward and backward keep all invariants. Every name is defined once, before its first
+    use. Every departure has one arrival. Every asynchronous copy lands once and is not read before. Saved, delivered
+    and mutated values and gradients exist. Kernels overwrite only memory of their own operator. No value is read after
+    an exchange used its memory. No memory is written while a message is sent from it. Every gradient has memory that
+    backward allocated for it alone."""
     ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
     there = set(program.taken)
     _check(program.forward, there, ends, there, "forward")
@@ -36,11 +36,11 @@ def _check(
     instructions: Sequence[Instruction], there: set[str], ends: Iterable[str], fixed: set[str], part: str
 ) -> None:
     known = set(there)
-    in_flight: dict[str, set[str]] = {}  # message on its way -> the memories from which it is sent
+    in_flight: dict[str, set[str]] = {}  # message in flight -> the memories from which it is sent
     root = memories(instructions, there)
     overwritten: dict[str, str] = {}  # memory -> the exchange that used it
     maker: dict[str, str] = {}  # memory -> the operator that made it
-    copying: set[str] = set()  # copies that run apart
+    copying: set[str] = set()  # asynchronous copies
     for position, instruction in enumerate(instructions):
         where = f"{part} {position} ({instruction.origin.op or type(instruction).__name__})"
         for name in instruction.operands:

@@ -1,9 +1,8 @@
-"""How long what backward wants lives: kept from forward, made again, or waiting on the host.
+"""Applies the memory policy to values that backward reads: kept from forward, recomputed, or offloaded to the host.
 
-A value that is not kept is made again where backward first reads it, from what is kept, by the instructions that made
-it in forward: kernels, and where the program says so conversions too. Recomputation, and parameters that are gathered a
-second time (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054), are the same pass. What is kept may wait on the host
-(``programs.activation_offload``).
+A value that is not kept is recomputed where backward first reads it, by the instructions that computed it in forward:
+kernels, and the conversions that ``Lifetimes`` lists. Recomputation and gathering parameters again (ZeRO-3, Rajbhandari
+et al. 2020, arXiv:1910.02054) are the same pass. Kept values may be offloaded (``programs.activation_offload``).
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram
 
-AGAIN = "^"  # ends the name of what is made again
+AGAIN = "^"  # name suffix of recomputed values
 
 
 def with_lifetimes(program: RankProgram) -> RankProgram:
-    """The program with the lifetimes that its ``spmd`` says."""
+    """Return the program with the lifetimes of its ``spmd`` applied."""
     wanted = program.spmd.lifetimes
     if not wanted or not program.backward:
         return program
@@ -49,7 +48,7 @@ def with_lifetimes(program: RankProgram) -> RankProgram:
 
 
 def repeated(program: RankProgram) -> tuple[frozenset[str], frozenset[str]]:
-    """(operators, results of conversions) that a program makes again in backward."""
+    """Return the (operators, results of conversions) that a program recomputes in backward."""
     operators: set[str] = set()
     conversions: set[str] = set()
     for instruction in program.backward:
@@ -63,8 +62,8 @@ def repeated(program: RankProgram) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def backward_collectives(program: RankProgram, *, in_passes: bool = False) -> tuple[Collective, ...]:
-    """Every collective of one backward pass, in order. ``in_passes``: of one of several, and of what is done behind the
-    last."""
+    """Return every collective of one backward pass, in order. ``in_passes``: of one micro-batch of several, followed by
+    those that run once after the last."""
     wanted = program.spmd.lifetimes
     if not wanted:
         return program.spmd.backward_collectives(in_passes=in_passes)
@@ -75,7 +74,7 @@ def backward_collectives(program: RankProgram, *, in_passes: bool = False) -> tu
 
 
 def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
-    """Whether a kernel makes the same a second time. ``changed``: sources that hold something else by then."""
+    """Return whether a kernel gives the same result when repeated. ``changed``: sources that have changed by then."""
     target = instruction.target
     if isinstance(target, Record):
         target = target.call[0]
@@ -83,7 +82,7 @@ def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
     return not draws and not set(changed).intersection(instruction.operands)
 
 
-# -- made again --------------------------------------------------------------------------------------------------------
+# -- recomputation -----------------------------------------------------------------------------------------------------
 
 
 def _made_again(program: RankProgram) -> RankProgram:
@@ -93,11 +92,11 @@ def _made_again(program: RankProgram) -> RankProgram:
     together = _written_together(forward)
     again: dict[str, str] = {}
     backward: list[Instruction] = []
-    begins: dict[str, int] = {}  # operator -> where its backward does
+    begins: dict[str, int] = {}  # operator -> where its backward begins
     forms = dict(program.forms)
 
     def needed(names: Iterable[str]) -> list[int]:
-        """Positions in forward of what makes some names from what is there, in order."""
+        """Return the positions in forward of the instructions that recompute some names, in order."""
         positions: set[int] = set()
         waiting = [name for name in names if name in dropped and name not in again]
         while waiting:
@@ -134,8 +133,8 @@ def _made_again(program: RankProgram) -> RankProgram:
 
 
 def dropped_values(program: RankProgram) -> frozenset[str]:
-    """The names that forward makes and that are not kept for backward: those of the operators and conversions in
-    question, as far as their memory is theirs."""
+    """Return the names that forward makes and does not keep for backward: results of the operators and conversions to
+    repeat, unless they are views of other memory."""
     wanted, forward = program.spmd.lifetimes, program.forward
     changed = {buffer for buffer, _ in program.mutations}
     steady = {
@@ -160,7 +159,8 @@ def dropped_values(program: RankProgram) -> frozenset[str]:
 
 
 def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:
-    """Position -> those of its operator's kernels, where one writes to what another made: they go together."""
+    """Map a kernel's position to those of all kernels of its operator, if one of them overwrites memory: these must be
+    recomputed together."""
     of_op: dict[str, list[int]] = {}
     for i, instruction in enumerate(forward):
         if isinstance(instruction, Compute) and instruction.origin.part != "cast":
@@ -172,7 +172,7 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
 
 
 def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
-    """The instruction a second time, on values that were made a second time."""
+    """Return a copy of the instruction for backward, on recomputed operands."""
     duplicate = with_results(instruction, [name + AGAIN for name in instruction.results])
     renamed = {**again, **dict(zip(instruction.results, duplicate.results, strict=True))}
     duplicate = with_operands(duplicate, lambda name: renamed.get(name, name))
@@ -182,8 +182,8 @@ def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
 
 
 def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[Instruction], list[Instruction]]:
-    """What is repeated for an instruction of backward that reads these names, in two parts: messages that bring some of
-    these, with what they need, so that they travel beside what is done before; and the rest, in which they arrive."""
+    """Split the instructions repeated for an instruction that reads ``read`` into (early, late). Early: departures of
+    messages that deliver some of ``read``, with what they need, to overlap with earlier kernels. Late: the rest."""
     early: list[Instruction] = []
     late: list[Instruction] = []
     for duplicate in repeated:
@@ -203,7 +203,7 @@ def _travels_alone(convert: Convert) -> bool:
 
 
 def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Those of the instructions ahead of it that make what it needs, with all kernels of an operator that writes."""
+    """Return the earlier instructions that an instruction depends on, with all kernels of an operator that writes."""
     writing = {earlier.origin.op for earlier in instructions if isinstance(earlier, Compute) and earlier.writes}
     wanted, ops, ancestors, grows = set(instruction.operands), set[str](), set[int](), True
     while grows:
@@ -218,7 +218,7 @@ def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) ->
 
 
 def _apart(convert: Convert) -> tuple[Depart, Arrive]:
-    """The message leaves; the message arrives."""
+    """Return the departure and the arrival of a conversion's message."""
     conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
     return (
         Depart(flight, conversions, convert.backward, convert.operands, convert.origin),
@@ -227,23 +227,23 @@ def _apart(convert: Convert) -> tuple[Depart, Arrive]:
 
 
 def _behind(backward: Sequence[Instruction], begin: int, early: Sequence[Instruction]) -> int:
-    """Where messages leave for an operator whose backward begins there: behind the message ahead of them, and what they
-    send."""
+    """Return the position at which to issue ``early`` for an operator whose backward begins at ``begin``: after the
+    last wait for a message of values before ``begin``, and after the operands of ``early``."""
     needs = {name for instruction in early for name in instruction.operands}
     leaves = next((i + 1 for i in reversed(range(begin)) if _waits(backward[i])), begin)
     return max((i + 1 for i in range(leaves, len(backward)) if needs.intersection(backward[i].results)), default=leaves)
 
 
 def _waits(instruction: Instruction) -> bool:
-    """Whether it waits for a message of values."""
+    """Return whether an instruction waits for a message of values, not of parameters."""
     if isinstance(instruction, Convert):
         return bool(sent_by(instruction))
     return isinstance(instruction, Arrive) and not instruction.of_parameters
 
 
 def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[Instruction]:
-    """Messages with parameters that backward gathers again leave ahead of their use as those of forward do
-    (``programs.comm_schedule``), where what they send is there by then."""
+    """Issue the messages of parameters that backward gathers again ahead of their use, as in forward
+    (``programs.comm_schedule``), if their operands exist by then."""
 
     def place(arrival: Instruction) -> int:
         assert isinstance(arrival, Arrive), "what an exchange ends with"
@@ -253,7 +253,7 @@ def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[I
     places = [place(backward[legs[-1][0]]) for legs in exchanges]
     slots = legs_ahead([len(legs) - 1 for legs in exchanges], places)
     starts = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]
-    ahead: dict[int, list[int]] = {}  # position -> the positions of what goes ahead of it
+    ahead: dict[int, list[int]] = {}  # position -> the positions of instructions moved ahead of it
     stay: set[int] = set()
     for start, slot in zip(starts, slots, strict=False):
         for number, leg in slot:
@@ -268,8 +268,8 @@ def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[I
 
 
 def _gathered_again(backward: Sequence[Instruction]) -> list[list[list[int]]]:
-    """The exchanges with parameters that backward gathers again, in the order in which they are needed: per leg the
-    positions of its instructions."""
+    """Return the exchanges of parameters that backward gathers again, in the order in which they are needed: per leg
+    the positions of its instructions."""
     leaves = {x.flight: i for i, x in enumerate(backward) if isinstance(x, Depart)}
     exchanges: list[list[list[int]]] = []
     brought: dict[str, list[list[int]]] = {}  # name -> the exchange that brings it
@@ -287,7 +287,7 @@ def _gathered_again(backward: Sequence[Instruction]) -> list[list[list[int]]]:
 
 
 def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:
-    """Whether something that a departure sends is only made after ``begin``."""
+    """Return whether an operand of a departure is made between ``begin`` and the departure."""
     results = {name for instruction in backward[begin:departure] for name in instruction.results}
     return bool(results.intersection(backward[departure].operands))
 

@@ -1,4 +1,4 @@
-"""What a rank's local program consists of while its step is written, and the order that backward takes."""
+"""Entries of a rank's local program while its step is written, and their order in backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.programs.vjp import BackwardTrace, Call, ForwardTrace
 
 @dataclass(eq=False)
 class LocalCall:
-    """An operator's call. ``names``: its operands, ``results``: in the Spmd program."""
+    """An operator's call. ``names``, ``results``: its operands and results in the Spmd program."""
 
     local: LocalOp
     call: Call
@@ -27,22 +27,22 @@ class LocalCall:
 
 @dataclass(eq=False)
 class ConversionGroup:
-    """Conversions that travel together, or one by itself."""
+    """Conversions that share messages, or a single conversion."""
 
     conversions: tuple[Conversion, ...]
     of_parameters: bool
 
 
 def cuts_windows(conversions: Iterable[Conversion]) -> bool:
-    """What travels between windows is put together with what the rank has: it does not leave alone."""
+    """Return whether any conversion moves windows. These need the rank's own tensor on arrival, so they block."""
     return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
 
 
 def in_backward_order(
     entries: Sequence[LocalCall | ConversionGroup], steps: Sequence[OpStep | Conversion | Bucket]
 ) -> list[LocalCall | ConversionGroup]:
-    """The entries in the order that ``spmd.backward_order`` gives to the steps that they come from: by what all ranks
-    have in common, and not by what became of it on this rank."""
+    """Return the entries in the order that ``spmd.backward_order`` gives to their steps. It depends only on the program
+    that all ranks share, not on this rank."""
     by_result: dict[str, LocalCall | ConversionGroup] = {}
     for entry in entries:
         results = entry.results if isinstance(entry, LocalCall) else [c.result for c in entry.conversions]

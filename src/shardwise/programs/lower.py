@@ -1,9 +1,9 @@
-"""Lowering: an operator whose strategy splits a ``lowered`` factor becomes a small graph of operators that can be
+"""Lowering: replaces an operator whose strategy splits a ``lowered`` factor by a small graph of operators that can be
 split.
 
-The rule names the program as an ordinary function over tensors. It is captured like a model, and its operators get
-their strategies by following the layouts of the operands, so that a lowering is priced, printed and verified like
-everything else.
+The rule gives the lowering as an ordinary function over tensors. It is captured like a model, and its operators get
+their strategies by propagation from the layouts of the operands. So lowerings are priced, printed and verified like any
+other operators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule, takes_runs
 from shardwise.rules.tables import CUSTOM, rule_of, whole_rule
 
-_INSIDE = "./"  # between an operator's name and that of one it was lowered to
+_INSIDE = "./"  # separates an operator's name from that of an operator of its lowering
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PlacedOp:
 
 @dataclass(frozen=True, slots=True)
 class TensorArgument:
-    """A tensor operand in the arguments of a lowering: everything that capturing it depends on."""
+    """A tensor operand in the arguments of a lowering, with all properties that capturing depends on."""
 
     position: int
     shape: tuple[int, ...]
@@ -52,8 +52,8 @@ class TensorArgument:
 
 @dataclass(frozen=True, slots=True)
 class NumberArgument:
-    """A number in the arguments of a lowering. It is told by its text: 1, 1.0 and True are equal, but what is computed
-    from them has other dtypes."""
+    """A number in the arguments of a lowering, compared by its text: 1, 1.0 and True are equal in Python, but give
+    results of different dtypes."""
 
     text: str
     value: complex = field(compare=False)
@@ -64,7 +64,7 @@ def needs_lowering(rule: OpRule, strategy: Strategy) -> bool:
 
 
 def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], tuple[Value, ...]]:
-    """The operators that replace one (itself, if none of its lowered factors is split), and the values that they add.
+    """Return the operators that replace one (itself, if none of its lowered factors is split), and the added values.
 
     Results keep the names of the original results; inner operators and values are named after the operator.
     """
@@ -106,7 +106,7 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
 
 
 def _told(arg: Any) -> Any:
-    """The argument with its numbers as constants."""
+    """Return the argument with every number wrapped in a ``NumberArgument``."""
     if isinstance(arg, tuple):
         return tuple(map(_told, arg))
     return NumberArgument(repr(arg), arg) if isinstance(arg, (int, float, complex)) else arg
@@ -114,7 +114,7 @@ def _told(arg: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Lowered:
-    """A lowering in names of its own: those of its operands and results, its operators, and the values between."""
+    """A lowering under its own names: operands, results, operators and intermediate values."""
 
     sources: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -131,8 +131,8 @@ def _lowered(
     mesh: Mesh,
     custom: int,
 ) -> _Lowered:
-    """A lowering of operands in some layouts. Equal layers share it. ``custom``: the version of the rules that the user
-    gave."""
+    """Return the lowering for operands in some layouts, cached so that equal layers share it. ``custom``: version of
+    the user's rules, part of the cache key."""
     fragment, factored = _divided(lowering, args, kwargs, tuple(layout.atoms for layout in layouts), custom)
     named = dict(zip((source.value for source in fragment.sources), layouts, strict=True))
     sources = {name: where_of(_over(layout, factored.atoms[name])) for name, layout in named.items()}
@@ -155,7 +155,7 @@ def _divided(
     atoms: tuple[tuple[tuple[int, ...], ...], ...],
     custom: int,
 ) -> tuple[Graph, Factored]:
-    """The captured lowering and its rules, divided as its operands are."""
+    """Return the captured lowering and its rules, with factors divided at the atoms of the operands."""
     fragment = _capture_lowering(lowering, args, kwargs)
     rules = {inner.name: _rule_within(lowering, inner, fragment) for inner in fragment.ops}
     names = (source.value for source in fragment.sources)
@@ -163,7 +163,7 @@ def _divided(
 
 
 def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
-    """The layout over the atoms into which the fragment divides the value, if it can be written so."""
+    """Return the layout refined to the atoms that the fragment gives the value, or unchanged if that is impossible."""
     try:
         return layout.refine(atoms)
     except LayoutError:
@@ -171,8 +171,8 @@ def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
 
 
 def _rule_within(lowering: Lowering, inner: Op, fragment: Graph) -> OpRule:
-    """The rule of an operator of a lowering. Where the lowering uses the operator that it stands for, it means the
-    operator itself: what would be lowered is whole there."""
+    """Return the rule of an operator of a lowering. If the lowering calls the operator that it replaces, its lowered
+    factors are whole there, so that it is not lowered again."""
     rule = rule_of(inner, fragment) or whole_rule(inner, fragment)
     if rule.lowering is not lowering:
         return rule
@@ -180,7 +180,7 @@ def _rule_within(lowering: Lowering, inner: Op, fragment: Graph) -> OpRule:
 
 
 def _runs(layout: Layout) -> tuple[int, ...]:
-    """Per dim the length of the contiguous runs that every device holds; the whole dim where they are not equal."""
+    """Return per dim the length of the contiguous runs that every device holds; the whole dim if they are not equal."""
 
     def run(dim: tuple[Atom, ...]) -> int:
         length = 1
@@ -198,7 +198,7 @@ def _runs(layout: Layout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Graph:
-    """The lowering of operands of some shapes as a graph, whose sources are the operands."""
+    """Capture the lowering for operands of some shapes as a graph whose sources are the operands."""
     slots: dict[int, TensorArgument] = {}
 
     def collect(arg: Any) -> None:
@@ -231,8 +231,8 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
 def lower_all(
     graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
 ) -> tuple[tuple[PlacedOp, ...], Graph]:
-    """Every operator with its rule and strategy, lowered where its strategy asks for it; and the graph of what
-    results."""
+    """Return every operator with its rule and strategy, lowered if its strategy splits a lowered factor, and the
+    resulting graph."""
     placed: list[PlacedOp] = []
     values = list(graph.values)
     for op in graph.ops:
@@ -243,12 +243,12 @@ def lower_all(
 
 
 def lowered_operators(names: Collection[str], graph: Graph, lowered: Graph) -> frozenset[str]:
-    """The operators of the lowered graph that those of the model have become."""
+    """Return the operators of the lowered graph that replace the given operators of the model."""
     return frozenset(op for name, ops in lowered_by_model(graph, lowered).items() if name in names for op in ops)
 
 
 def lowered_by_model(graph: Graph, lowered: Graph) -> dict[str, list[str]]:
-    """Operator of the model -> the operators of the lowered graph that it has become."""
+    """Map each operator of the model to the operators of the lowered graph that replace it."""
     operators: dict[str, list[str]] = {}
     for op in lowered.ops:
         operators.setdefault(_of_model(op.name, graph), []).append(op.name)
@@ -256,7 +256,7 @@ def lowered_by_model(graph: Graph, lowered: Graph) -> dict[str, list[str]]:
 
 
 def model_operators(names: Iterable[str], graph: Graph) -> frozenset[str]:
-    """The operators of the model that those of the lowered graph come from."""
+    """Return the operators of the model from which the given operators of the lowered graph come."""
     return frozenset(_of_model(name, graph) for name in names)
 
 

@@ -1,9 +1,9 @@
-"""The graph of one pass: what a step over micro-batches repeats, as an ordinary graph over some of the samples.
+"""Builds the graph of one micro-batch, an ordinary graph over some of the samples that the step repeats.
 
-It has the operators of the whole batch's graph under their names, with the sizes of a pass, as their rules say
-(``localize``, along the axis in time). Constants such as the count in a mean stay those of the whole batch. Passes of
-one size have one graph: where the samples of a pass begin is a source (``FIRST``), and so are values of the prelude,
-constants of a pass both.
+It has the operators of the whole batch's graph under the same names, with the sizes of a micro-batch given by their
+rules (``localize``, along the time axis). Constants such as the count in a mean stay those of the whole batch.
+Micro-batches of one size share a graph: the index of the first sample (``FIRST``) and the values of the prelude are
+constant sources.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from shardwise.rules.rule import LocalContext, LocalOpCall, Piece, base_name
 
 aten = torch.ops.aten
 FIRST = "_shardwise_first_sample"
-APART = "_shardwise_passes_apart"  # the attribute of a module whose loss is the sum of those of its passes
+APART = "_shardwise_passes_apart"  # attribute of a module whose loss is the sum of separate micro-batch losses
 _WHOLE = "_shardwise_whole."
 
 
 def whole_name(value: str) -> str:
-    """The source of a pass that is a value of the prelude."""
+    """Return the name of the source that stands for a value of the prelude."""
     return _WHOLE + value
 
 
 def is_of_step(value: str) -> bool:
-    """Whether a source of a pass is what a step gives to it: another one in every pass, or in every step."""
+    """Return whether the step supplies a source of a micro-batch's graph, with a new value per micro-batch or step."""
     return value == FIRST or value.startswith(_WHOLE)
 
 
 def whole_sources(graph: Graph) -> tuple[str, ...]:
-    """The values of the prelude that a graph takes."""
+    """Return the values of the prelude that a graph takes."""
     return tuple(s.value.removeprefix(_WHOLE) for s in graph.sources if s.value.startswith(_WHOLE))
 
 
 def numbers_samples(graph: Graph) -> bool:
-    """Whether a pass computes with the numbers that its samples have in the batch. Random numbers do not count."""
+    """Return whether a micro-batch uses the indices of its samples in the batch for more than random numbers."""
     return any(op.target not in STREAMS and op.target != aten.eq.Scalar for op in graph.consumers.get(FIRST, ()))
 
 
 def pass_sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
-    """The samples of every pass over a batch: as many as a micro-batch has, and what is left in the last one.
+    """Return the number of samples of every micro-batch of a batch. The last one has the remainder.
 
     >>> pass_sizes(7, 2)
     (2, 2, 2, 1)
@@ -66,17 +66,17 @@ def pass_sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
 
 
 def pass_graph(split: TimeSplit, size: int, captured: Callable[[int], Graph]) -> Graph:
-    """The graph of a pass over ``size`` samples. ``captured``: the model's graph for a batch of so many; asked for
-    where operators make running statistics, which see a pass as if it were the batch. Raises PlanError for samples that
-    the model groups otherwise."""
+    """Return the graph of a micro-batch of ``size`` samples. ``captured``: returns the model's graph for a batch size;
+    called only for operators of running statistics, which treat a micro-batch as the batch. Raises PlanError if the
+    micro-batch cuts groups of samples that the model forms."""
     return _MicroBatchWriter(split, size, captured(size) if split.local else None).write()
 
 
 @dataclass(frozen=True)
 class Passes:
-    """A step over a batch as passes. ``sizes``: the samples of each; ``prelude``: the graph, over the whole batch, of
-    what is computed ahead of them (None: nothing), ``whole`` the values that it delivers; ``graphs``: by size;
-    ``statistics``: names of the buffers that every pass writes, where others are written once."""
+    """A step over a batch as micro-batches. ``sizes``: the samples of each; ``prelude``: the graph over the whole batch
+    that runs before them, or None; ``whole``: the values that it delivers; ``graphs``: size -> graph of a micro-batch;
+    ``statistics``: names of the buffers that every micro-batch writes; other buffers are written once."""
 
     sizes: tuple[int, ...]
     prelude: Graph | None
@@ -91,8 +91,8 @@ class Passes:
         captured: Callable[[int], Graph],
         splitting: Callable[[Graph], TimeSplit] = split_in_time,
     ) -> Passes:
-        """The passes over the batch of a graph; ``captured``: the graph of so many samples; ``splitting``:
-        ``split_in_time``, or what remembers it. Raises PlanError for a model whose step is no sum over
+        """Divide the batch of a graph into micro-batches. ``captured``: returns the graph of a batch size;
+        ``splitting``: ``split_in_time`` or a cached version. Raises PlanError for a model whose step is no sum over
         micro-batches."""
         split = splitting(graph)
         sizes = pass_sizes(split.batch, micro_batch)
@@ -107,8 +107,8 @@ class Passes:
         captured: Callable[[int], Graph],
         splitting: Callable[[Graph], TimeSplit] = split_in_time,
     ) -> Passes:
-        """The passes over the batch of a module's graph, which are those of ``of`` unless the module has the attribute
-        ``APART``: then each pass is the model on its samples alone, and the loss of a step is the sum of theirs."""
+        """Divide the batch of a module's graph into micro-batches, as ``of`` does unless the module has the attribute
+        ``APART``. Then each micro-batch is the model on its samples alone, and the step's loss is the sum of theirs."""
         if not hasattr(module, APART):
             return Passes.of(graph, micro_batch, captured, splitting)
         batch = batch_size(graph) or 1
@@ -125,18 +125,18 @@ class Passes:
 
     @staticmethod
     def single(graph: Graph) -> Passes:
-        """A step in one pass over the batch of a graph."""
+        """Return a step in one pass over the batch of a graph."""
         size = batch_size(graph) or 1
         return Passes((size,), None, (), {size: graph}, frozenset())
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first sample of every pass."""
+        """Return the index of the first sample of every micro-batch."""
         return tuple(accumulate(self.sizes[:-1], initial=0))
 
 
 def _numbered_alone(alone: Graph, whole: Graph, batch: int) -> Graph:
-    """The training graph of a pass by itself, where elements of random operators keep their numbers in the batch."""
+    """Return the training graph of a separate micro-batch in which random operators index elements as in the batch."""
     ops = list(alone.ops)
     for number, op in enumerate(ops):
         twin = whole.op_by_name.get(op.name)
@@ -168,12 +168,12 @@ class _MicroBatchWriter:
     alone: Graph | None
     values: dict[str, Value] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
-    derived: dict[tuple[str, Any], str] = field(default_factory=dict)  # what was derived from a value
+    derived: dict[tuple[str, Any], str] = field(default_factory=dict)  # (value, derivation) -> name
 
     def __post_init__(self) -> None:
         self.graph = self.split.graph
         self.types = TypeInference()
-        self.step_values: list[Value] = []  # what a step gives to a pass beside its samples
+        self.step_values: list[Value] = []  # supplied by the step, in addition to the samples
 
     def write(self) -> Graph:
         graph = self.graph
@@ -206,7 +206,7 @@ class _MicroBatchWriter:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def _part(self, atom: int, start: int = 0) -> tuple[int, int]:
-        """(offset, length) of a pass that begins at sample ``start``, in an atom of samples or groups of them."""
+        """Return (offset, length) of a micro-batch that begins at sample ``start``, in an atom of samples or groups."""
         bounds = [divmod(atom * number, self.split.batch) for number in (start, start + self.size)]
         if any(rest for _, rest in bounds):
             group = self.split.batch // atom
@@ -220,7 +220,7 @@ class _MicroBatchWriter:
         return bounds[0][0], bounds[1][0] - bounds[0][0]
 
     def _local(self, name: str, value: Value) -> Value:
-        """The value in a pass."""
+        """Return the value with the sizes of a micro-batch."""
         return replace(value, shape=self._shape(value.shape, self.split.where[name]))
 
     def _shape(self, shape: tuple[int, ...], where: object) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class _MicroBatchWriter:
         self._append(local, op, operands)
 
     def _as_alone(self, op: Op) -> Op:
-        """An operator that sees a pass as the batch, as it is in a graph of a pass by itself."""
+        """Return an operator that treats the micro-batch as the batch, as captured for that batch size."""
         assert self.alone is not None, "there are such operators"
         twin = self.alone.op_by_name.get(op.name)
         if twin is None or twin.target != op.target or twin.results != op.results or twin.operands != op.operands:
@@ -262,7 +262,7 @@ class _MicroBatchWriter:
         return twin
 
     def _operand(self, op: Op, position: int, name: str) -> str:
-        """The name under which a pass has an operand as the operator needs it."""
+        """Return the name of an operand in the form that the operator needs in a micro-batch."""
         if (op.name, position) in self.split.whole:
             return whole_name(name)
         if (op.name, position) in self.split.once:
@@ -274,7 +274,7 @@ class _MicroBatchWriter:
         return self._samples(name, place, op) if isinstance(place, ShardPosition) else name
 
     def _localized(self, op: Op, split: Split | None, start: int = 0) -> Op:
-        """The call with the sizes of a pass that begins at sample ``start``."""
+        """Return the call with the sizes of a micro-batch that begins at sample ``start``."""
         if split is None:
             return op
         rule = self.split.factored.rules[op.name]
@@ -302,7 +302,7 @@ class _MicroBatchWriter:
         return LocalContext(shapes[0], shapes[1], {name: tuple(factor_parts) for name, factor_parts in pieces.items()})
 
     def _numbered(self, op: Op, split: Split) -> Op:
-        """A random operator: its elements keep their numbers in the whole batch."""
+        """Return a random operator whose elements keep their indices in the whole batch."""
         place = ShardPositions.of(self.split.factored.rules[op.name]).result(0, split)
         whole = self.graph.by_name[op.results[0]].shape
         assert isinstance(place, ShardPosition), f"{op.name} is split, its result is not"
@@ -314,17 +314,17 @@ class _MicroBatchWriter:
         return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
 
     def _rows(self, place: ShardPosition, shape: tuple[int, ...], op: Op) -> int:
-        """The rows of the dim that a sample is."""
+        """Return how many rows of the split dim belong to one sample."""
         rows, rest = divmod(place.stride * place.size, self.split.batch)
         if rest or place.stride * place.size != shape[place.dim]:
             what = f"the samples of a pass are no rows of dim {place.dim} of {list(shape)}"
             raise PlanError(problem(what, op=op.name, source=op.source, fix=MEND))
         return rows
 
-    # -- what a pass makes of values that all passes have --------------------------------------------------------------
+    # -- values that are the same in every micro-batch -----------------------------------------------------------------
 
     def _once(self, name: str, op: Op | None) -> str:
-        """A value in the first pass, zero in the others."""
+        """Return a name for the value in the first micro-batch and zero in the others."""
         key = (name, "once")
         if key not in self.derived:
             is_first = self._emit(op, "is_first", aten.eq.Scalar, (Ref(FIRST), 0), ("is_first", None))
@@ -332,7 +332,7 @@ class _MicroBatchWriter:
         return self.derived[key]
 
     def _samples(self, name: str, place: ShardPosition, op: Op) -> str:
-        """A pass's samples of a value that is the same in every pass: made for them alone, or else taken out of it."""
+        """Return the micro-batch's samples of a value common to all: computed alone if possible, else selected."""
         key = (name, place)
         if key in self.derived:
             return self.derived[key]
@@ -379,7 +379,7 @@ class _MicroBatchWriter:
         operands: tuple[str, ...] = (),
         where_of_result: ShardPosition | None = None,
     ) -> None:
-        """Add an operator; of one of the whole graph (``origin``) the operands are renamed."""
+        """Append an operator. The operands of one that comes from the whole graph (``origin``) are renamed."""
         if origin is not None and operands != origin.operands:
             names = dict(zip(origin.operands, operands, strict=True))
             remaining = list(zip(origin.operands, operands, strict=True))
@@ -404,7 +404,7 @@ class _MicroBatchWriter:
             self.values[name] = replace(value, name=name, shape=shape)
 
     def _emit(self, op: Op | None, word: str, target: Any, args: tuple[Arg, ...], key: tuple[Any, Any]) -> str:
-        """An operator of the pass alone, made once; it belongs to the operator that needs it."""
+        """Append an operator that only micro-batches have, once per key. It gets the source line of its consumer."""
         if key in self.derived:
             return self.derived[key]
         number = sum(emitted.name.startswith(f"/{word}_of_pass") for emitted in self.ops)
@@ -417,11 +417,11 @@ class _MicroBatchWriter:
 
 
 class _MovesWithSamples(Exception):
-    """The call of an operator says where its samples are."""
+    """Raised when the arguments of an operator depend on the position of its samples in the batch."""
 
 
 def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, device: torch.device) -> dict[str, Any]:
-    """What a step gives to a pass beside its samples: source -> tensor. ``whole``: the values of the prelude."""
+    """Return source -> tensor for the sources that the step supplies. ``whole``: the values of the prelude."""
     values: dict[str, Any] = {}
     for source in graph.sources:
         if source.value == FIRST:

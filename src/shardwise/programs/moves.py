@@ -1,8 +1,8 @@
-"""Moves as local tensor arithmetic around one exchange with the other ranks.
+"""Executes moves as local tensor arithmetic around one exchange with the other ranks.
 
-Everything that can be known before the first tensor arrives (which part goes where, shapes, members) is worked out once
-per move and rank, in ``local_move``; a step only packs, exchanges and unpacks. Real ranks and the virtual cluster use
-the same ``LocalMove`` and differ only in who performs the exchange.
+``local_move`` precomputes everything that does not depend on tensor values (which part goes where, shapes, members)
+once per move and rank; a step only packs, exchanges and unpacks. Real ranks and the virtual cluster use the same
+``LocalMove`` and differ only in the implementation of the exchange.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.layouts.layout import Layout, Windows
 from shardwise.layouts.window_owners import segments
 from shardwise.programs.forms import Form
 
-LARGE = 2**18  # elements of a tensor that a message between two gloo ranks does not copy
+LARGE = 2**18  # elements from which on a tensor is sent between two gloo ranks without a copy
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange"]
 
 
@@ -28,14 +28,14 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "coll
 class LocalMove:
     """One direction of a move on one rank.
 
-    ``kind``: the collective, or None for a local step, which ``unpack`` alone does, on ``[tensor]``. ``pack``: the
-    tensor -> what is sent: one tensor for all_gather and all_reduce, else one for every member of the group.
-    ``unpack``: what was received -> the result; one tensor for all_reduce and reduce_scatter, else one from every
-    member, of the shapes ``received``. Members are the ranks that differ along ``axes`` only, in ascending order.
+    ``kind``: the collective, or None for a local step: then only ``unpack`` is called, on ``[tensor]``. ``pack``: maps
+    the tensor to the tensors to send: one for all_gather and all_reduce, else one for every member of the group.
+    ``unpack``: maps the received tensors to the result: one tensor for all_reduce and reduce_scatter, else one from
+    every member, of the shapes ``received``. Members are the ranks that differ along ``axes`` only, in ascending order.
 
-    ``sends_memory``: the messages of ``pack``, equally large and one behind the other, are the tensor itself as it lies
-    in memory; ``receives_memory``: the received ones are the result, of shape ``shape``. Moves of a dim that comes
-    first are mostly such, and need no copy. ``with_own``: ``unpack`` takes the rank's own tensor as well, as the last.
+    ``sends_memory``: the messages of ``pack`` are equal, consecutive parts of the tensor's memory; ``receives_memory``:
+    the received ones are consecutive parts of the result, of shape ``shape``. Most moves of a leading dim are such and
+    need no copy. ``with_own``: ``unpack`` takes the rank's own tensor as its last argument.
     """
 
     kind: Kind | None
@@ -55,7 +55,7 @@ class LocalMove:
 
 
 def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) -> LocalMove:
-    """One direction of a move on the rank at ``coordinates``.
+    """Return one direction of a move on the rank at ``coordinates``.
 
     In forward a tensor goes from ``move.source`` to ``move.target``; in backward the cotangent goes from the layout of
     the target to that of the source.
@@ -117,10 +117,10 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
 def sharing_buffers(
     moves: Sequence[Move], coordinates: Mapping[str, int], *, backward: bool, on_gloo: bool
 ) -> list[list[int]]:
-    """Which tensors of a message share its buffers, by position; the first list is of the small ones, if there are any.
+    """Return the tensors of a message, by position, in lists that share buffers; small tensors, if any, come first.
 
-    Others share all. Two ranks of gloo's send what is large from where it lies, and get it where it shall be: to join
-    and to divide takes them longer than further transfers.
+    Usually all share one buffer. But two gloo ranks send and receive large tensors in place, because concatenating and
+    splitting takes longer than additional transfers.
     """
     first = moves[0].entry.backward if backward else moves[0].entry.forward
     together = list(range(len(moves)))
@@ -133,15 +133,15 @@ def sharing_buffers(
 
 
 def _elements(move: Move, coordinates: Mapping[str, int]) -> int:
-    """Of the tensor that the members have or get whole: equal on all of them."""
+    """Return the number of elements of the larger side of a move: the whole tensor, equal on all members."""
     return max(prod(layout.local_shape(coordinates)) for layout in (move.source, move.target))
 
 
 def _window_move(
     move: Move, cut: Windows, coordinates: Mapping[str, int], shape: tuple[int, ...], backward: bool
 ) -> LocalMove:
-    """Slices (or the whole) to windows: rows come from the ranks that hold them. Backward: they go back there, and a
-    row that was in several windows gets the sum."""
+    """Return the move from slices (or the whole) to windows: rows come from the ranks that hold them. In backward their
+    cotangents return there, and a row that was in several windows gets the sum."""
     atoms = move.source.local_atoms(coordinates), move.target.local_atoms(coordinates)
     opened = [_opened(sizes, cut) for sizes in (atoms[::-1] if backward else atoms)]  # (before, after)
     dim, size = cut.dim + cut.atom, move.source.dims[cut.dim][cut.atom].size
@@ -152,11 +152,11 @@ def _window_move(
         [move.target.index_along(cut.dim, cut.atom, member) for member in _members(move, coordinates)] if spread else []
     )
     me = index if spread else 0
-    first_row = me * size // count  # of what this rank holds as its slice
+    first_row = me * size // count  # of this rank's slice
     mine = segments(cut.ranges[index], size, count)
 
     def rows_of(device: int, owner: int) -> list[tuple[int, int]]:
-        """(row, length) of what the window of a device takes from the slice of another, in order."""
+        """Return the runs (row, length) that the window of a device takes from the slice of another, in order."""
         return [(start, stop - start) for at, start, stop in segments(cut.ranges[device], size, count) if at == owner]
 
     def take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _window_move(
     def width(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         return tuple(sum(n for _, n in runs) if i == dim else n for i, n in enumerate(opened[1]))
 
-    # Where the segments of this rank's window lie in it, by owner; and what others take of the slice, within it.
+    # The segments of this rank's window by owner, as positions in it; and the runs that others take of its slice.
     in_window: dict[int, list[tuple[int, int]]] = {}
     position = 0
     for owner, start, stop in mine:
@@ -215,13 +215,13 @@ def _window_move(
 
 
 def _opened(atoms: tuple[tuple[int, ...], ...], cut: Windows) -> tuple[int, ...]:
-    """A local shape with the dim of the windows as its atoms."""
+    """Return a local shape in which the dim of the windows is replaced by its atoms."""
     return tuple(size for d, sizes in enumerate(atoms) for size in (sizes if d == cut.dim else (prod(sizes),)))
 
 
 class OverlapPart:
-    """The part of a tensor that a rank holds in one layout which (maybe) another rank holds in another layout: where it
-    is in the tensor of the first. Both ranks enumerate it in the same order."""
+    """The overlap of a rank's tensor in one layout with the tensor of a (maybe different) rank in another layout: its
+    position in the first tensor. Both ranks enumerate its elements in the same order."""
 
     def __init__(self, have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int]) -> None:
         local = have.local_atoms(holder)
@@ -261,7 +261,7 @@ class OverlapPart:
         self.is_open = len(self.whole) > len(self.shape)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part, of shape ``shape``, as a view where that is possible."""
+        """Return the part, of shape ``shape``, as a view if possible."""
         if self.is_open:
             tensor = tensor.reshape(self.whole)
         for dim, start, length in self.narrow:
@@ -271,7 +271,7 @@ class OverlapPart:
         return tensor.reshape(self.shape) if self.is_open else tensor
 
     def write(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Put the part into a contiguous tensor; returns that tensor."""
+        """Write the part into a contiguous tensor and return that tensor."""
         view = tensor.view(self.whole) if self.is_open else tensor
         for dim, start, length in self.narrow:
             view = view.narrow(dim, start, length)
@@ -286,7 +286,7 @@ class OverlapPart:
         if len(places) == 1:
             view.index_copy_(places[0][0], places[0][1], part)
             return tensor
-        # Several dims by index: their part must come first, in their order.
+        # With several indexed dims, these must come first, in their order.
         dims = [dim for dim, _ in places]
         rest = [dim for dim in range(view.ndim) if dim not in dims]
         turned = view.permute(*dims, *rest)
@@ -295,7 +295,7 @@ class OverlapPart:
 
 
 def _join_along(parts: list[OverlapPart]) -> int | None:
-    """The (opened) dim along which parts lie one behind the other, all else being whole; None if they do not."""
+    """Return the (opened) dim along which the parts are consecutive and otherwise whole; None if there is none."""
     dims = {tuple(dim for dim, _, _ in part.narrow) for part in parts if part.narrow or part.index}
     if len(dims) != 1 or any(part.index for part in parts) or any(len(part.narrow) != 1 for part in parts):
         return None
@@ -310,13 +310,13 @@ def _join_along(parts: list[OverlapPart]) -> int | None:
 
 
 def _lie_in_order(parts: list[OverlapPart]) -> bool:
-    """Whether the parts, one behind the other, are the contiguous tensor that they are parts of."""
+    """Return whether the parts, concatenated in memory, are the contiguous tensor."""
     dim = _join_along(parts)
     return dim is not None and prod(parts[0].whole[:dim]) == 1
 
 
 def _members(move: Move, coordinates: Mapping[str, int]) -> list[dict[str, int]]:
-    """Coordinates of the group's members, in the order of their ranks."""
+    """Return the coordinates of the group's members, in the order of their ranks."""
     mesh = move.source.mesh
     group = sorted(mesh.group(move.axes, mesh.rank_of(coordinates)))
     return [mesh.coordinates(rank) for rank in group]
@@ -337,9 +337,9 @@ def _zeros(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def converted_form(
     moves: Sequence[Move], coordinates: Mapping[str, int], form: Form, *, backward: bool
 ) -> tuple[Form, bool, bool]:
-    """(the form of a tensor after the moves on one rank, whether it still has the operand's memory, whether it is the
-    operand). What an exchange delivers is contiguous; local steps are asked on a tensor without memory."""
-    windows = False  # what a rank needs of its own rows may be a view of them
+    """Return (form of a tensor after the moves on one rank, whether it shares the operand's memory, whether it is the
+    operand). Results of exchanges are contiguous; local steps run on meta tensors."""
+    windows = False  # a rank's own rows in a window may be a view of its slice
     tensor = operand = form.with_gradient(False).empty("meta")
     for move in reversed(moves) if backward else moves:
         if collective_of(move, 1, backward=backward) is not None:

@@ -1,7 +1,7 @@
-"""Calls that cannot be traced: autograd keeps their backward, inside of two instructions.
+"""Runs calls that cannot be traced with autograd, inside of two instructions.
 
-``Record`` runs the call with autograd and hands on its results without history, and a tape; ``Differentiate`` runs the
-tape's backward. Both are targets of instructions.
+``Record`` runs the call with autograd and returns its detached results and a tape; ``Differentiate`` runs the tape's
+backward. Both are targets of instructions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.programs.vjp import Call
 
 @dataclass(frozen=True, slots=True)
 class OpaqueTape:
-    """Results of one recorded call, and those of its operands that want a gradient, with their history."""
+    """Results of one recorded call with their autograd history, and its operands that need a gradient."""
 
     results: Sequence[Tensor]
     operands: Sequence[Tensor]
@@ -28,7 +28,7 @@ class OpaqueTape:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Operands -> (the results of the call in order, its tape). ``wanted``: per operand whether it needs a gradient."""
+    """Maps operands to (results of the call in order, tape). ``wanted``: per operand whether it needs a gradient."""
 
     call: Call
     wanted: tuple[bool, ...]
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Differentiate:
-    """(tape, cotangents) -> the cotangents of the operands that want one. ``has_cotangent``: of each result."""
+    """Maps (tape, cotangents) to the cotangents of the operands that need one. ``has_cotangent``: of each result."""
 
     has_cotangent: tuple[bool, ...]
 

@@ -1,4 +1,4 @@
-"""Passes over a step: list -> list. ``programs.invariants`` holds every list against what a pass must keep."""
+"""Passes that transform a step's instruction lists. ``programs.invariants`` checks the results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.programs.rank_program import RankProgram
 
 
 def memories(instructions: Iterable[Instruction], known: Iterable[str] = ()) -> dict[str, str]:
-    """Name -> the name that first had its memory. ``known``: names from before."""
+    """Map each name to the name that first had its memory. ``known``: names that exist before the instructions."""
     root = {name: name for name in known}
     for instruction in instructions:
         for name, shared in zip(instruction.results, shares_of(instruction), strict=True):
@@ -19,14 +19,14 @@ def memories(instructions: Iterable[Instruction], known: Iterable[str] = ()) -> 
 
 
 def mark_overwrites(program: RankProgram) -> RankProgram:
-    """Exchanges may use their operand's memory where nothing reads that later and nobody else holds it."""
+    """Let exchanges use their operand's memory if no instruction reads it later and nothing else holds it."""
     fixed = {*program.taken, *program.delivered, *(value for _, value in program.mutations)}
     forward = _marked(program.forward, {*fixed, *program.saved})
     return mark_overwrites_of_backward(replace(program, forward=forward))
 
 
 def mark_overwrites_of_backward(program: RankProgram) -> RankProgram:
-    """The same, for a backward in another order."""
+    """Repeat ``mark_overwrites`` for backward alone, after it was reordered."""
     protected = {*program.saved, *(name for name in program.cotangents if name), *program.gradients.values()}
     return replace(program, backward=_marked(program.backward, protected))
 
@@ -36,11 +36,11 @@ def _marked(instructions: Sequence[Instruction], protected: set[str]) -> tuple[I
     results = {name for instruction in instructions for name in instruction.results}
     kept = {root.get(name, name) for name in protected}
     arrivals = {instruction.flight: i for i, instruction in enumerate(instructions) if isinstance(instruction, Arrive)}
-    ends = [  # where it has read: a message what it sends, until it has arrived
+    ends = [  # the last position at which an instruction reads: a departure reads until its arrival
         arrivals.get(instruction.flight, i) if isinstance(instruction, Depart) else i
         for i, instruction in enumerate(instructions)
     ]
-    reads: dict[str, dict[int, int]] = {}  # memory -> who reads it, and until when
+    reads: dict[str, dict[int, int]] = {}  # memory -> reader -> its last read
     for i, instruction in enumerate(instructions):
         for name in instruction.operands:
             reads.setdefault(root.get(name, name), {})[i] = ends[i]

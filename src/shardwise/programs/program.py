@@ -1,4 +1,4 @@
-"""The program of one rank, as data: local operator calls with local sizes, and conversions."""
+"""The local program of one rank, as data: operator calls with local sizes, and conversions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule, Piece, base_
 
 @dataclass(frozen=True, slots=True)
 class LocalOp:
-    """A local call. ``op``: name and ``source``: line of the operator it belongs to."""
+    """A local call. ``op``, ``source``: name and source line of its operator."""
 
     op: str
     source: str
@@ -29,7 +29,7 @@ class LocalOp:
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """What one rank executes, in order. Names are those of the Spmd program."""
+    """The instructions of one rank, in order. Names are those of the Spmd program."""
 
     rank: int
     spmd: SpmdProgram
@@ -37,7 +37,7 @@ class LocalProgram:
 
 
 def localize(spmd: SpmdProgram, rank: int) -> LocalProgram:
-    """The program of a rank."""
+    """Return the local program of a rank."""
     coordinates = spmd.mesh.coordinates(rank)
     instructions: list[LocalOp | Conversion | Bucket] = []
     for step in spmd.steps:
@@ -70,7 +70,7 @@ def _local_shape(layout: Layout, coordinates: tuple[tuple[str, int], ...]) -> tu
 def factor_pieces(
     rule: OpRule, strategy: Strategy, mesh: Mesh, coordinates: Mapping[str, int]
 ) -> dict[str, tuple[Piece, ...]]:
-    """The part of every (undivided) factor that the rank at ``coordinates`` works on."""
+    """Return the piece of every (undivided) factor that the rank at ``coordinates`` computes."""
     pieces_of: dict[str, list[Piece]] = {}
     for factor in rule.factors:
         axes = strategy.axes_of.get(factor.name, ())
@@ -84,8 +84,8 @@ def factor_pieces(
 
 
 def _with_operands(op: Op, call: LocalOpCall, operands: tuple[str, ...]) -> LocalOpCall:
-    """The call with every operand under the name of its conversion. An operand that occurs twice may be in two layouts:
-    the references are replaced in order of occurrence where the call keeps them all, by name otherwise."""
+    """Return the call with every operand renamed to its conversion. An operand that occurs twice may be in two layouts:
+    references are replaced in order of occurrence if the call keeps them all, by name otherwise."""
     occurrences = list(op.operands)
     names = list(operands)
 
@@ -101,13 +101,13 @@ def _with_operands(op: Op, call: LocalOpCall, operands: tuple[str, ...]) -> Loca
 
 
 def local_numel(layout: Layout, rank: int) -> int:
-    """Elements that a rank holds of a tensor."""
+    """Return the number of elements that a rank holds of a tensor."""
     return prod(layout.local_shape(layout.mesh.coordinates(rank)))
 
 
 def busiest_rank(spmd: SpmdProgram) -> int:
-    """The rank that holds most: the last, whose pieces of uneven sizes are the largest, unless parameters are split by
-    hand; then the one with most elements of all sources."""
+    """Return the rank that holds the most: the last one, whose pieces of uneven splits are the largest. If parameters
+    are split by hand, the one with the most elements of all sources."""
     num_devices = spmd.mesh.num_devices
     layouts = [spmd.layouts[source.value] for source in spmd.graph.sources]
     if not any(layout.windows for layout in layouts):

@@ -1,18 +1,18 @@
-"""Sharding propagation: complete a plan from the strategies that are fixed, by following the data.
+"""Sharding propagation: completes a plan from the fixed strategies by following the data.
 
-Every sub-axis is decided by itself, major first. Two passes over the graph:
+Every sub-axis is decided separately, major first, in two passes over the graph:
 
-* *up*: an operator that is fixed and wants an operand sharded asks the operator (or the parameter) that makes it to
-  produce it so, and that one its own operands, as long as the factor can be split there. A contraction (a matrix
-  product, an embedding) whose operands come from an operator that is fixed differently obeys only if they do not decide
-  otherwise on the way down: after an attention that is split by heads, the output projection sums over them, whatever
-  layout the sum is then wanted in;
-* *down*: in execution order, every operator that is still open takes the choice that converts the fewest bytes of its
-  operands; one that reduces (a matrix product, attention, a norm) never gathers them in order to repeat the work. It
-  splits a factor only where an operand already is split on it, or comes as a partial sum (``scatter``):
-  reducing and scattering it costs no more than reducing it for everyone, and divides the work.
+* *up*: a fixed operator that needs a sharded operand makes its producer (operator or parameter) produce it sharded, and
+  that one its own operands, as long as the factor can be split there. If the operands of a contraction (a matrix
+  product, an embedding) come from an operator that is fixed differently, the request only applies when they do not
+  decide otherwise on the way down. Example: after attention split by heads, the output projection sums over heads,
+  whatever layout its consumer needs;
+* *down*: in execution order, every undecided operator takes the choice that converts the fewest bytes of its operands.
+  Operators that reduce (a matrix product, attention, a norm) never gather them to replicate the work. A factor is split
+  only if an operand is already split on it, or is a partial sum (``scatter``): a reduce-scatter costs no more than an
+  all-reduce, and divides the work.
 
-The result is greedy and local: no backtracking, no memory, one state per value. It is the specification's
+The algorithm is greedy and local: no backtracking, no memory, one state per value. It is the specification's
 ``sharding_propagation``, a breadth-first search from every configured operator, made independent of the order in which
 operators were configured.
 """
@@ -43,8 +43,8 @@ PRIMITIVE_SHARE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
 
 def axis_cost(source: Where, target: Where, size: int, differentiable: bool) -> float:
-    """What converting one axis moves, as a share of the tensor that is whole along it: each device sends (n-1)/n of it
-    in an all-gather or reduce-scatter, twice that in an all-reduce, 1/n of that in an all-to-all."""
+    """Return the bytes that converting one axis sends, as a share of the tensor that is whole along it: (n-1)/n per
+    device in an all-gather or reduce-scatter, twice that in an all-reduce, 1/n of that in an all-to-all."""
     if source == target:
         return 0.0
     states = [w if isinstance(w, str) else "S" for w in (source, target)]
@@ -58,11 +58,11 @@ def axis_cost(source: Where, target: Where, size: int, differentiable: bool) -> 
 
 @dataclass
 class Propagation:
-    """The state of one propagation over a graph. ``choices``: those of operators; ``sources``: source value -> sub-axis
-    -> where it is stored. Both are filled in by ``run``; what they hold before is fixed.
+    """The state of one propagation over a graph. ``choices``: of operators; ``sources``: source value -> sub-axis ->
+    where it is stored. ``run`` fills in both; entries that exist before are fixed.
 
-    ``movable``: sources whose storage follows their consumers (parameters). ``closed``: (op, axis) pairs that repeat
-    the work on an axis rather than follow their operands. ``scatter``: whether partial sums may be scattered where
+    ``movable``: sources whose storage follows their consumers (parameters). ``closed``: (op, axis) pairs that replicate
+    the work on an axis instead of following their operands. ``scatter``: whether partial sums may be scattered if
     nothing else asks for a split (not inside lowerings, whose sums are small and needed whole).
     """
 
@@ -76,10 +76,10 @@ class Propagation:
     scatter: bool = False
 
     def run(self) -> dict[str, Strategy]:
-        """Decide everything that is open and return a strategy per op."""
+        """Decide all open choices and return a strategy per operator."""
         self._places = {op.name: ShardPositions.of(self.rules[op.name]) for op in self.graph.ops}
-        self._parts: dict[tuple[str, Split], int] = {}  # (op, split) -> into how many parts so far
-        self._asked: dict[tuple[str, str], Split] = {}  # (op, axis) -> what a consumer would like split
+        self._parts: dict[tuple[str, Split], int] = {}  # (op, split) -> number of parts so far
+        self._asked: dict[tuple[str, str], Split] = {}  # (op, axis) -> the split that a consumer prefers
         self._fixed = {name: tuple(choices.items()) for name, choices in self.choices.items()}
         for op in self.graph.ops:
             for axis, choice in self.choices.setdefault(op.name, {}).items():
@@ -91,8 +91,8 @@ class Propagation:
         return self._ordered()
 
     def _ordered(self) -> dict[str, Strategy]:
-        """The choices as strategies. Axes of one factor are major first: in the order the user wrote, else in that of
-        an operand which is split so, else in device order. A parameter takes the order of its first consumer."""
+        """Return the choices as strategies. Axes of one factor are major first: in the user's order, else in that of an
+        operand with the same split, else in device order. A parameter takes the order of its first consumer."""
         order: dict[tuple[str, ShardPosition], tuple[str, ...]] = {}
         for value, where in self.sources.items():
             if value not in self.movable:
@@ -136,19 +136,19 @@ class Propagation:
         self._store(op, axis)
 
     def _store(self, op: Op, axis: str) -> None:
-        """Parameters that are not stored anywhere yet on this axis are stored as their consumer needs them."""
+        """Store parameters that are undecided on this axis as their consumer needs them."""
         for position, value in enumerate(op.operands):
             if value in self.movable and axis not in self.sources.setdefault(value, {}):
                 need = self._places[op.name].operand(position, self.choices[op.name][axis])
                 self.sources[value][axis] = need if isinstance(need, ShardPosition) else "I"
 
     def _fits(self, op: Op, split: Split, axis: str) -> bool:
-        """Whether a factor can be split over one more axis and leave every device a share."""
+        """Return whether a factor can be split over one more axis so that every device gets a non-empty part."""
         factor = self.rules[op.name].factor(split.factor)
         return factor.kind != "whole" and factor.size // self._parts.get((op.name, split), 1) >= self.mesh.sizes[axis]
 
     def _value_where(self, value: str, axis: str) -> Where | None:
-        """Where a value is on an axis, or None while that is open."""
+        """Return the placement of a value on an axis, or None while it is undecided."""
         producer = self.graph.producer.get(value)
         if producer is None:
             return self.sources.get(value, {}).get(axis, None if value in self.movable else "I")
@@ -156,7 +156,7 @@ class Propagation:
         return None if choice is None else self._places[producer.name].result(producer.results.index(value), choice)
 
     def _up(self, axis: str) -> None:
-        """From the fixed operators against the data."""
+        """Propagate from the fixed operators against the data flow."""
         pending = [op for op in self.graph.ops if axis in self.choices[op.name]]
         for op in pending:
             self._store(op, axis)
@@ -172,8 +172,8 @@ class Propagation:
                     pending.append(producer)
 
     def _makers(self, op: Op, choice: AxisChoice, axis: str) -> list[tuple[Op, Split | None]]:
-        """The operators that make the operands which ``choice`` wants sharded, each with the split that makes it so, or
-        None where it makes, or must make, something else."""
+        """Return the producers of the operands that ``choice`` needs sharded, each with the split that produces this,
+        or None if it is decided otherwise or cannot be split so."""
         makers: list[tuple[Op, Split | None]] = []
         for position, value in enumerate(op.operands):
             place = self._places[op.name].operand(position, choice)
@@ -196,7 +196,7 @@ class Propagation:
         return len(op.operands) > 1 and any(factor.kind == "sum" for factor in self.rules[op.name].factors)
 
     def _meets_other(self, op: Op, split: Split, axis: str) -> bool:
-        """Whether the split would meet, before the next contraction, an operator that is decided otherwise."""
+        """Return whether the split meets an operator that is decided otherwise before the next contraction."""
         pending, seen = [(op, split)], {op.name}
         while pending:
             for producer, wanted in self._makers(*pending.pop(), axis):
@@ -209,7 +209,7 @@ class Propagation:
         return False
 
     def _down(self, axis: str) -> None:
-        """With the data, in execution order."""
+        """Propagate with the data flow, in execution order."""
         for op in self.graph.ops:
             if axis not in self.choices[op.name]:
                 choice = self._best(op, axis)
@@ -234,7 +234,7 @@ class Propagation:
             candidates.append(scattered)
         if candidates and len(op.operands) > 1 and any(f.kind in ("sum", "lowered") for f in rule.factors):
             return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
-        if "R" in known:  # inside a lowering: it stays so, or a consumer that is split would pay for it
+        if "R" in known:  # inside a lowering: stay replicated, else a split consumer would pay a conversion
             candidates.append(REPLICATED)
         candidates.append(INVARIANT)
         for group, members in enumerate(rule.linear):
@@ -243,8 +243,8 @@ class Propagation:
         return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
 
     def _scattered(self, op: Op, axis: str, known: list[Where | None]) -> Split | None:
-        """The factor over which a partial sum among the operands is scattered: the one that other axes of that sum are
-        scattered over, else the first that is not split yet; only where it divides."""
+        """Return the factor over which to scatter a partial sum among the operands, or None: the factor that other axes
+        of that sum are scattered over, else the first unsplit one. It must be divisible."""
         rule = self.rules[op.name]
         position = next((i for i, where in enumerate(known) if where == "P"), None)
         if position is None or not self.scatter:
@@ -263,14 +263,14 @@ class Propagation:
         return first
 
     def _passes_on(self, op: Op) -> bool:
-        """A partial sum is carried through an operator only while a single consumer waits for it: otherwise each would
-        reduce it."""
+        """Return whether an operator may pass a partial sum on: only with a single consumer, because every consumer
+        would reduce it."""
         return len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
 
     def _cost(self, op: Op, axis: str, choice: AxisChoice, known: list[Where | None]) -> float:
-        """Bytes that operands move for a choice. Rows of neighbours (windows) count as nothing: they are fewer than any
-        other conversion of their operand moves, and counted they would only lose to repeating the work on an operand
-        that somebody else has gathered."""
+        """Return the bytes that operands move for a choice. Halo rows (windows) count as zero: they are fewer than any
+        other conversion of their operand moves. If they counted, replicating the work on an operand that another
+        consumer has gathered would win."""
         total = 0.0
         for position, value in enumerate(op.operands):
             where = known[position]

@@ -15,11 +15,11 @@ from shardwise.programs.spmd import SpmdProgram
 class RankProgram:
     """The training step of one rank.
 
-    ``forward`` makes ``delivered`` (the loss, outputs: each value once) and ``mutations`` (buffer, new value) of the
-    sources, and ``saved``, which ``backward`` reads. ``cotangents``: per delivered value the name under which backward
-    gets its cotangent, None where it gets none; ``gradients``: source -> the name of its gradient. ``aliases``: names
-    of values that are another value. ``forms``: of all names. ``given``: values that forward takes beside the sources:
-    what a step of several passes made ahead of them (``programs.grad_accum_program``).
+    ``forward`` computes from the sources ``delivered`` (the loss and outputs, each value once), ``mutations`` (buffer,
+    new value) and ``saved``, which ``backward`` reads. ``cotangents``: per delivered value the name under which
+    backward gets its cotangent, or None; ``gradients``: source -> the name of its gradient. ``aliases``: name -> the
+    name of the same value in the lists. ``forms``: of all names. ``given``: values that forward takes beside the
+    sources, for example those computed before the first micro-batch (``programs.grad_accum_program``).
     """
 
     rank: int
@@ -38,16 +38,16 @@ class RankProgram:
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """What forward starts from: the sources, and what else is given."""
+        """Return the names that forward starts from: the sources and ``given``."""
         return (*self.spmd.graph.source_of, *self.given)
 
     def resolve(self, name: str) -> str:
-        """The name that a value of the Spmd program has in the lists."""
+        """Return the name that a value of the Spmd program has in the lists."""
         return self.aliases.get(name, name)
 
 
 def delivered_values(spmd: SpmdProgram, *, loss_only: bool) -> tuple[str, ...]:
-    """The values that forward delivers, each once, the loss first."""
+    """Return the values that forward delivers, each once, the loss first."""
     names = [spmd.loss] if spmd.loss is not None else []
     if not loss_only or spmd.loss is None:
         names += refs(spmd.outputs)

@@ -1,8 +1,8 @@
-"""Backward in two parts: what cotangents of received values wait for, and all else, gradients of weights.
+"""Splits backward in two parts: the cotangents of received values, and the rest, mainly weight gradients.
 
-A stage of a pipeline sends cotangents to the stage before, which waits for them; nobody waits for gradients of weights
-until the step ends. Both are instructions of one list. The first part is what the cotangents need, the second the rest,
-each in its order. What the second needs of the first is handed over.
+A pipeline stage sends cotangents to the previous stage, which waits for them. Weight gradients are not needed until the
+step ends. Both are instructions of one list. The first part is what the cotangents need, the second the rest, each in
+its order. The first part returns the values that the second one reads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardwise.programs.rank_program import RankProgram
 
 
 def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
-    """The program with the first part of its backward, and with the second.
+    """Return the program with the first part of its backward, and with the second.
 
-    The first makes the cotangents of received values, and under their own names the values that the second needs of it.
-    ``saved`` of the second: these, values of forward, and cotangents.
+    The first part returns the cotangents of received values and, under their own names, the values that the second part
+    reads. ``saved`` of the second contains these, values of forward, and cotangents.
     """
     chosen = _needed_by_cotangents(program)
     ordered = [i for i, is_first in zip(program.backward, chosen, strict=True) if is_first]
@@ -53,8 +53,8 @@ def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
 
 
 def _needed_by_cotangents(program: RankProgram) -> list[bool]:
-    """Per instruction of backward, whether a cotangent of a received value needs it: its results, or what it writes
-    into memory that is read later."""
+    """Return per instruction of backward whether a cotangent of a received value needs its results or its writes into
+    memory that is read later."""
     sources = program.spmd.graph.source_of
     wanted = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
     start_names = {*program.saved, *(name for name in program.cotangents if name)}
@@ -81,7 +81,7 @@ def _needed_by_cotangents(program: RankProgram) -> list[bool]:
 
 
 def _before_overwrites(instructions: tuple[Instruction, ...], chosen: list[bool], root: dict[str, str]) -> list[int]:
-    """Instructions that are not chosen, and read what a later chosen kernel overwrites."""
+    """Return the unchosen instructions that read memory which a later chosen kernel overwrites."""
     readers, overwritten = [], set[str]()
     for index in reversed(range(len(instructions))):
         instruction = instructions[index]

@@ -1,7 +1,7 @@
-"""From strategies to the one program that all ranks run: operators in their layouts, and the conversions between them.
+"""Builds from strategies the single program of all ranks: operators in their layouts, and the conversions between them.
 
-Two uses of a value in the same layout share one conversion, made where it is first needed (so that in backward the
-collectives interleave with the computation). Every tensor the model returns is delivered invariant.
+Two uses of a value in the same layout share one conversion, placed where it is first needed (so that in backward the
+collectives interleave with the computation). Every tensor that the model returns is delivered invariant.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """What of forward is not kept for backward. ``operators``: those whose results are made again where backward reads
-    them; ``conversions``: results of conversions that are; ``offloaded``: operators whose results, as far as they are
-    kept, wait on the host; ``once``: parameters that a step of several passes casts and gathers once, and whose
-    gradients it reduces once (``programs.grad_accum_program``). Names are those of the lowered graph."""
+    """The memory policy of a program. ``operators``: those whose results backward recomputes; ``conversions``: results
+    of conversions that backward repeats; ``offloaded``: operators whose kept results are offloaded to the host;
+    ``once``: parameters that a step of several micro-batches casts and gathers once, and whose gradients it reduces
+    once (``programs.grad_accum_program``). Names are those of the lowered graph."""
 
     operators: frozenset[str] = frozenset()
     conversions: frozenset[str] = frozenset()
@@ -48,10 +48,10 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Choice:
-    """All that decides a program: a strategy for every operator, and for every source the layout in which it is stored
-    or delivered. ``shared``: values that are converted to one layout first, from which all consumers take them;
-    ``delivered``: outputs that are wanted in some layout, not whole (of a part of a cut graph those that it sends);
-    ``route``: the moves between two layouts of a value (by default those that send the fewest bytes)."""
+    """The choices that determine a program: a strategy per operator, and per source the layout in which it is stored or
+    passed. ``shared``: values that are first converted to one layout, from which all consumers convert them;
+    ``delivered``: outputs that are delivered in a given layout, not whole (of a part of a cut graph those that it
+    sends); ``route``: the moves between two layouts of a value (default: those that send the fewest bytes)."""
 
     strategies: Mapping[str, Strategy]
     sources: Mapping[str, Layout]
@@ -68,7 +68,7 @@ class SpmdProgram:
     ``outputs``: per flattened output the name of a value that is whole on every rank (or in the layout in which it is
     delivered), or a constant; ``loss`` likewise; ``mutations``: (buffer value, name of the value in the buffer's
     layout). ``cotangents``: of a part of a cut graph, those outputs whose cotangents come from outside, in the dual
-    layouts. ``lifetimes``: what is not kept from forward to backward.
+    layouts. ``lifetimes``: the memory policy.
     """
 
     mesh: Mesh
@@ -83,21 +83,21 @@ class SpmdProgram:
 
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
-        """All conversions in order, those that share their messages side by side."""
+        """Return all conversions in order; those that share messages are adjacent."""
         return tuple(conversion for step in self.steps for conversion in conversions_of(step))
 
     def is_once(self, step: OpStep | Conversion | Bucket) -> bool:
-        """Whether a step of several passes makes these conversions once (``programs.grad_accum_program``)."""
+        """Return whether a step of several micro-batches runs these conversions once (``grad_accum_program``)."""
         return not isinstance(step, OpStep) and all(c.value in self.lifetimes.once for c in conversions_of(step))
 
     def place_of(self, conversions: Sequence[Conversion]) -> int:
-        """Where a bucket stands: the products ahead of it (``programs.comm_schedule``)."""
+        """Return the place of a bucket: the number of products before it (``programs.comm_schedule``)."""
         return self._places[conversions[0].result]
 
     @cached_property
     def _places(self) -> Mapping[str, int]:
         places: dict[str, int] = {}
-        products, behind = 0, False  # behind a product
+        products, behind = 0, False  # behind: the last operator was a product
         for step in self.steps:
             if isinstance(step, OpStep):
                 behind = step.placed.rule.is_product
@@ -110,9 +110,9 @@ class SpmdProgram:
         return places
 
     def forward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
-        """Every collective of one forward pass, in order: a message of parameters leaves before the one ahead of it is
-        waited for (``programs.comm_schedule``). ``in_passes``: of the first of several, and of what is done ahead of
-        it."""
+        """Return every collective of one forward pass, in order. A message of parameters starts before the previous one
+        is waited for (``programs.comm_schedule``). ``in_passes``: of the first micro-batch of several, after those that
+        run once before it."""
         leaving = [step for step in self.steps if _of_parameters(step) and step.collectives()]
         start, *slots = legs_ahead(
             [len(bucket.collectives()) for bucket in leaving], [self.place_of(bucket.conversions) for bucket in leaving]
@@ -130,10 +130,10 @@ class SpmdProgram:
         return tuple(collective for _, collective in ordered)
 
     def backward_collectives(self, *, in_passes: bool = False) -> tuple[Collective, ...]:
-        """Every collective of one backward pass, in order: newest step first, of the conversions ahead of an operator
-        those of values before those of parameters, and only those through which a gradient of the loss flows; what
-        gradients send later goes where ``programs.comm_schedule`` says. ``in_passes``: of one of several, and of what
-        is done behind the last."""
+        """Return every collective of one backward pass, in order: steps from last to first; of the conversions before
+        an operator those of values first, then parameters; and only those through which a gradient of the loss flows.
+        ``programs.comm_schedule`` places later messages of gradients. ``in_passes``: of one micro-batch of several,
+        followed by those that run once after the last."""
         ordered: list[tuple[Conversion | Bucket, Collective]] = []
         returning: GradientReduceQueue[tuple[tuple[Conversion | Bucket, Collective], ...]] = GradientReduceQueue()
         for step in backward_order(self.steps):
@@ -154,12 +154,12 @@ class SpmdProgram:
         return tuple(collective for _, collective in ordered)
 
     def receives_gradient(self, conversion: Conversion) -> bool:
-        """Whether a cotangent of the loss reaches the conversion's result."""
+        """Return whether a cotangent of the loss reaches the conversion's result."""
         return conversion.differentiable and conversion.result in self._reached
 
     @cached_property
     def _reached(self) -> frozenset[str]:
-        """Names that receive a cotangent when the loss is differentiated, or in a part when those from outside come."""
+        """Return the names that receive a cotangent from the loss or, in a part of a cut graph, from outside."""
         reached = set(self.cotangents) | ({self.loss} if self.loss is not None else set())
         grad = self.graph.by_name
         for step in reversed(self.steps):
@@ -181,9 +181,9 @@ def build_spmd(
     bucket_bytes: int = BUCKET_BYTES,
     by_block: bool = False,
 ) -> SpmdProgram:
-    """What all ranks run under a choice. ``rules``: the divided rules; ``bucket_bytes``: the largest message that
-    several parameters share (0: none is shared); ``by_block``: only those of one repeated block of the model do. Raises
-    LayoutError as ``place_ops`` does."""
+    """Build the program of all ranks for a choice. ``rules``: the divided rules; ``bucket_bytes``: the largest message
+    that several parameters share (0: none is shared); ``by_block``: only parameters of one repeated block of the model
+    share messages. Raises LayoutError as ``place_ops`` does."""
     placed, lowered = place_ops(graph, rules, choice.strategies, mesh)
     return fill(insert_conversions(placed, lowered, choice, mesh), bucket_bytes, by_block=by_block)
 
@@ -191,15 +191,15 @@ def build_spmd(
 def place_ops(
     graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
 ) -> tuple[tuple[PlacedOp, ...], Graph]:
-    """Every operator with its rule and strategy, lowered where its strategy asks for it; and the lowered graph. Raises
-    LayoutError naming the operator when a strategy is not one of its own."""
+    """Return every operator with its rule and strategy, lowered if its strategy splits a lowered factor, and the
+    lowered graph. Raises LayoutError naming the operator if a strategy does not fit its rule."""
     for op in graph.ops:
         _check(op, rules[op.name], strategies[op.name], mesh)
     return lower_all(graph, rules, strategies, mesh)
 
 
 def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
-    """The program without buckets: the operators of a lowered graph, and every conversion by itself."""
+    """Return the program without buckets: the operators of a lowered graph, and every conversion by itself."""
     sources, wanted = choice.sources, choice.delivered
     builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, choice.route, choice.shared)
     for item in placed:
@@ -216,8 +216,8 @@ def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice,
 
 
 def fill(spmd: SpmdProgram, bucket_bytes: int, original: Graph | None = None, *, by_block: bool = False) -> SpmdProgram:
-    """The program with its conversions put into buckets (``programs.buckets``). ``original``: the graph whose sources'
-    dtypes decide about sharing, where it is another; ``by_block``: as in ``build_spmd``."""
+    """Put the conversions of a program into buckets (``programs.buckets``). ``original``: the graph whose source dtypes
+    decide about sharing, if not the program's; ``by_block``: as in ``build_spmd``."""
     graph = spmd.graph
     values = graph.by_name | ({s.value: original.by_name[s.value] for s in original.sources} if original else {})
     parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
@@ -234,15 +234,15 @@ def fill(spmd: SpmdProgram, bucket_bytes: int, original: Graph | None = None, *,
 
 
 def _trained(spmd: SpmdProgram) -> set[str]:
-    """What a training step makes: the loss (all outputs, where there is none), what is sent to other stages, and what
-    is written to buffers."""
+    """Return the results of a training step: the loss (all outputs if there is none), values sent to other stages, and
+    new values of buffers."""
     ends = {spmd.loss} if spmd.loss is not None else {*refs(spmd.outputs)}
     return {*ends, *spmd.cotangents, *(value for _, value in spmd.mutations)}
 
 
 def with_buckets(spmd: SpmdProgram, buckets: Sequence[Bucket]) -> SpmdProgram:
-    """A program without buckets in which some conversions stand together, where the first of each bucket stood. Raises
-    LayoutError where that can not be: a value is not there yet or needed before, or members communicate differently."""
+    """Put conversions of a program without buckets into the given buckets, each where its first member stood. Raises
+    LayoutError if a value does not exist yet or is needed earlier, or if members communicate differently."""
     bucket_of = {conversion.result: bucket for bucket in buckets for conversion in bucket.conversions}
     parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
     available = {source.value for source in spmd.graph.sources}
@@ -255,7 +255,7 @@ def with_buckets(spmd: SpmdProgram, buckets: Sequence[Bucket]) -> SpmdProgram:
         (conversion,) = conversions_of(step)
         bucket = bucket_of.get(conversion.result)
         if bucket is not None:
-            if conversion.result in available:  # it stands there, with the first of its bucket
+            if conversion.result in available:  # already placed with the first member of its bucket
                 continue
             _check_bucket(bucket, conversion, available, parameters)
         steps.append(bucket or conversion)
@@ -264,7 +264,8 @@ def with_buckets(spmd: SpmdProgram, buckets: Sequence[Bucket]) -> SpmdProgram:
 
 
 def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parameters: set[str]) -> None:
-    """``first``: the member that is needed first; ``available``: the values that there are where it stands."""
+    """Raise LayoutError if the members of a bucket cannot share messages. ``first``: the member that is needed first;
+    ``available``: the values that exist at its position."""
     kinds = {tuple((move.cell, move.axes) for move in c.moves) for c in bucket.conversions}
     late = [c.origin for c in bucket.conversions if c.value not in available]
     computed = [c.origin for c in bucket.conversions if bucket.of_parameters and c.value not in parameters]
@@ -283,8 +284,8 @@ def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parame
 
 
 def backward_order(steps: Sequence[OpStep | Conversion | Bucket]) -> list[OpStep | Conversion | Bucket]:
-    """The steps as backward takes them: from the last to the first, but of the conversions ahead of an operator those
-    of values go before buckets of parameters, so that a message of the former travels while gradients of the latter are
+    """Return the steps in the order of backward: from last to first. Of the conversions before an operator those of
+    values precede buckets of parameters, so that their message is in flight while gradients of the parameters are
     computed."""
     ordered: list[OpStep | Conversion | Bucket] = []
     run: list[OpStep | Conversion | Bucket] = []
@@ -303,7 +304,7 @@ def _of_parameters(step: OpStep | Conversion | Bucket) -> TypeGuard[Bucket]:
 
 
 def conversions_of(step: OpStep | Conversion | Bucket) -> tuple[Conversion, ...]:
-    """The conversions of a step: none, one, or those of a bucket."""
+    """Return the conversions of a step: none, one, or those of a bucket."""
     if isinstance(step, Bucket):
         return step.conversions
     return (step,) if isinstance(step, Conversion) else ()
@@ -317,10 +318,10 @@ def _check(op: Op, rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
 
 
 class Builder:
-    """The steps so far, the layout of every name, and the conversions already made.
+    """Builds the steps of a program, with the layout of every name and the conversions that exist already.
 
-    ``route``: the moves between two layouts of a value; ``shared``: values whose consumers convert from a layout that
-    they share.
+    ``route``: the moves between two layouts of a value; ``shared``: value -> the layout from which all its consumers
+    convert.
     """
 
     def __init__(
@@ -349,18 +350,18 @@ class Builder:
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
 
     def whole(self, value: str) -> str:
-        """The name of the value, invariant on every axis."""
+        """Return the name of the value as whole and invariant on every axis."""
         return self.convert(value, Layout.whole(self.mesh, self.graph.by_name[value].shape), "")
 
     def convert(self, value: str, target: Layout, op: str) -> str:
-        """The name under which ``value`` is available in ``target``; without gradient, replicated and invariant are the
-        same."""
+        """Return the name of ``value`` in layout ``target``, and add a conversion if needed. Without gradient,
+        replicated and invariant are the same."""
         if value in self.shared and value not in self._shared_as:
             self._shared_as[value] = self._converted(value, value, self.shared[value], op)
         return self._converted(self._shared_as.get(value, value), value, target, op)
 
     def _converted(self, name: str, origin: str, target: Layout, op: str) -> str:
-        """The name under which ``origin``, available as ``name``, is available in ``target``."""
+        """Return the name of ``origin``, available as ``name``, in layout ``target``."""
         info, source = self.graph.by_name[origin], self.layouts[name]
         if not info.requires_grad:
             source, target = gradient_free(source), gradient_free(target)
@@ -382,11 +383,11 @@ class Builder:
 
 
 def fewest_bytes(value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
-    """The moves that send the fewest bytes."""
+    """Return the moves that send the fewest bytes."""
     return redistribute(source, target, differentiable=value.requires_grad)
 
 
 def gradient_free(layout: Layout) -> Layout:
-    """The layout of a value that has no cotangent: replicated and invariant are the same."""
+    """Return the layout of a value without cotangent: invariant instead of replicated, which are then the same."""
     replicated = [axis for axis, state in layout.states if state == "R"]
     return layout.moved(dict.fromkeys(replicated, "I")) if replicated else layout

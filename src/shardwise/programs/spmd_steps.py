@@ -12,11 +12,10 @@ from shardwise.programs.lower import PlacedOp
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """``value`` from the layout it is in to ``target``, under the name ``result``, by ``moves``.
+    """A conversion of ``value`` from its layout ``source`` to ``target`` by ``moves``, under the name ``result``.
 
-    ``origin``: the value of the graph that it is (``value`` itself, unless that was converted before); ``op``: the
-    consumer it was first made for; ``itemsize``, ``grad_itemsize``: bytes of an element on its way, forward and
-    backward.
+    ``origin``: the value of the graph (``value`` itself, unless that is a conversion's result); ``op``: the consumer
+    that first needs it; ``itemsize``, ``grad_itemsize``: bytes of an element in messages, forward and backward.
     """
 
     value: str
@@ -31,7 +30,7 @@ class Conversion:
     op: str
 
     def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
-        """What it communicates, in the order of execution."""
+        """Return its collectives in the order of execution."""
         if backward and not self.differentiable:
             return ()
         moves = self.moves[::-1] if backward else self.moves
@@ -41,7 +40,7 @@ class Conversion:
 
 
 def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tuple[Collective, ...]:
-    """The messages of conversions that travel together, in order."""
+    """Return the messages of conversions that share them, in order."""
     members = [conversion.collectives(backward=backward) for conversion in conversions]
     return tuple(
         Collective(together[0].kind, together[0].axes, sum(collective.num_bytes for collective in together))
@@ -50,8 +49,8 @@ def collectives_of(conversions: tuple[Conversion, ...], *, backward: bool) -> tu
 
 
 def legs_of(conversions: tuple[Conversion, ...], *, backward: bool) -> list[tuple[Conversion, ...]]:
-    """Conversions that travel together, message by message, in the order of execution: each leg has the moves up to
-    the message after its own, the first also those ahead of it. What sends nothing is one leg."""
+    """Split conversions that share messages into one leg per message, in the order of execution: each leg has the moves
+    from its message up to the next one, the first also those before. Without a message there is one leg."""
     moves = conversions[0].moves[::-1] if backward else conversions[0].moves
     sends = [i for i, move in enumerate(moves) if collective_of(move, 1, backward=backward) is not None]
     ends = [*sends[1:], len(moves)]

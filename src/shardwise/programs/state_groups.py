@@ -1,8 +1,8 @@
-"""Which optimizer states wait on the host between steps, and in which groups of parameters an update has them back.
+"""Optimizer state offloading: which states are kept on the host between steps, and in which groups they are updated.
 
-An update goes through the groups one after the other: the states of a group come to the device while those of the one
-before are updated, and leave when they are. At most two groups are on the device at any moment. What ranks do and what
-is priced are these groups.
+An update processes the groups one after the other. The states of a group are copied to the device while the previous
+group is updated, and copied back after their own update. At most two groups are on the device at any time. Execution
+and the cost model use the same groups.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import TypeVar
 
 from shardwise.programs.activation_offload import SMALLEST_BYTES
 
-GROUP_BYTES = 1 << 25  # of parameters; copies are at their full rate long before
+GROUP_BYTES = 1 << 25  # of parameters; much smaller copies already reach the full rate
 
 Parameter = TypeVar("Parameter")
 
 
 def is_offloaded(num_bytes: int) -> bool:
-    """Whether a state of so many bytes waits on the host; smaller ones stay on the device."""
+    """Return whether a state of ``num_bytes`` is offloaded to the host; smaller ones stay on the device."""
     return num_bytes >= SMALLEST_BYTES
 
 
 def state_groups(parameters: Sequence[tuple[Parameter, int]]) -> list[list[Parameter]]:
-    """Parameters, each with its bytes, in groups that are updated together: in their order, and of up to
-    ``GROUP_BYTES`` where there are several. Those whose states stay count as nothing."""
+    """Group parameters, each with its bytes, for updates: in order, up to ``GROUP_BYTES`` per group unless a single
+    parameter is larger. Parameters whose states stay on the device count as zero."""
     groups: list[list[Parameter]] = []
     group_bytes = 0
     for parameter, num_bytes in parameters:

@@ -1,21 +1,21 @@
-"""Which parts of a step can be done one micro-batch after another: the passes of a step as a mesh axis in time.
+"""Decides how a step divides into micro-batches, by treating them as a mesh axis in time.
 
-A step over several micro-batches is a choice of layouts, too. There is one axis more, ``micro``, whose coordinates are
-not devices but passes. The samples of the inputs are split over it, and the rules say what follows: values with samples
-in them are split (``S``), a sum over samples is partial (``P``), and everything else is the same in every pass (``I``).
-No communication is possible along this axis but what time itself gives:
+A step over several micro-batches is also a choice of layouts. There is one more axis, ``micro``, whose coordinates are
+micro-batches instead of devices. The samples of the inputs are split over it, and the rules determine the rest: values
+that contain samples are split (``S``), a sum over samples is partial (``P``), and everything else is the same in every
+micro-batch (``I``). Only these conversions along the axis are possible:
 
-* a gradient is the sum of those of the passes: backward of ``I -> R`` is accumulation;
-* the loss is delivered as a partial sum: the passes' losses add up to that of the batch;
-* what depends on inputs alone (a count of valid labels) is summed ahead of the passes, in a *prelude*;
-* what is the same in every pass and added to partial sums counts in the first pass only (``I -> P``).
+* gradients of the micro-batches are summed: backward of ``I -> R`` is gradient accumulation;
+* the loss is delivered as a partial sum: the losses of the micro-batches add up to that of the batch;
+* values that depend only on inputs (a count of valid labels) are summed before the micro-batches, in a *prelude*;
+* values that are the same in every micro-batch and added to partial sums count in the first one only (``I -> P``).
 
-Any other conversion along the axis would need a value of all passes while one of them runs: the loss is then no sum
-over micro-batches, and the model is refused with the operator's name. There is one exception. Running statistics (batch
-norm) are, in practice, those of every micro-batch: the operators that make them out of sums over samples see a pass as
-if it were the batch.
+Any other conversion along the axis would need a value of all micro-batches while one of them runs. The loss is then no
+sum over micro-batches, and the model is refused with the operator's name. There is one exception: running statistics
+(batch norm) are, in practice, computed per micro-batch. The operators that compute them from sums over samples treat
+the micro-batch as the batch.
 
-The axis needs no size: whatever its length, operators do the same along it.
+The axis needs no size: operators do the same along it for every length.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering, OpRule
 from shardwise.rules.tables import rule_of, whole_rule
 
-AXIS = Mesh(micro=2)  # of any length: what operators do along it does not depend on that
+AXIS = Mesh(micro=2)  # the length is arbitrary: operators do the same for every length
 MEND = "plan with micro_batch equal to global_batch (one pass), or write the loss as a sum over samples"
 
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """What the operators of a graph do along the axis. ``graph``: the whole batch's, reduced to the loss and what is
-    written back, and lowered where the axis splits a lowered factor. ``where``: of every value; ``splits``: operator ->
-    the factor that is split, for those that have samples. ``whole``: (operator, position) of operands that are partial
-    sums, needed whole; they depend on inputs only. ``once``: (operator, position) of operands that are the same in
-    every pass and join partial sums, so that they count in the first pass only; ``loss_once``: so does the loss.
-    ``local``: operators that see a pass as if it were the batch; ``statistics``: the buffers that every pass writes."""
+    """The strategies of a graph's operators along the time axis. ``graph``: of the whole batch, reduced to the loss and
+    mutations, and lowered where the axis splits a lowered factor. ``where``: placement of every value; ``splits``:
+    operator -> the factor that is split, for operators with samples. ``whole``: (operator, position) of operands that
+    are partial sums but needed whole; they depend on inputs only. ``once``: (operator, position) of operands that are
+    the same in every micro-batch and join partial sums, so they count in the first one only; ``loss_once``: whether the
+    loss does. ``local``: operators that treat a micro-batch as the batch; ``statistics``: buffers that every one
+    writes."""
 
     graph: Graph
     factored: Factored
@@ -63,12 +64,12 @@ class TimeSplit:
 
     @property
     def prelude(self) -> tuple[str, ...]:
-        """The values that are computed ahead of all passes."""
+        """Return the values that are computed before all micro-batches."""
         return tuple(sorted({self.graph.op_by_name[op].operands[position] for op, position in self.whole}))
 
     @property
     def prelude_graph(self) -> Graph | None:
-        """What is computed ahead of all passes, over the whole batch; None: nothing."""
+        """Return the graph over the whole batch that runs before all micro-batches, or None."""
         if not self.prelude:
             return None
         outputs = tuple(map(Ref, self.prelude))
@@ -78,8 +79,8 @@ class TimeSplit:
 
 
 def split_in_time(graph: Graph) -> TimeSplit:
-    """Split the samples of a graph's inputs over passes. Raises PlanError, naming the operator, for a loss that is no
-    sum over micro-batches."""
+    """Split the samples of a graph's inputs over micro-batches. Raises PlanError, naming the operator, if the loss is
+    no sum over micro-batches."""
     if graph.loss is None:
         raise PlanError(
             problem(
@@ -92,7 +93,7 @@ def split_in_time(graph: Graph) -> TimeSplit:
         have = "no input has dims" if batch is None else f"the inputs have {batch} sample"
         raise PlanError(problem(f"there is no batch to split into micro-batches: {have}", fix="pass a whole batch"))
     graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
-    used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, which means the operator itself by it
+    used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, so that it is not lowered again
     while True:
         rules = {op.name: _rule(op, graph, used) for op in graph.ops}
         factored = factor_graph(graph, rules)
@@ -113,7 +114,7 @@ def _rule(op: Op, graph: Graph, used: Mapping[str, Lowering]) -> OpRule:
 def _lowered(
     graph: Graph, factored: Factored, splits: Mapping[str, Split], names: set[str], used: dict[str, Lowering]
 ) -> Graph:
-    """The graph with some operators replaced by their lowerings."""
+    """Return the graph with some operators replaced by their lowerings."""
     ops: list[Op] = []
     values = list(graph.values)
     for op in graph.ops:
@@ -131,7 +132,7 @@ def _lowered(
 
 @dataclass
 class _Axis:
-    """Where every value is along the axis, decided in the order of execution."""
+    """The placement of every value along the axis, decided in the order of execution."""
 
     graph: Graph
     factored: Factored
@@ -155,12 +156,12 @@ class _Axis:
         return self.places[op.name].kinds[self.splits[op.name].factor] == "lowered"
 
     def _samples(self, value: str) -> ShardPosition:
-        """The major atom of dim 0: the samples, or groups of neighbours among them."""
+        """Return the position of the major atom of dim 0: the samples, or groups of adjacent samples."""
         atoms = self.factored.atoms[value][0]
         return ShardPosition.of(0, atoms, next(i for i, size in enumerate(atoms) if size > 1))
 
     def _follow(self, op: Op) -> None:
-        """Who reads samples splits them; who reads none does the same in every pass."""
+        """Decide an operator: it is split if an operand has samples, else the same in every micro-batch."""
         places = self.places[op.name]
         wanted: dict[Split | None, str] = {}
         for position, name in enumerate(op.operands):
@@ -182,7 +183,7 @@ class _Axis:
     # -- partial sums --------------------------------------------------------------------------------------------------
 
     def split(self) -> TimeSplit:
-        """Where partial sums go, once no operator that is split is to be lowered."""
+        """Decide where partial sums go, after all split operators were lowered, and return the result."""
         loss = self.graph.loss
         assert loss is not None, "it was asked for"
         local, statistics = self._running_statistics(loss)
@@ -210,11 +211,11 @@ class _Axis:
         )
 
     def _running_statistics(self, loss: str) -> tuple[set[str], set[str]]:
-        """The operators without samples that make buffers out of sums over samples, and these sums."""
+        """Return the operators without samples that compute buffers from sums over samples, and these sums."""
         written = {value for _, value in self.graph.mutations}
         components = self._components(frozenset())
         if any(components.get(name) == components.get(loss) for name in written if name in components):
-            components = self._components(self.of_inputs)  # a count that is kept, and divides the loss as well
+            components = self._components(self.of_inputs)  # a stored count may also divide the loss
         entering = {name for name, where in self.where.items() if _is_partial(where) and name in components}
         statistics = {components[name] for name in written if name in components} & {components[n] for n in entering}
         statistics.discard(components.get(loss, ""))
@@ -222,7 +223,7 @@ class _Axis:
         return local - self.splits.keys(), {name for name in entering if components[name] in statistics}
 
     def _components(self, apart: frozenset[str]) -> dict[str, str]:
-        """Computed values without samples -> a name that those have in common which are connected by operators without
+        """Map each computed value without samples to a representative of its component, connected by operators without
         samples. ``apart``: values that connect nothing."""
         connected: DisjointSets[str] = DisjointSets()
 
@@ -238,7 +239,7 @@ class _Axis:
         return connected.roots()
 
     def _sum(self, op: Op, local: set[str], statistics: set[str]) -> None:
-        """What becomes of the partial sums among the operands."""
+        """Decide which partial sums among the operands pass through the operator and which are needed whole."""
         partial = [i for i, name in enumerate(op.operands) if self._is_summed(name, local, statistics)]
         if op.name in local or not partial:
             return
@@ -260,8 +261,8 @@ class _Axis:
         return _is_partial(self.where[name])
 
     def _group(self, op: Op, hard: set[int], partial: list[int]) -> tuple[int, ...] | None:
-        """The operands in which the operator is linear, through which the partial sums pass: all of them, or those that
-        are not to be had whole."""
+        """Return the operands, jointly linear in the operator, through which partial sums pass; None if there are none.
+        They contain all partial sums, or at least ``hard``, those that cannot be computed in the prelude."""
         sums = {i for i in partial if self.where[op.operands[i]] == "P"}
         if not hard <= sums:
             return None
@@ -272,7 +273,7 @@ class _Axis:
         return next((group for group in groups if hard and hard <= set(group)), None)
 
     def _written_by_passes(self, local: set[str], statistics: set[str]) -> tuple[str, ...]:
-        """The buffers that hold running statistics, and what their modules count beside them."""
+        """Return the buffers of running statistics, and other written buffers of their modules, such as counters."""
         names = {buffer: self.graph.source_of[buffer].names[0] for buffer, _ in self.graph.mutations}
         buffers = {
             buffer
@@ -288,8 +289,8 @@ def _is_partial(where: Where) -> bool:
 
 
 def _of_inputs(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
-    """The values that depend on nothing but inputs, and what stays as it is during a step; none of operators
-    ``without``."""
+    """Return the values that depend only on inputs and on sources that do not change during a step, excluding results
+    of the operators ``without``."""
     changed = {buffer for buffer, _ in graph.mutations}
     known = {s.value for s in graph.sources if s.kind in ("input", "buffer", "constant") and s.value not in changed}
     for op in graph.ops:
@@ -299,19 +300,19 @@ def _of_inputs(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
 
 
 def _named(name: str, graph: Graph) -> str:
-    """A value in words."""
+    """Return a description of a value for messages."""
     producer = graph.producer.get(name)
     return graph.source_of[name].names[0] if producer is None else f"the result of {_of_user(producer)}"
 
 
 def _of_user(op: Op) -> str:
-    """The name of an operator; of one that a lowering made, that of the operator which was lowered."""
+    """Return the name of an operator, or for one that a lowering made the name of the lowered operator."""
     module, _, name = op.name.rpartition("/")
     return f"{module}/{name.partition('.')[0]}"
 
 
 def _refusal(op: Op, why: str) -> PlanError:
-    """The error for a model that cannot be computed one micro-batch after another."""
+    """Return the error for a model that cannot be divided into micro-batches."""
     name = _of_user(op)
     return PlanError(
         problem(f"the step is no sum over micro-batches: {name} {why}", op=name, source=op.source, fix=MEND)
@@ -319,7 +320,7 @@ def _refusal(op: Op, why: str) -> PlanError:
 
 
 def buffer_names(split: TimeSplit) -> Iterator[str]:
-    """The names of the buffers that every pass writes."""
+    """Return the names of the buffers that every micro-batch writes."""
     return (split.graph.source_of[buffer].names[0] for buffer in split.statistics)
 
 

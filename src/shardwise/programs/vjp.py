@@ -1,12 +1,12 @@
-"""Vector-Jacobian products: what an operator call does in forward and in backward, kernel by kernel.
+"""Vector-Jacobian products: traces the kernels of an operator call in forward and in backward.
 
 A *kind* of call is its target, its constants and the forms of its operands. Each kind is traced once: PyTorch runs the
-call and its gradient on fake tensors (sizes without memory), and a dispatch mode below autograd writes down every
-kernel that this calls. What was called before the gradient was asked for is the forward pass, the rest the backward
-pass, so that backward gets exactly what autograd would have saved, on the kernels that PyTorch would have chosen.
+call and its gradient on fake tensors (sizes without memory), and a dispatch mode below autograd records every kernel.
+The kernels called before the gradient are the forward pass, the others the backward pass. So backward reads exactly the
+values that autograd would have saved, and both use the kernels that PyTorch would have chosen.
 
-Names inside a kind: operands ``0``, ``1``, ...; what forward makes ``f0``, ``f1``, ...; what backward makes ``b0``,
-...; given cotangents ``c0``, ``c1``, ... by the position of the result.
+Names inside a kind: operands ``0``, ``1``, ...; results of forward kernels ``f0``, ``f1``, ...; results of backward
+kernels ``b0``, ...; cotangents of the results ``c0``, ``c1``, ... by position.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Call = tuple[Any, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # target, args,
 
 
 def with_workspace(*args: Any) -> tuple[torch.Tensor, ...]:
-    """A layer of a recurrent network as oneDNN computes it. Only where gradients are recorded it returns what its
-    backward needs."""
+    """Run a layer of a recurrent network with oneDNN. It returns the workspace that its backward needs only while
+    gradients are recorded."""
     with torch.enable_grad():
         return tuple(result.detach() for result in aten.mkldnn_rnn_layer.default(*args))
 
 
-# Calls that hand on the tensor that they get.
+# Calls that return their operand.
 _SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
-# Traced where strides were known; where they are not, a copy must be possible. Zeros without memory cannot be written
-# to, which an exchange may do.
+# Replacements of traced targets. Views were traced with known strides; with others a copy must be possible. Zeros
+# without memory cannot be written to, which an exchange may do.
 _INSTEAD_OF = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
@@ -54,9 +54,9 @@ _INSTEAD_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One traced call. ``results``: name, form and, by ``places``, where in what it returns each tensor is (``()``: it
-    is what is returned). ``shares``: per result the name of an operand whose memory it is, or None. ``writes``:
-    operands that it overwrites."""
+    """One traced call. ``results``, ``forms``: names and forms of the tensors it returns; ``places``: the index path of
+    each in the returned value (``()``: the value itself). ``shares``: per result the name of the operand whose memory
+    it shares, or None. ``writes``: operands that it overwrites."""
 
     target: Any
     args: tuple[Arg, ...]
@@ -69,19 +69,19 @@ class Kernel:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names that it reads."""
+        """Return the names that it reads."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
 
     @property
     def is_view(self) -> bool:
-        """Whether it only looks at an operand's memory."""
+        """Return whether all its results are views of operands."""
         return bool(self.results) and not self.writes and all(name is not None for name in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTrace:
-    """A call in forward. ``results``: names of what it returns; ``forms``, ``shares``: of these; ``places``: as in
-    ``Kernel``; ``kernels``: all that it calls; ``workspace``: bytes beyond its results that it needs in between."""
+    """A call in forward. ``results``: names of the tensors it returns; ``forms``, ``shares``: of these; ``places``: as
+    in ``Kernel``; ``kernels``: all that it calls; ``workspace``: bytes of temporary memory beyond its results."""
 
     results: tuple[str, ...]
     forms: tuple[Form, ...]
@@ -93,10 +93,10 @@ class ForwardTrace:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTrace:
-    """A call in backward. ``kernels``: in order; ``cotangents``: per operand the name of its cotangent, or None.
-    ``needs``: names of forward, operands and results among them, that it reads. ``replayed``: kernels at its start that
-    are views of forward made again. ``whole``: whether the forward call can stay the one call that it was, since
-    backward needs nothing but operands and results. ``opaque``: autograd itself does it (``programs.opaque``)."""
+    """A call in backward. ``kernels``: in order, beginning with those of forward that are repeated, such as views;
+    ``cotangents``: per operand the name of its cotangent, or None. ``needs``: names of forward that it reads, including
+    operands and results. ``whole``: whether forward can stay a single call, because backward needs only its operands
+    and results. ``opaque``: autograd computes it (``programs.opaque``)."""
 
     kernels: tuple[Kernel, ...]
     cotangents: tuple[str | None, ...]
@@ -106,8 +106,8 @@ class BackwardTrace:
     opaque: bool = False
 
     def kernels_beside(self, weights: set[int]) -> tuple[Kernel, ...]:
-        """The kernels that the cotangents of operands other than ``weights`` (by position) need; all of them where one
-        writes to what another made."""
+        """Return the kernels that the cotangents of operands other than ``weights`` (by position) need; all kernels if
+        one of them overwrites memory."""
         if any(kernel.writes for kernel in self.kernels):
             return self.kernels
         wanted = {name for i, name in enumerate(self.cotangents) if name is not None and i not in weights}
@@ -115,7 +115,7 @@ class BackwardTrace:
 
 
 class Untraceable(Exception):
-    """What a call does cannot be written down: ``str`` says why."""
+    """Raised when a call cannot be traced. ``str`` gives the reason."""
 
 
 _FORWARD: CallCache[ForwardTrace] = CallCache()
@@ -124,13 +124,13 @@ _BACKWARD: CallCache[BackwardTrace] = CallCache()
 
 @dataclass
 class VjpCache:
-    """The kinds of calls, each traced once; those of PyTorch's own operators once in a process. ``device``: type of
-    device whose kernels are meant."""
+    """Cache of traced kinds; kinds of PyTorch's own operators are traced once per process. ``device``: device type
+    whose kernels are traced."""
 
     device: str = "cpu"
     _forward: dict[object, ForwardTrace] = field(default_factory=dict)
     _backward: dict[object, BackwardTrace] = field(default_factory=dict)
-    _traced: dict[object, _TracedKernels] = field(default_factory=dict)  # whose backward nobody has asked for yet
+    _traced: dict[object, _TracedKernels] = field(default_factory=dict)  # their backward was not traced yet
     untraceable: dict[str, str] = field(default_factory=dict)  # target -> why autograd keeps its backward
 
     def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardTrace:
@@ -144,7 +144,7 @@ class VjpCache:
         return kind
 
     def backward(self, call: Call, operands: tuple[Form, ...], cotangents: tuple[Form | None, ...]) -> BackwardTrace:
-        """``cotangents``: forms of those of the results, None where there is none."""
+        """Return the backward of a call. ``cotangents``: forms of the results' cotangents, None if there is none."""
         of_forward = typed_key(call), operands, self.device
         key = of_forward, cotangents
         kind = self._backward.get(key) or _BACKWARD.get(call[0], key)
@@ -153,7 +153,7 @@ class VjpCache:
                 traced = self._traced.pop(of_forward, None) or _TracedKernels(call, operands, self.device)
                 kind = traced.backward(cotangents)
                 _BACKWARD.keep(call[0], key, kind)
-            except Exception as error:  # autograd can do what cannot be traced: see ``programs.opaque``
+            except Exception as error:  # autograd runs calls that cannot be traced: see ``programs.opaque``
                 self.untraceable[str(call[0])] = str(error).split("\n", 1)[0]
                 kind = _opaque_backward(operands, self.forward(call, operands), cotangents)
         self._backward[key] = kind
@@ -161,7 +161,7 @@ class VjpCache:
 
 
 def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[Call, tuple[str, ...]]:
-    """A call with its operands numbered, and their names, each once."""
+    """Return the call with its operands numbered, and their names, each once."""
     place: dict[str, int] = {}
 
     def number(name: str) -> Arg:
@@ -173,7 +173,7 @@ def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], 
 
 
 def typed_key(call: Call) -> object:
-    """A key that tells 1, 1.0 and True apart."""
+    """Return a key that distinguishes 1, 1.0 and True."""
 
     def typed(arg: Arg) -> object:
         if isinstance(arg, tuple):
@@ -188,12 +188,12 @@ def typed_key(call: Call) -> object:
 
 
 class _KernelRecorder(DispatchMode):
-    """Writes down the kernels that are called. ``prefix``: of the names of their results."""
+    """Records the kernels that are called. ``prefix``: of the names of their results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}
-        self.alive: list[torch.Tensor] = []  # so that no number in ``names`` is given twice
+        self.alive: list[torch.Tensor] = []  # keeps the ids in ``names`` unique
         self.kernels: list[Kernel] = []
         self.storages: dict[int, str] = {}  # storage -> the first name that had it
         self.prefix, self.count = "f", 0
@@ -259,7 +259,7 @@ class _KernelRecorder(DispatchMode):
 
 
 def _tensors(returned: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The tensors in what a call returned, each with its place."""
+    """Yield the tensors in the value that a call returned, each with its index path."""
     if isinstance(returned, torch.Tensor):
         yield place, returned
     elif isinstance(returned, (list, tuple)):
@@ -268,7 +268,7 @@ def _tensors(returned: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple
 
 
 class _TracedKernels:
-    """A call that has run on fake operands. Its gradient can be asked for once: autograd lets go what it saved."""
+    """A call that has run on fake operands. ``backward`` can be called once: autograd then frees its saved tensors."""
 
     def __init__(self, call: Call, operands: tuple[Form, ...], device: str) -> None:
         self.recorder, self.device = _KernelRecorder(), device
@@ -342,8 +342,8 @@ def _backward_kind(
     gradients: tuple[tuple[str | None, ...], tuple[Form | None, ...]],
     numbers: Mapping[str, int],
 ) -> BackwardTrace:
-    """``gradients``: names and forms of the cotangents of the operands; ``numbers``: operands that are integers or
-    booleans, with their bytes."""
+    """Build the backward of a kind. ``gradients``: names and forms of the operands' cotangents; ``numbers``: operands
+    that are integers or booleans, with their bytes."""
     cotangents, forms = gradients
     kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
     by_result = {name: kernel for kernel in forward for name in kernel.results}
@@ -352,8 +352,8 @@ def _backward_kind(
     whole = True
 
     def need(name: str) -> None:
-        """A name of forward that backward reads: kept, or looked at again through what it is a view of, or made again
-        from positions or nothing (a mask)."""
+        """Provide a name of forward that backward reads: keep it, repeat its view, or recompute it if it depends only
+        on positions or on no operand (a mask)."""
         nonlocal whole
         kernel = by_result.get(name)
         if kernel is None or name in results:
@@ -380,8 +380,8 @@ def _backward_kind(
 
 
 def _made_again(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
-    """What depends on no operand of the call, or on integers and booleans alone that take less memory than it does, by
-    kernels that give the same whenever they are called. ``numbers``: these operands, with their bytes."""
+    """Return the names to recompute: results of deterministic kernels that depend on no operand of the call, or only on
+    integers and booleans that are smaller than the result. ``numbers``: these operands, with their bytes."""
     root = _memories(kernels)
     overwritten = {root.get(name, name) for kernel in kernels for name in kernel.writes}
     origins: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in numbers}
@@ -399,7 +399,7 @@ def _made_again(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozen
 
 
 def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:
-    """Those that make what is wanted, or write to its memory."""
+    """Return the kernels that compute ``wanted`` or write to its memory. ``wanted`` is extended by their operands."""
     root = _memories(kernels)
     memory = {root.get(name, name) for name in wanted}
     kept = []
@@ -414,7 +414,7 @@ def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:
 
 
 def _memories(kernels: Sequence[Kernel]) -> dict[str, str]:
-    """Name -> the name that first had its memory."""
+    """Map each name to the name that first had its memory."""
     root: dict[str, str] = {}
     for kernel in kernels:
         for name, shared in zip(kernel.results, kernel.shares, strict=True):
@@ -425,7 +425,7 @@ def _memories(kernels: Sequence[Kernel]) -> dict[str, str]:
 def _without_twins(
     kernels: Sequence[Kernel], cotangents: tuple[str | None, ...]
 ) -> tuple[tuple[Kernel, ...], tuple[str | None, ...]]:
-    """The kernels with equal views made once, and transposes of transposes left out."""
+    """Return the kernels with equal views merged and double transposes removed, and the renamed cotangents."""
     same: dict[str, str] = {}
     views: dict[object, str] = {}
     transposed: dict[str, str] = {}
@@ -457,7 +457,7 @@ def _without_twins(
 
 
 def _workspace(kernels: Sequence[Kernel], results: Sequence[str]) -> int:
-    """The most bytes that are live at once beyond the results and the operands."""
+    """Return the peak number of live bytes beyond the results and the operands."""
     root = _memories(kernels)
     last: dict[str, int] = {}
     for i, kernel in enumerate(kernels):
@@ -478,7 +478,7 @@ def _workspace(kernels: Sequence[Kernel], results: Sequence[str]) -> int:
 def _opaque_backward(
     operands: tuple[Form, ...], forward: ForwardTrace, cotangents: tuple[Form | None, ...]
 ) -> BackwardTrace:
-    """Autograd differentiates the call inside of one instruction (``programs.opaque``)."""
+    """Return the backward of a call that autograd differentiates in one instruction (``programs.opaque``)."""
     flows = any(
         cotangent is not None and form.requires_grad for cotangent, form in zip(cotangents, forward.forms, strict=True)
     )

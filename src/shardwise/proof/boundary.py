@@ -1,4 +1,4 @@
-"""Transfers between stages on virtual ranks: blocks are cut, handed over and joined in one process."""
+"""Transfers between stages on virtual ranks: cuts, delivers and joins blocks in one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardwise.runtime.local_shards import cut_block, join_blocks
 def deliver(
     blocks: Sequence[TransferBlock], shards: Mapping[int, Tensor], target: Layout, target_place: Placement
 ) -> dict[int, Tensor]:
-    """What every rank of the target's placement holds after a transfer. ``held``: what the global ranks of the source
-    hold."""
+    """Return the tensor of every rank in the target's placement after a transfer. ``shards``: the tensors of the
+    source's global ranks."""
     messages: dict[int, list[tuple[TransferBlock, Tensor]]] = defaultdict(list)
     for block in blocks:
         messages[block.receiver].append((block, cut_block(shards[block.sender], block)))

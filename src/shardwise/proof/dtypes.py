@@ -1,10 +1,10 @@
-"""The proof of a precision: the plan's program in its own dtypes against one device that computes in the same.
+"""Verifies the precision of a plan: compares its program in its own dtypes with one device that uses the same dtypes.
 
-A comparison in float64 sees a wrong sum at once, and no cast. Here everything is stored, computed, gathered and reduced
-as on ranks, so that the dtype of every result and the bytes of every message are compared exactly: a cast that is
-missing, doubled or on the wrong side of a message changes one of them. The numbers can agree only as far as the dtypes
-reach. How far that is, is measured as in ``rounding``: one device, with every number that it starts from changed by one
-unit in the last place, moves every tensor by so much in one step; and the bound is that, times what a plan rounds more.
+A comparison in float64 finds wrong sums but no wrong casts. Here everything is stored, computed, gathered and reduced
+in the dtypes of real ranks. The dtype of every result and the bytes of every message are compared exactly: a cast that
+is missing, doubled or on the wrong side of a message changes one of them. The numbers can only agree to the resolution
+of the dtypes, which is measured as in ``rounding``. One device runs a step with every initial number changed by one
+unit in the last place. The bound of a tensor is its largest change, times a factor for a plan's additional rounding.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RUNS_MARGIN = 4.0  # the worst of five disturbed runs is not the worst of all
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """The outcome. ``judged``: every tensor with its bound, those first that come nearest to it; ``wrong_dtypes``:
-    results that have another dtype than on one device; ``wrong_messages``: what the plan lists and the ranks sent
-    otherwise; ``not_run``: why one device could not run the model in these dtypes; ``not_finite``: the first loss or
-    gradient of one device that is not, of which nothing is proven."""
+    """The outcome of a comparison in the plan's dtypes. ``judged``: every tensor with its bound, nearest to the bound
+    first; ``wrong_dtypes``: results with another dtype than on one device; ``wrong_messages``: the first message that
+    differs from the program's list; ``not_run``: why one device could not run the model in these dtypes;
+    ``not_finite``: the first loss or gradient of one device that is not finite and so proves nothing."""
 
     judged: tuple[tuple[TensorError, float], ...] = ()
     wrong_dtypes: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class DtypeReport:
 
     @property
     def beyond(self) -> tuple[tuple[TensorError, float], ...]:
-        """Tensors that differ by more than rounding explains."""
+        """Return the tensors that differ by more than rounding explains."""
         return tuple((difference, bound) for difference, bound in self.judged if not difference.error <= bound)
 
     @property
@@ -49,7 +49,7 @@ class DtypeReport:
         return not (self.beyond or self.wrong_dtypes or self.wrong_messages or self.not_finite)
 
     def lines(self) -> list[str]:
-        """As a report says it."""
+        """Return the lines of the report."""
         if self.not_run:
             return [f"in the plan's precision: not compared, one device can not run the model in it ({self.not_run})"]
         said = [f"in the plan's precision: {len(self.judged)} tensors"]
@@ -65,25 +65,25 @@ class DtypeReport:
 
 
 class PlanRanks(Protocol):
-    """The ranks of a plan on virtual clusters: of a call, of passes, of stages."""
+    """Interface of a plan's ranks on virtual clusters: for a single call, micro-batches or pipeline stages."""
 
     def adopt(self, device: OneDevice) -> None:
-        """Go on from where one device is."""
+        """Copy the state of one device."""
 
     def step(self, step: int) -> list[Values]:
-        """Make a step: what every rank has then."""
+        """Run a step and return the values of every rank."""
 
     def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, TensorError]) -> None:
-        """Note how far every rank is from what one device has."""
+        """Update ``worst`` with the differences between every rank and one device."""
 
     @property
     def sides(self) -> tuple[DirectionCollectives, ...]:
-        """What is listed and what was sent in the last step."""
+        """Return the planned collectives, and those performed in the last step."""
 
 
 @dataclass(frozen=True)
 class DtypeComparison:
-    """``ranks`` beside one device, which ``alone`` makes. ``passes``: of a step."""
+    """A comparison of ``ranks`` with one device, built by ``alone``. ``passes``: number of micro-batches in a step."""
 
     ranks: PlanRanks
     alone: Callable[[RunStart], OneDevice] = OneDevice
@@ -93,9 +93,9 @@ class DtypeComparison:
 def in_dtypes(start: RunStart, compared: DtypeComparison, plan: Plan, steps: int) -> DtypeReport:
     """Compare ``steps`` steps, each from the state of one device. ``start``: in the dtypes of the plan's precision.
 
-    One device takes the whole batch at once. A sum over devices or passes is rounded once for each of them, where one
-    device rounds once; and a loss that is added up has lost up to half a unit with every pass, which its disturbed runs
-    need not show."""
+    One device runs the whole batch at once. A sum over devices or micro-batches is rounded once for each of them, but
+    once on one device. An accumulated loss loses up to half a unit per micro-batch, which disturbed runs may not show.
+    """
     original, before, ranks = compared.alone(start), compared.alone(start), compared.ranks
     unit = _unit(start.captured.graph)
     disturbed = disturbed_runs(start, unit, compared.alone)
@@ -108,7 +108,7 @@ def in_dtypes(start: RunStart, compared: DtypeComparison, plan: Plan, steps: int
         ranks.adopt(original)
         try:
             expected = original.step(step)
-        except RuntimeError as error:  # kernels that torch does not have: a batch norm of mixed dtypes, say
+        except RuntimeError as error:  # torch lacks some kernels, for example a batch norm of mixed dtypes
             return DtypeReport(not_run=str(error).split("\n", 1)[0])
         actual = ranks.step(step)
         bad = (
@@ -125,7 +125,7 @@ def in_dtypes(start: RunStart, compared: DtypeComparison, plan: Plan, steps: int
         moved = moved_in_step(before, disturbed, expected, step, unit)
         for key, difference in differences.items():
             if ("gradient", key[1]) in expected and key[0] == "parameter":
-                continue  # judged by its gradient: an optimizer works element by element
+                continue  # its gradient is judged instead: optimizers work element by element
             floor = max(1.0, (compared.passes + 1) / 2) if key[0] == "loss" else 1.0
             bound = max(floor * unit, margin * moved.get(key, 0.0))
             if key not in judged or _share(difference, bound) > _share(*judged[key]):
@@ -135,7 +135,7 @@ def in_dtypes(start: RunStart, compared: DtypeComparison, plan: Plan, steps: int
 
 
 def stored_module(module: torch.nn.Module, plan: Plan) -> torch.nn.Module:
-    """A copy with parameters in the dtype in which the plan stores them. ``module``: on the CPU, with values."""
+    """Return a copy with parameters in the dtype in which the plan stores them. ``module``: on the CPU, with values."""
     twin = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -144,7 +144,7 @@ def stored_module(module: torch.nn.Module, plan: Plan) -> torch.nn.Module:
 
 
 def _unit(graph: Graph) -> float:
-    """The spacing at 1 of the coarsest dtype that the graph computes with."""
+    """Return the spacing at 1 of the coarsest dtype in the graph."""
     dtypes = {value.dtype for value in graph.values if value.dtype.is_floating_point}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float64).eps)
 
@@ -162,7 +162,7 @@ def _wrong_dtypes(expected: Values, actual: Mapping[Key, torch.Tensor], rank: in
 
 
 def _wrong_messages(sides: Sequence[DirectionCollectives]) -> str:
-    """The first message that is not the program's own: kind, axes and bytes."""
+    """Describe the first message whose kind, axes or bytes differ from the program's list; empty if there is none."""
     for side in sides:
         if side.planned != side.performed:
             pairs = zip(side.planned, side.performed, strict=False)

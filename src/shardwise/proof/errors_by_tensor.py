@@ -1,9 +1,9 @@
-"""How far two runs are apart, tensor by tensor.
+"""Compares two runs tensor by tensor.
 
-The error of a tensor is its largest difference over the largest magnitude of the reference tensor, but not over less
-than 1e-6 (gradients) or 1e-3 (others) of the largest magnitude among all tensors of its kind: a gradient that is zero
-by mathematics (a key's bias) has no meaningful relative error of its own, and an optimizer that divides by its size
-makes a parameter of the noise.
+The error of a tensor is its largest difference divided by the largest magnitude of the reference tensor. The divisor is
+at least 1e-6 (gradients) or 1e-3 (others) of the largest magnitude among all tensors of its kind. A gradient that is
+mathematically zero (a key's bias) has no meaningful relative error of its own, and an optimizer that divides by its
+size turns the noise into a parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 Key = tuple[str, str]  # kind, name
 Values = dict[Key, torch.Tensor]
-Local = Callable[[Key, torch.Tensor, int], torch.Tensor]  # a whole tensor -> what a rank should have of it
+Local = Callable[[Key, torch.Tensor, int], torch.Tensor]  # (key, whole tensor, rank) -> the shard expected on the rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class TensorError:
 
 
 def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dict[Key, TensorError]) -> None:
-    """Note the worst difference of every tensor. A tensor that only one side has is an infinite difference, a gradient
-    of zeros among them: an optimizer decays a parameter that has one, and skips a parameter without."""
+    """Record the worst difference of every tensor in ``worst``. A tensor that only one side has counts as infinite,
+    even a gradient of zeros: an optimizer decays parameters with a gradient, and skips those without."""
     floor: dict[str, float] = {}
     for (kind, _), tensor in expected.items():
         floor[kind] = max(floor.get(kind, 0.0), magnitude(tensor))
@@ -47,19 +47,19 @@ def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dic
 
 
 def magnitude(tensor: torch.Tensor) -> float:
-    """The largest absolute value that is finite."""
+    """Return the largest finite absolute value."""
     finite = tensor.abs() if tensor.dtype != torch.bool else tensor.long()
     finite = finite[torch.isfinite(finite)] if finite.is_floating_point() else finite
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is infinite or nan."""
+    """Return whether no element is infinite or nan."""
     return bool(tensor.detach().isfinite().all())
 
 
 def relative_difference(want: torch.Tensor, have: torch.Tensor, scale: float) -> float:
-    """The largest difference over ``scale``; nan equals nan, and is infinitely far from numbers."""
+    """Return the largest difference divided by ``scale``; nan equals nan, and is infinitely far from numbers."""
     if want.shape != have.shape:
         return float("inf")
     if not want.numel():
@@ -69,5 +69,5 @@ def relative_difference(want: torch.Tensor, have: torch.Tensor, scale: float) ->
     same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if inexact else want == have
     wide = torch.complex128 if want.is_complex() or have.is_complex() else torch.float64
     apart = torch.where(same, torch.zeros((), dtype=torch.float64), (want.to(wide) - have.to(wide)).abs())
-    worst = float(apart.nan_to_num(nan=torch.inf).max())  # no order of differences has a place for nan
+    worst = float(apart.nan_to_num(nan=torch.inf).max())  # nan does not compare
     return worst / scale if scale else (0.0 if worst == 0 else float("inf"))

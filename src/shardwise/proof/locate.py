@@ -1,5 +1,5 @@
-"""Where a program goes wrong: the first operator whose result is not that of one device, or, where all results are
-right, the operator whose gradient is wrong first on the way back."""
+"""Locates the fault in a wrong program: the first operator whose result differs from one device or, if all results are
+right, the first wrong gradient in backward."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def wrong_result(
     sources: Mapping[str, Tensor],
     tolerance: float,
 ) -> str:
-    """Operator, line and rank of the first wrong result of a forward pass, or nothing. ``model``: the graph without
-    lowerings, which compute something else where they are wrong; ``values``: of every rank, after the forward of
-    ``without_overwrites``; ``sources``: value name -> the whole tensor."""
+    """Return operator, line and rank of the first wrong result of a forward pass, or "". ``model``: the graph without
+    lowerings, to detect wrong lowerings; ``values``: of every rank, after the forward of ``without_overwrites``;
+    ``sources``: value name -> the whole tensor."""
     with torch.no_grad():
         expected = interpret(spmd.graph, sources)
         of_model = interpret(model, sources)
@@ -65,7 +65,7 @@ def wrong_result(
 
 
 def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
-    """Of wrong gradients (parameter -> rank) the one that backward makes first."""
+    """Describe the wrong gradient (of parameter -> rank) that backward computes first, or return ""."""
     reads = {operand: position for position, op in enumerate(graph.ops) for operand in op.operands}
     known = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
     if not known:
@@ -76,18 +76,18 @@ def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
 
 
 def without_overwrites(program: RankProgram) -> RankProgram:
-    """The program with exchanges that leave their operands as they are, so that one can look at them afterwards."""
+    """Return the program with exchanges that do not overwrite their operands, so that these can be inspected later."""
     forward = (replace(i, overwrites=False) if isinstance(i, (Convert, Depart)) else i for i in program.forward)
     return replace(program, forward=tuple(forward))
 
 
 def _written(program: RankProgram) -> list[str]:
-    """Names that a kernel writes over: they no longer hold what they name."""
+    """Return the names that a kernel overwrites: their memory no longer holds the named value."""
     return [name for i in program.forward if isinstance(i, Compute) for name in i.writes]
 
 
 def _summed(layout: Layout, shards: Sequence[Tensor]) -> list[Tensor]:
-    """What the ranks hold together of a partial value, on each of them."""
+    """Reduce a partial value over its partial axes and return the result of each rank."""
     whole = list(shards)
     for state, kind in PARTIAL_KINDS.items():
         axes = tuple(axis for axis, on_axis in layout.states if on_axis == state)

@@ -1,4 +1,4 @@
-"""A step in passes on the virtual cluster, beside one pass of one device over the whole batch."""
+"""Runs a step of several micro-batches on the virtual cluster, and the whole batch on one device for comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class OneDeviceMicroBatches(OneDevice):
-    """The module on one device, over the whole batch; only its running statistics are those of micro-batches."""
+    """The module on one device, over the whole batch; only running statistics are computed per micro-batch."""
 
     def __init__(self, start: RunStart, passes: Passes) -> None:
         super().__init__(start, passes.sizes)
@@ -43,15 +43,15 @@ class OneDeviceMicroBatches(OneDevice):
         counted = [name for name in self.passes.statistics if name.rpartition(".")[2] == "num_batches_tracked"]
         values = super().step(step)
         buffers = dict(self.module.named_buffers())
-        for name in counted:  # one device would have called the layer once for every micro-batch
+        for name in counted:  # ranks call the layer once per micro-batch
             buffers[name] += len(self.passes.sizes) - 1
             values["buffer", name] = buffers[name].clone()
         return {key: value for key, value in values.items() if key[0] != "output"}
 
 
 class RanksMicroBatches(Ranks):
-    """The ranks of the virtual cluster, making the passes of a step one after another. ``gradients``: per rank those
-    of the last step, as the programs make them."""
+    """The ranks of the virtual cluster, which run the micro-batches of a step in sequence. ``gradients``: per rank
+    those of the last step, in the dtypes in which programs compute them."""
 
     def __init__(
         self, start: RunStart, plan: Plan, passes: Passes, spmds: Mapping[int, SpmdProgram], prelude: SpmdProgram | None
@@ -98,8 +98,8 @@ class RanksMicroBatches(Ranks):
         whole: Sequence[Mapping[str, torch.Tensor]],
         totals: dict[int, torch.Tensor],
     ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """The passes of one size: losses are added to ``totals``, and gradients to those of the parameters. What the
-        first pass and what is done once communicate, forward and backward."""
+        """Run the micro-batches of one size: add losses to ``totals``, and gradients to those of the parameters. Return
+        the collectives of the first one and of the parts done once, forward and backward."""
         parts = self.by_size[size]
         ahead, per_pass, behind = ([getattr(part, which) for part in parts] for which in ("ahead", "each", "behind"))
         sums: list[dict[str, torch.Tensor]] = [{} for _ in self.tensors]
@@ -150,7 +150,7 @@ class RanksMicroBatches(Ranks):
         return tuple(forward), tuple(backward)
 
     def _whole(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """Per rank what is computed ahead of the passes."""
+        """Return per rank the values of the prelude."""
         if self.prelude is None:
             return [{} for _ in self.tensors]
         bindings = self._bindings(self.prelude[0].spmd, step, None, 0, [{} for _ in self.tensors])
@@ -165,7 +165,7 @@ class RanksMicroBatches(Ranks):
     def _bindings(
         self, spmd: SpmdProgram, step: int, start: int | None, size: int, whole: Sequence[Mapping[str, torch.Tensor]]
     ) -> list[VirtualValues]:
-        """What every rank's program starts from; ``start``: None for the whole batch."""
+        """Return the source values of every rank's program. ``start``: first sample, or None for the whole batch."""
         bindings: list[VirtualValues] = []
         batch = sum(self.passes.sizes)
         for shards, coordinates, values in zip(self.tensors, self.cluster.coordinates, whole, strict=True):
@@ -198,14 +198,14 @@ class RanksMicroBatches(Ranks):
                 self.gradients[rank][source.value] = gradient.clone() if before is None else before + gradient
 
     def _write(self, rank: int, program: RankProgram, values: VirtualValues, *, is_last: bool) -> None:
-        """Write the buffers that a pass writes."""
+        """Write the buffers of a micro-batch: running statistics always, others only if ``is_last``."""
         for buffer, value in program.mutations:
             if is_last or self.spmd.graph.source_of[buffer].names[0] in self.passes.statistics:
                 with torch.no_grad():
                     self.tensors[rank][buffer].copy_(values[value])
 
     def _finish(self, rank: int, loss: torch.Tensor) -> Values:
-        """What a rank has at the end of a step."""
+        """Run the optimizer of a rank and return its values at the end of the step."""
         collected: Values = dict.fromkeys((("loss", name) for name in self.losses), loss)
         shards = self.tensors[rank]
         for source in stored_values(self.spmd):

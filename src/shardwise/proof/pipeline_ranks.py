@@ -1,8 +1,8 @@
-"""A step of a pipeline on the virtual cluster: all stages, all micro-batches, in the order of the schedule.
+"""Runs a pipeline step on the virtual cluster: all stages and micro-batches in the order of the schedule.
 
-Every stage has a cluster of its own. What crosses goes from a device to the device of the same number of the next
-stage, as on ranks; gradients of parameters that several stages have are added up at the end, and every stage steps by
-itself.
+Every stage has its own cluster. Activations and cotangents go from a device to the device of the same index in the
+adjacent stage, as on real ranks. Gradients of parameters that several stages have are summed at the end, and every
+stage runs its own optimizer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Held = list[dict[str, Tensor]]  # per device of a stage, by name
 
 class PipelineRanks:
     """The ranks of all stages, each with its shards and its optimizer. ``forward_records``, ``backward_records``: per
-    stage the collectives of the first micro-batch of the last step; ``made_in``: the dtypes in which programs made the
-    gradients of parameters."""
+    stage the collectives of the first micro-batch of the last step; ``made_in``: the dtypes in which programs compute
+    the gradients of parameters."""
 
     def __init__(self, start: RunStart, plan: Plan, passes: Passes, bounds: Mapping[int, BoundStages]) -> None:
         self.start, self.plan, self.passes, self.bounds = start, plan, passes, bounds
@@ -65,7 +65,7 @@ class PipelineRanks:
         for parts in (part for stages in self.parts.values() for programs in stages for part in programs):
             for program in (parts.ahead, parts.each, parts.behind):
                 check_program(program)
-        self.first = [programs[0] for programs in plain[passes.sizes[0]]]  # per stage, of a micro-batch by itself
+        self.first = [programs[0] for programs in plain[passes.sizes[0]]]  # per stage, for one micro-batch
         self._halves: dict[tuple[int, int], list[tuple[RankProgram, RankProgram]]] = {}
         named = {**dict(start.module.named_parameters()), **dict(start.module.named_buffers())}
         self.full = {name: tensor.detach() for name, tensor in named.items()}
@@ -99,14 +99,14 @@ class PipelineRanks:
         return programs
 
     def halves(self, size: int, stage: int) -> list[tuple[RankProgram, RankProgram]]:
-        """Per device of a stage its backward in two parts."""
+        """Return per device of a stage its backward in two parts."""
         if (size, stage) not in self._halves:
             self._halves[size, stage] = [split_backward(parts.each) for parts in self.parts[size][stage]]
         return self._halves[size, stage]
 
     def planned_backward(self, stage: int) -> tuple[Collective, ...]:
-        """The collectives that a stage's program lists for backward, of the first micro-batch and behind the last, in
-        the order in which the schedule asks for them."""
+        """Return the collectives that a stage's program lists for backward, of the first micro-batch and after the
+        last, in the order of the schedule."""
         size = self.passes.sizes[0]
         if not self.schedule.splits_backward:
             return backward_collectives(self.first[stage], in_passes=True)
@@ -114,7 +114,7 @@ class PipelineRanks:
         return tuple(c for program in programs for i in program.backward for c in sent_by(i))
 
     def whole(self) -> dict[str, Tensor]:
-        """The values of the prelude."""
+        """Return the values of the prelude."""
         if self.passes.prelude is None:
             return {}
         prelude = only_read(self.passes.prelude)
@@ -131,7 +131,7 @@ class PipelineRanks:
         return {name: values[name].detach() for name in self.passes.whole}
 
     def _hold(self, number: int) -> None:
-        """The shards of a stage."""
+        """Create the shards of a stage."""
         bound = self.bounds[self.passes.sizes[0]]
         part, spmd, ranks = bound.cut.parts[number], bound.spmds[number], self.plan.stages[number].placement.ranks
         self.layouts[ranks].update({s.names[0]: spmd.layouts[s.value] for s in part.sources})
@@ -143,7 +143,7 @@ class PipelineRanks:
                 shards[source.names[0]] = local.requires_grad_(source.kind == "parameter" and source.trainable)
 
     def step(self, step: int) -> list[Values]:
-        """Make a step: what every rank has then."""
+        """Run a step and return the values of every rank."""
         for optimizer in self._optimizers():
             optimizer.zero_grad(set_to_none=True)
         self.backward_records = [()] * len(self.clusters)
@@ -177,7 +177,7 @@ class PipelineRanks:
         return [values_of_rank[rank] for rank in sorted(values_of_rank)]
 
     def adopt(self, device: OneDevice) -> None:
-        """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
+        """Copy the state of one device: its parameters, buffers and optimizer state, cut into shards."""
         tensors = device.tensors
         for ranks, place_shards in self.tensors.items():
             for number, (shards, optimizer) in enumerate(zip(place_shards, self.optimizers[ranks], strict=True)):
@@ -193,7 +193,7 @@ class PipelineRanks:
 
     @property
     def sides(self) -> tuple[DirectionCollectives, ...]:
-        """What every stage lists, and what it sent for the first micro-batch of the last step."""
+        """Return per stage the planned collectives, and those of the first micro-batch in the last step."""
         forward = self.bounds[self.passes.sizes[0]].spmds
         return (
             *(
@@ -214,7 +214,7 @@ class PipelineRanks:
         ]
 
     def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, TensorError]) -> None:
-        """Note how far every rank is from what one device has of its stages (``comparison``)."""
+        """Update ``worst`` with the differences between every rank and one device (``proof.errors_by_tensor``)."""
         for ranks, place_shards in self.tensors.items():
             for device, (rank, shards) in enumerate(zip(ranks, place_shards, strict=True)):
                 self._compare(ranks, device, rank, shards, expected, actual[rank], worst)
@@ -241,12 +241,12 @@ class PipelineRanks:
                 worst[key] = replace(difference, rank=rank)
 
     def _local(self, ranks: tuple[int, ...], name: str, whole: Tensor, device: int) -> Tensor:
-        """What a device of a place holds of a parameter or buffer."""
+        """Return the shard of a parameter or buffer on a device of a pipeline rank."""
         layout = self.layouts[ranks][name]
         return shard(whole, layout, layout.mesh.coordinates(device))
 
     def _add_shared(self) -> None:
-        """The gradients of parameters that several places have, added up."""
+        """Sum the gradients of parameters that several pipeline ranks have."""
         places: dict[str, list[tuple[int, ...]]] = {}
         for ranks, place_shards in self.tensors.items():
             for name in place_shards[0]:
@@ -260,22 +260,22 @@ class PipelineRanks:
 
 
 class _PipelineStep:
-    """One step. ``losses``: per device of the last stage."""
+    """One pipeline step. ``losses``: per device of the last stage."""
 
     def __init__(self, ranks: PipelineRanks, step: int) -> None:
         self.ranks, self.seed = ranks, torch.tensor(step)
         self.sizes = ranks.passes.sizes
         self.whole = ranks.whole()
         self.last = len(ranks.plan.stages) - 1
-        self.values: dict[tuple[int, int], list[VirtualValues]] = {}  # of a stage and a micro-batch, per device
+        self.values: dict[tuple[int, int], list[VirtualValues]] = {}  # (stage, micro-batch) -> per device
         self.sent: dict[tuple[int, int], Held] = {}
         self.returned: dict[tuple[int, int], Held] = {}
-        self.ahead_values: dict[tuple[int, int], list[VirtualValues]] = {}  # what is made ahead, of a stage and a size
+        self.ahead_values: dict[tuple[int, int], list[VirtualValues]] = {}  # (stage, size) -> values made once
         self.sums: dict[tuple[int, int], Held] = {}  # gradients of micro-batches, by source
         self.losses: dict[int, Tensor] = {}  # in the dtype of the model's loss
 
     def execute(self) -> None:
-        """All actions of all places, every one as soon as what it needs is there."""
+        """Run all actions of all pipeline ranks, each as soon as its operands are available."""
         left = [list(actions) for actions in self.ranks.order]
         while any(left):
             before = sum(map(len, left))
@@ -355,7 +355,7 @@ class _PipelineStep:
     def _bound(
         self, part: Graph, spmd: SpmdProgram, shards: Mapping[str, Tensor], device: int, micro_batch: int, size: int
     ) -> VirtualValues:
-        """What a device's program starts from, but for what it receives."""
+        """Return the source values of a device's program, except those that it receives."""
         ranks, coordinates = self.ranks, spmd.mesh.coordinates(device)
         start, batch = sum(self.sizes[:micro_batch]), sum(self.sizes)
         binding: VirtualValues = dict(values_of_step(part, self.whole, start, CPU))
@@ -407,7 +407,7 @@ class _PipelineStep:
             for name, gradient in gradients.items():
                 source = part.source_of.get(name)
                 if source is None:
-                    values_of_device[name] = gradient  # handed to the second part
+                    values_of_device[name] = gradient  # read by the second part of backward
                 elif source.kind == "activation":
                     returned[-1][name] = gradient.clone()
                 else:
@@ -422,7 +422,7 @@ class _PipelineStep:
             self.returned[stage, micro_batch] = returned
 
     def end(self) -> None:
-        """Reduce the sums of gradients, and add them to those of the parameters."""
+        """Reduce the accumulated gradients, and add them to those of the parameters."""
         ranks = self.ranks
         for (stage, size), sums in self.sums.items():
             cluster, parts = ranks.clusters[stage], ranks.parts[size][stage]
@@ -445,7 +445,7 @@ class _PipelineStep:
 
     @staticmethod
     def _wanted_back(bound: BoundStages, stage: int) -> tuple[str, ...]:
-        """The received values whose cotangents the stage before waits for."""
+        """Return the received values whose cotangents the previous stage waits for."""
         if not stage:
             return ()
         asked = set(bound.cut.parts[stage - 1].cotangents or ())

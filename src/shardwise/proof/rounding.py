@@ -1,27 +1,27 @@
-"""Rounding told from error, where the plain comparison finds a difference.
+"""Distinguishes rounding from errors where the plain comparison finds a difference.
 
-A plan changes the order of sums, so every result differs in its last bits. What becomes of that depends on the model:
+A plan changes the order of sums, so every result differs in its last bits. The effect depends on the model:
 
-* Within a step it grows by the condition of what is computed. A gradient that is zero by mathematics (of a bias ahead
-  of a normalisation) is nothing but the rounding of its summands.
-* Between steps an optimizer that divides by a gradient's size makes a step of full length of such a gradient. Two runs
-  part for good there, without an error in either.
+* Within a step rounding grows with the condition number of the computation. A gradient that is mathematically zero (of
+  a bias before a normalization) consists only of the rounding of its summands.
+* Between steps an optimizer that divides by a gradient's size turns such a gradient into a step of full length. Two
+  runs then diverge permanently, without an error in either.
 
-So rounding is not guessed by a larger tolerance; it is measured. *Disturbed runs* are the module on one device, whose
-inputs, parameters and buffers differ from the original's by some units in the last place. No program in float64 can be
-expected to agree with the original better than they do: on the way they meet every operator with a rounding error of
-its own. How far they are from the original is, tensor by tensor, what rounding does. A difference is explained if
+So the effect of rounding is measured instead of raising the tolerance. *Disturbed runs* are the module on one device,
+with inputs, parameters and buffers that differ from the original's by some units in the last place. No program in
+float64 can be expected to agree with the original better than they do: every operator on the way adds its own rounding
+error. The rounding of a tensor is the distance of disturbed runs from the original. A difference is explained if
 
-1. step by step, ranks and disturbed runs having adopted the state of one device before each, it is at most ``MARGIN``
-   times what rounding does to that tensor in this one step. Nothing has grown over steps here. What rounding moves by
-   more than ``USELESS`` of its size can not be judged: if it is a parameter, it is judged before the optimizer, by its
-   gradient in the same step, which must be explained (an optimizer works element by element, so a plan decides nothing
-   behind the gradient); if it is anything else, it is not explained; and
-2. it is at most ``MARGIN`` times what rounding does in as many steps as were compared.
+1. in every single step, with ranks and disturbed runs starting from the state of one device, it is at most ``MARGIN``
+   times the rounding of that tensor in this step. So nothing has grown over steps. A tensor whose rounding exceeds
+   ``USELESS`` of its size cannot be judged. If it is a parameter, its gradient in the same step is judged instead and
+   must be explained (optimizers work element by element, so a plan affects nothing after the gradient). Any other such
+   tensor is not explained; and
+2. it is at most ``MARGIN`` times the rounding after as many steps as were compared.
 
-The gradient of a part of the summands is no rounding: without its all-reduce a gradient that is zero by mathematics is
-as large as its summands, which is far beyond (1). A fault is called rounding only if it changes a tensor by no more
-than disturbing the last bits does.
+A missing all-reduce is not mistaken for rounding: the gradient over a part of the summands is as large as its summands
+even if the full one is mathematically zero, which is far beyond (1). A fault passes as rounding only if it changes a
+tensor by no more than disturbing the last bits does.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from shardwise.proof.errors_by_tensor import Key, TensorError, Values, compare
 from shardwise.proof.runs import OneDevice, Ranks, RunStart, as_leaf
 
 RUNS = 5
-DISTURBANCE = 2.0**-50  # of every number, up or down: what the sum of some hundred terms in another order may err
-MARGIN = 32.0  # the rounding of a plan is one more run, and seldom the like of the worst of five: it sums more terms
+DISTURBANCE = 2.0**-50  # of every number, up or down: the rounding of a reordered sum of some hundred terms
+MARGIN = 32.0  # a plan is a sixth run that sums more terms, so its rounding may exceed the worst of five
 USELESS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What rounding does to tensors that differ by more than the tolerance.
+    """The analysis of tensors that differ by more than the tolerance.
 
-    Differences are with how far disturbed runs are from the original (None: not asked, where the difference is beyond
-    ``USELESS``). ``unexplained``: of the first wrong step, worst first; ``by_gradient``: parameters that were compared
-    before the optimizer only.
+    Every difference is paired with the distance of disturbed runs from the original (None: not measured, because the
+    difference exceeds ``USELESS``). ``unexplained``: of the first wrong step, worst first; ``by_gradient``: parameters
+    that were only compared by their gradients, before the optimizer.
     """
 
     explained: tuple[tuple[TensorError, float], ...]
@@ -57,7 +57,7 @@ class Rounding:
     by_gradient: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """As a report says it."""
+        """Return the lines of the report."""
         if self.unexplained:
             worst, moved = self.unexplained[0]
             line = f"not rounding: {worst.kind} {worst.name} differs by {worst.error:.2g} on rank {worst.rank}"
@@ -76,8 +76,8 @@ class Rounding:
 
 
 def explain(start: RunStart, ranks: Ranks, wrong: Sequence[TensorError], steps: int, tolerance: float) -> Rounding:
-    """Which of the differences are rounding. ``wrong``: beyond the tolerance after ``steps`` steps, worst first.
-    ``ranks`` go through the steps again."""
+    """Decide which differences are rounding. ``wrong``: those beyond the tolerance after ``steps`` steps, worst first.
+    ``ranks`` run the steps again."""
     beyond, by_gradient = _step_by_step(start, ranks, steps, tolerance)
     if beyond:
         return Rounding((), beyond)
@@ -88,7 +88,7 @@ def explain(start: RunStart, ranks: Ranks, wrong: Sequence[TensorError], steps: 
 
 
 def _moved(start: RunStart, steps: int) -> dict[Key, float]:
-    """How far disturbed runs are from the original after some steps."""
+    """Return the largest distance per tensor of disturbed runs from the original after some steps."""
     original, disturbed = OneDevice(start), disturbed_runs(start)
     worst: dict[Key, TensorError] = {}
     earlier: list[tuple[Values, list[Values]]] = []
@@ -107,8 +107,8 @@ Unexplained = tuple[tuple[TensorError, float | None], ...]
 
 
 def _step_by_step(start: RunStart, ranks: Ranks, steps: int, tolerance: float) -> tuple[Unexplained, tuple[str, ...]]:
-    """The differences of the first step that rounding does not explain, every step beginning in the same state, worst
-    first; and parameters that were judged by their gradients."""
+    """Return the differences of the first step with any that rounding does not explain, worst first, and the parameters
+    judged by their gradients. Both runs begin every step in the same state."""
     original, before, disturbed = OneDevice(start), OneDevice(start), disturbed_runs(start)
     by_gradient: dict[str, None] = {}
     for step in range(steps):
@@ -138,7 +138,7 @@ def _step_by_step(start: RunStart, ranks: Ranks, steps: int, tolerance: float) -
 def moved_in_step(
     before: OneDevice, disturbed: Sequence[OneDevice], expected: Values, step: int, by: float = DISTURBANCE
 ) -> dict[Key, float]:
-    """How far disturbed runs are from the original after one step from the state ``before``."""
+    """Return the largest distance per tensor of disturbed runs from the original after one step from ``before``."""
     for number, run in enumerate(disturbed):
         run.adopt(before)
         disturb(run, number, by)
@@ -148,7 +148,7 @@ def moved_in_step(
 
 
 def _parameter(key: Key, captured: Capture) -> str:
-    """The parameter that a tensor is, if it is one: it may have been returned."""
+    """Return the name of the parameter that a tensor is, also as an output; empty if it is none."""
     kind, name = key
     if kind == "output":
         memory = captured.memories[int(name[1:-1])]
@@ -160,7 +160,7 @@ def _parameter(key: Key, captured: Capture) -> str:
 def disturbed_runs(
     start: RunStart, by: float = DISTURBANCE, alone: Callable[[RunStart], OneDevice] = OneDevice
 ) -> list[OneDevice]:
-    """Runs whose inputs are disturbed, every number by the share ``by``. ``alone``: makes a run."""
+    """Return runs with disturbed inputs: every number is changed by the fraction ``by``. ``alone``: builds a run."""
     runs = []
     for number in range(RUNS):
         draw = torch.Generator().manual_seed(number)
@@ -171,7 +171,7 @@ def disturbed_runs(
 
 
 def disturb(run: OneDevice, number: int, by: float = DISTURBANCE) -> None:
-    """Change the last bits of parameters and buffers: the share ``by`` of every number."""
+    """Change the last bits of parameters and buffers: every number by the fraction ``by``."""
     draw = torch.Generator().manual_seed(RUNS + number)
     with torch.no_grad():
         for tensor in run.tensors.values():
@@ -179,7 +179,7 @@ def disturb(run: OneDevice, number: int, by: float = DISTURBANCE) -> None:
 
 
 def _off(tensor: torch.Tensor, *, draw: torch.Generator, by: float = DISTURBANCE) -> torch.Tensor:
-    """The tensor with every number a little larger or smaller."""
+    """Return the tensor with every number a little larger or smaller."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.clone()
     signs = torch.randint(2, tensor.shape, generator=draw, dtype=torch.int8).double() * 2 - 1
@@ -187,7 +187,7 @@ def _off(tensor: torch.Tensor, *, draw: torch.Generator, by: float = DISTURBANCE
 
 
 def _leaf_off(tensor: torch.Tensor, *, draw: torch.Generator, by: float) -> torch.Tensor:
-    """The same of an input, which requires a gradient if the input does."""
+    """Return a disturbed input, which requires a gradient if the input does."""
     return as_leaf(_off(tensor.detach(), draw=draw, by=by), tensor)
 
 
@@ -196,7 +196,7 @@ def _itself(_: Key, whole: torch.Tensor, __: int) -> torch.Tensor:
 
 
 def of_sources(values: Values, captured: Capture) -> Values:
-    """The outputs that have the memory of a parameter, buffer or input on one device."""
+    """Return the outputs that share memory with a parameter, buffer or input on one device."""
     sources = {source.value for source in captured.graph.sources}
     names = {f"[{i}]" for i, memory in enumerate(captured.memories) if memory is not None and memory.name in sources}
     return {key: value for key, value in values.items() if key[0] == "output" and key[1] in names}

@@ -1,13 +1,13 @@
-"""``shardwise.check_rule``: a rule against its operator.
+"""``shardwise.check_rule``: tests a rule against its operator.
 
-*Wrong* splits are found by running them: each sample call is split in every factor that the rule opens, by 2 and 3
-devices and by 2 x 2 (so that sizes do not divide), in several factors at once, and with partial sums in every group of
-operands that the rule calls linear, on the virtual cluster; results and gradients are compared with the whole operator.
+*Wrong* splits are found by running them on the virtual cluster. Each sample call is split in every factor that the rule
+opens, over 2, 3 and 2 x 2 devices (so that sizes do not divide), in several factors at once, and with partial sums in
+every group of operands that the rule declares linear. Results and gradients are compared with the whole operator.
 
-*Missing* splits are found by trying: whatever dims of the operands have the same size are sliced together, the operator
-is called on the slices with its other arguments as they are, and if its results put together (end to end, added, or
-combined by the larger or smaller) are those of the whole call, with its gradients, the rule should have a factor for
-it. Splits that need other arguments on each rank (``localize``) or another program (a lowering) are not found so.
+*Missing* splits are found by trying. Dims of the operands with the same size are sliced together, and the operator is
+called on the slices with its other arguments unchanged. If the combined results (concatenated, added, maximum or
+minimum) and gradients are those of the whole call, the rule should have a factor for it. This does not find splits that
+need other arguments on each rank (``localize``) or another program (a lowering).
 """
 
 from __future__ import annotations
@@ -42,13 +42,19 @@ from shardwise.runtime.local_shards import shard
 
 MESHES = (Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2))
 TOLERANCE = 1e-9  # float64, one operator
-MOST_TRIALS = 512  # combinations of dims of one sample that are tried as missing splits
+MOST_TRIALS = 512  # combinations of dims per size that are tried as missing splits
 
 
 @dataclass(frozen=True, slots=True)
 class WrongSplit:
-    """A split that the rule allows and that changes the numbers (or fails). ``error``: relative to the largest element
-    of the tensor; infinite for a failure, which ``where`` tells."""
+    """A split that the rule allows but that changes the results or fails.
+
+    Args:
+        sample: Index of the sample call.
+        strategy: The strategy as text, with the mesh sizes.
+        error: Largest difference relative to the largest element of the tensor; infinite for a failure.
+        where: The wrong result or gradient and its rank, or the error message of a failure.
+    """
 
     sample: int
     strategy: str
@@ -61,7 +67,13 @@ class WrongSplit:
 
 @dataclass(frozen=True, slots=True)
 class MissingSplit:
-    """A split that the rule does not have. ``operands``: (argument, dim); ``becomes``: what the results are."""
+    """A split that the operator allows but the rule does not have.
+
+    Args:
+        sample: Index of the sample call.
+        operands: (argument, dim) of every sliced operand.
+        becomes: How the results of the slices combine to the whole results.
+    """
 
     sample: int
     operands: tuple[tuple[str, int], ...]
@@ -74,9 +86,15 @@ class MissingSplit:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """What ``check_rule`` found. ``rules``: the rule of every sample call (None: the operator has none for it).
+    """The result of ``check_rule``; print it for a summary.
 
-    ``num_splits``: how many were run; ``max_error``: the worst of those that are right.
+    Args:
+        operator: Name of the operator overload.
+        rules: The rule of every sample call (None: the operator has none for it).
+        wrong: Splits that the rule allows but that change the results or fail.
+        missing: Splits that the operator allows but the rule does not have.
+        num_splits: Number of splits that were run.
+        max_error: Worst relative error of the right splits.
     """
 
     operator: str
@@ -88,7 +106,7 @@ class RuleReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every split is right. (A missing split costs time, not exactness.)"""
+        """Return whether every split is right. (A missing split costs time, not correctness.)"""
         return not self.wrong
 
     def __str__(self) -> str:
@@ -110,15 +128,23 @@ def check_rule(
 ) -> RuleReport:
     """Test the rule of an operator against the operator itself.
 
-    ``sample_inputs``: one call, as a tuple of arguments or a dict of named ones, or a list of calls. Floating tensors
-    are taken as differentiable where they require grad, and cast to ``dtype`` (None: left as they
-    are; errors count in their resolution). Use small distinct sizes from 3 on, some odd: equal sizes
-    hide which dim is meant, and slices of size 1 broadcast.
+    Use small distinct sizes of at least 3, some odd: equal sizes are ambiguous, and slices of size 1 broadcast.
 
-    ``find_missing=False`` leaves the search for missing splits out: it calls the operator on operands that may not fit
-    together, which kernels without checks (PyTorch's LSTM) answer by ending the process.
+    Args:
+        operator: The operator, as for ``sw.rule``.
+        sample_inputs: One call, as a tuple of arguments or a dict of named ones, or a list of calls. Floating-point
+            tensors that require grad are differentiated.
+        dtype: Floating-point tensors are cast to it. None: they are not cast, and errors are relative to the resolution
+            of their dtypes.
+        tolerance: Largest relative error of a right split, in the resolution of float64.
+        find_missing: Whether to search for missing splits. The search calls the operator on operands that may not fit
+            together: kernels without checks (PyTorch's LSTM) then end the process.
 
-    Raises ShardwiseError when the operator can not be called on a sample.
+    Returns:
+        The rules, and the wrong and missing splits.
+
+    Raises:
+        ShardwiseError: The operator cannot be called or differentiated on a sample.
     """
     target = overload_of(operator)
     samples = list(sample_inputs) if isinstance(sample_inputs, list) else [sample_inputs]
@@ -145,7 +171,7 @@ def check_rule(
 
 @dataclass(frozen=True)
 class _SampleCall:
-    """A sample as an op of a graph, with the tensors it is called on and what the whole operator returns."""
+    """A sample as an operator of a graph, with its operands and the results and gradients of the whole operator."""
 
     op: Op
     graph: Graph
@@ -183,7 +209,7 @@ class _SampleCall:
         op = Op(f"/{target._schema.name.rpartition('::')[2]}", target, own_args, own_kwargs, ())
         try:
             results = tuple(tensor_results(_call(op, tensors)))
-        except Exception as error:  # whatever the operator raises
+        except Exception as error:  # operators may raise anything
             text = f"{target} fails on the sample {[list(t.shape) for t in tensors]}: {type(error).__name__}: {error}"
             raise ShardwiseError(problem(text, fix="give arguments in the order of its schema")) from error
         op = Op(op.name, target, own_args, own_kwargs, tuple(f"y{i}" for i in range(len(results))))
@@ -203,7 +229,7 @@ class _SampleCall:
 
 
 def _positional(target: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Named arguments as a capture writes them: by position as far as possible."""
+    """Convert named arguments to positional ones as far as possible, as captures do."""
     left, args = dict(named), []
     for item in target._schema.arguments:
         if item.kwarg_only or item.name not in left:
@@ -224,7 +250,7 @@ def _call(op: Op, tensors: Sequence[Tensor]) -> Any:
 def _gradients(
     results: Sequence[Tensor], seeds: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the operands that require one (zeros where none arrives)."""
+    """Return the gradients of the operands that require one (zeros if none flows)."""
     flowing = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
     wanted = [t for t in operands if t.requires_grad]
     if not flowing or not wanted:
@@ -238,7 +264,7 @@ def _gradients(
 
 
 def _strategies(rule: OpRule, call: _SampleCall) -> Iterator[tuple[Strategy, Mesh]]:
-    """Every factor over every mesh, up to three factors at once, and a partial sum in every linear group."""
+    """Yield every factor over every mesh, up to three factors at once, and a partial sum in every linear group."""
     opened = [factor.name for factor in rule.factors if factor.kind != "whole" and factor.size > 1]
     for name in opened:
         for mesh in MESHES:
@@ -253,10 +279,10 @@ def _strategies(rule: OpRule, call: _SampleCall) -> Iterator[tuple[Strategy, Mes
 
 
 def _run(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
-    """The worst error of the split call on the virtual cluster, and where it is."""
+    """Return the worst error of the split call on the virtual cluster, and where it is."""
     try:
         return _compare(call, rule, strategy, mesh)
-    except Exception as error:  # whatever a local call raises is a fault of the rule
+    except Exception as error:  # any error of a local call is a fault of the rule
         return float("inf"), f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -305,7 +331,7 @@ def _compare(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) ->
 
 
 def _scatter(full: Tensor, layout: Layout, cluster: VirtualCluster) -> list[Tensor]:
-    """What the ranks hold of an operand; of a partial value random summands."""
+    """Return the shard of every rank of an operand; a partial value is split into random summands."""
     whole = full.detach()
     parts = [whole] * len(cluster.coordinates)
     if layout.partial_axes:
@@ -324,8 +350,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _error(have: Tensor, want: Tensor, scale: float | None = None) -> float:
-    """The largest difference relative to the largest element; infinite for another shape or type. In lower precision
-    than float64 it counts in that type's resolution: a partial sum that is cast is rounded per summand."""
+    """Return the largest difference relative to the largest element; infinite for another shape or dtype. In dtypes
+    below float64 it is scaled to their resolution: a partial sum that is cast is rounded per summand."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return float("inf")
     have, want = have.detach(), want.detach()
@@ -341,7 +367,7 @@ def _error(have: Tensor, want: Tensor, scale: float | None = None) -> float:
 
 # -------------------------------------------------------------------------------------------------- missing splits
 
-# How the results of two or three slices may be put together: the dim they are slices along, or what combines them.
+# Reductions that may combine the results of slices; the alternative is concatenation along a dim.
 _COMBINED: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "sum": lambda parts: torch.stack(list(parts)).sum(0).to(parts[0].dtype),
     "max": lambda parts: torch.stack(list(parts)).amax(0),
@@ -350,7 +376,7 @@ _COMBINED: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
 
 
 def _missing(call: _SampleCall, rule: OpRule, tolerance: float) -> Iterator[tuple[tuple[tuple[str, int], ...], str]]:
-    # Not size 2: its slices have size 1, which may broadcast where it means nothing.
+    # Not size 2: its slices have size 1, which may broadcast by accident.
     sizes = sorted({size for tensor in call.operands for size in tensor.shape if size > 2})
     for size in sizes:
         places = [[None, *(d for d, length in enumerate(t.shape) if length == size)] for t in call.operands]
@@ -376,7 +402,7 @@ def _slices(operands: Sequence[Tensor], dims: Sequence[int | None], start: int, 
 
 
 def _has(rule: OpRule, dims: Sequence[int | None]) -> bool:
-    """Whether the rule opens a factor that slices just these dims of the operands."""
+    """Return whether the rule opens a factor that slices exactly these dims of the operands."""
 
     sizes = {factor.name: factor.size for factor in rule.factors}
     through = {name: window.factor for name, window in rule.windows}
@@ -395,7 +421,7 @@ def _has(rule: OpRule, dims: Sequence[int | None]) -> bool:
 
 
 def _becomes(call: _SampleCall, dims: Sequence[int | None], size: int, tolerance: float) -> str:
-    """What the results of the slices are, if they are the same in two and in three slices; else ""."""
+    """Return how the results of slices combine, if it is the same for two and three slices; else ""."""
     answers = {_put_together(call, dims, size, parts, tolerance) for parts in (2, 3) if parts <= size}
     return answers.pop() if len(answers) == 1 else ""
 
@@ -407,7 +433,7 @@ def _put_together(call: _SampleCall, dims: Sequence[int | None], size: int, part
     try:
         for start, stop in pairwise(bounds):
             slices.append(tensor_results(_call(call.op, _slices(leaves, dims, start, stop))))
-    except Exception:  # slices that the operator does not take are no split
+    except Exception:  # the operator does not accept the slices: no split
         return ""
     if any(len(slice_results) != len(call.results) for slice_results in slices):
         return ""
@@ -420,7 +446,7 @@ def _put_together(call: _SampleCall, dims: Sequence[int | None], size: int, part
         whole.append(together)
         words.append(word)
     if len({word.partition(" ")[0] for word in words}) > 1:
-        return ""  # some results are slices and others summands: no kind of factor
+        return ""  # some results are slices and others summands: no factor has such a kind
     gradients = _gradients(whole, call.seeds, leaves)
     pairs = [(a, b) for a, b in zip(gradients, call.gradients, strict=True) if a is not None and b is not None]
     largest = max((_largest(want) for _, want in pairs), default=0.0)
@@ -429,7 +455,7 @@ def _put_together(call: _SampleCall, dims: Sequence[int | None], size: int, part
 
 
 def _combined(parts: Sequence[Tensor], want: Tensor, tolerance: float) -> tuple[Tensor | None, str]:
-    """The parts put together as ``want`` is, and the word for it."""
+    """Return the parts combined so that they equal ``want``, and how they were combined; (None, "") if impossible."""
     shapes = [part.shape for part in parts]
     if any(len(shape) != want.dim() for shape in shapes):
         return None, ""

@@ -46,9 +46,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class RunStart:
-    """What both runs start from. ``spmd``: the program of all ranks; ``module``: in float64, or as it is stored, and
-    never run itself; ``precision``: that of the step, None where everything is float64; ``models_default``: torch's
-    default dtype when the module was captured."""
+    """The common start of both runs. ``spmd``: the program of all ranks; ``module``: in float64 or in its stored
+    dtypes, only copied, never run; ``precision``: of the step, None if everything is float64; ``models_default``:
+    torch's default dtype when the module was captured."""
 
     spmd: SpmdProgram
     captured: Capture
@@ -61,14 +61,14 @@ class RunStart:
     models_default: torch.dtype = torch.float32
 
     def constant(self, value: str) -> torch.Tensor:
-        """The data of a constant."""
+        """Return the data of a constant."""
         data = self.captured.constants[value]
         return widened(data) if self.precision is None else data.cpu()
 
 
 @dataclass(frozen=True, slots=True)
 class DirectionCollectives:
-    """The collectives of one direction of a step: as a program lists them, and as they were performed."""
+    """The collectives of one direction of a step: those that the program lists, and those performed."""
 
     name: str
     planned: tuple[Collective, ...]
@@ -76,7 +76,7 @@ class DirectionCollectives:
 
 
 class OneDevice:
-    """The module on one device. ``passes``: the samples of those micro-batches of which batch norm takes statistics."""
+    """The module on one device. ``passes``: sizes of the micro-batches for which batch norm computes statistics."""
 
     def __init__(self, start: RunStart, passes: tuple[int, ...] = ()) -> None:
         self.passes_of_statistics = passes
@@ -84,7 +84,7 @@ class OneDevice:
         self.args, self.kwargs, self.models_default = start.args, start.kwargs, start.models_default
         self.module = deep_copy(start.module)
         self.optimizer = optimizer_of(start.optimizer, [p for p in self.module.parameters() if p.requires_grad])
-        # Sources of which ranks return copies, gathered when the module is called.
+        # Sharded sources, of which ranks return copies, gathered when the module is called.
         layouts = start.spmd.layouts
         self.split = {
             source.value
@@ -94,11 +94,11 @@ class OneDevice:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers."""
+        """Return the parameters and buffers by name."""
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def adopt(self, other: OneDevice) -> None:
-        """Go on from where another device is."""
+        """Copy the state of another device."""
         theirs = other.tensors
         with torch.no_grad():
             for name, tensor in self.tensors.items():
@@ -139,7 +139,7 @@ class OneDevice:
                     leaf.backward()
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                if parameter.grad.is_sparse:  # ranks have dense ones, which other optimizers take as well
+                if parameter.grad.is_sparse:  # ranks have dense gradients, and not all optimizers accept sparse ones
                     parameter.grad = parameter.grad.to_dense()
                 values["gradient", name] = parameter.grad.clone()
         sources = (source for source in self.captured.graph.sources if source.kind == "input")
@@ -155,7 +155,7 @@ class OneDevice:
         return values
 
     def _dtypes(self) -> Dtypes:
-        """Those of parameters, buffers and inputs, as captured."""
+        """Return the captured dtypes of parameters, buffers and inputs."""
         graph, tensors = self.captured.graph, self.tensors
         inputs = (leaf for leaf in flatten((self.args, self.kwargs))[0] if isinstance(leaf, torch.Tensor))
         tensors_of_sources = (
@@ -165,7 +165,7 @@ class OneDevice:
         return Dtypes((tensor, graph.by_name[source.value].dtype) for tensor, source in pairs if tensor is not None)
 
     def _output(self) -> Any:
-        """What the call returns: with parameters and inputs of the module as they are computed with."""
+        """Call the module, with a precision on parameters and inputs cast to the compute dtype."""
         if self.precision is None:
             return call_module(self.module, self.args, self.kwargs, self.loss)
         args, kwargs, targets, named = divide_targets(self.module, self.args, dict(self.kwargs), self.loss)
@@ -227,7 +227,7 @@ class Ranks:
         ]
 
     def adopt(self, device: OneDevice) -> None:
-        """Go on from where one device is: its parameters, buffers and optimizer's state, cut into shards."""
+        """Copy the state of one device: its parameters, buffers and optimizer state, cut into shards."""
         tensors = device.tensors
         for rank, (shards, optimizer) in enumerate(zip(self.tensors, self.optimizers, strict=True)):
             for source in stored_values(self.spmd):
@@ -243,7 +243,7 @@ class Ranks:
                     )
 
     def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, TensorError]) -> None:
-        """Note how far every rank is from what one device has (``comparison``); outputs are whole."""
+        """Update ``worst`` with the differences between every rank and one device; outputs are whole."""
         layouts = {source.names[0]: self.spmd.layouts[source.value] for source in self.spmd.graph.sources}
 
         def local(key: Key, whole: torch.Tensor, rank: int) -> torch.Tensor:
@@ -256,18 +256,18 @@ class Ranks:
 
     @property
     def sides(self) -> tuple[DirectionCollectives, ...]:
-        """What the program lists and what was sent in the last step."""
+        """Return the planned collectives, and those performed in the last step."""
         return (
             DirectionCollectives("forward", self.spmd.forward_collectives(), self.forward_record),
             DirectionCollectives("backward", backward_collectives(self.programs[0]), self.backward_record),
         )
 
     def part(self, source: Source, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """What a rank holds of a parameter or buffer."""
+        """Return the shard of a parameter or buffer on a rank."""
         return shard(whole, self.spmd.layouts[source.value], self.cluster.coordinates[rank])
 
     def bindings(self, step: int) -> list[VirtualValues]:
-        """What every rank's program starts from."""
+        """Return the source values of every rank's program."""
         bindings: list[VirtualValues] = []
         for shards, coordinates in zip(self.tensors, self.cluster.coordinates, strict=True):
             binding: VirtualValues = dict(shards)
@@ -281,7 +281,7 @@ class Ranks:
         return bindings
 
     def whole(self, step: int) -> VirtualValues:
-        """What one device starts from, by the same names."""
+        """Return the whole source values, by the same names."""
         return whole_bindings(self.start, self.spmd.graph, self.full, step)
 
     def _both(self, values: Sequence[VirtualValues]) -> Iterator[tuple[RankProgram, VirtualValues]]:
@@ -305,7 +305,7 @@ class Ranks:
         for i, out in enumerate(self.spmd.outputs):
             if isinstance(out, Ref):
                 kind = "loss" if out.name == self.spmd.loss else "output"
-                collected[kind, f"[{i}]"] = leaves[i].detach()  # one may be a parameter, which is updated
+                collected[kind, f"[{i}]"] = leaves[i].detach()  # it may be a parameter, which is updated
         for source in stored_values(self.spmd):
             if source.value in gradients:
                 shards[source.value].grad = gradients[source.value].clone().to(shards[source.value].dtype)
@@ -316,7 +316,7 @@ class Ranks:
         return collected | self._updated(rank)
 
     def _updated(self, rank: int) -> Values:
-        """Step the optimizer of a rank: the parameters and buffers that it has then."""
+        """Step the optimizer of a rank and return its parameters and buffers."""
         shards, optimizer = self.tensors[rank], self.optimizers[rank]
         if optimizer is not None:
             optimizer.step()
@@ -324,7 +324,7 @@ class Ranks:
 
 
 def whole_bindings(start: RunStart, graph: Graph, tensors: Mapping[str, torch.Tensor], step: int) -> VirtualValues:
-    """What a graph starts from on one device. ``tensors``: its parameters and buffers."""
+    """Return the source values of a graph on one device. ``tensors``: its parameters and buffers."""
     whole: VirtualValues = {}
     inputs = (leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor))
     for source in graph.sources:
@@ -342,7 +342,7 @@ def whole_bindings(start: RunStart, graph: Graph, tensors: Mapping[str, torch.Te
 def state_of_part(
     state: Mapping[str, Any], whole: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """An optimizer's state for the part of a tensor, from that for the whole one."""
+    """Return an optimizer's state for the part of a tensor, cut from the state for the whole one."""
     return {
         key: (part(entry) if entry.shape == whole.shape else entry).clone()
         for key, entry in state.items()
@@ -351,12 +351,12 @@ def state_of_part(
 
 
 def stored_values(spmd: SpmdProgram) -> list[Source]:
-    """Parameters and buffers."""
+    """Return the sources that are parameters and buffers, without the random seed."""
     return [s for s in spmd.graph.sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED]
 
 
 def _ones(program: RankProgram, values: VirtualValues) -> VirtualValues:
-    """The cotangent of the loss, if it has one."""
+    """Return ones as the cotangent of the loss, if it has one."""
     delivered = zip(program.cotangents, program.delivered, strict=True)
     return {name: torch.ones_like(values[value]) for name, value in delivered if name is not None}
 
@@ -364,14 +364,14 @@ def _ones(program: RankProgram, values: VirtualValues) -> VirtualValues:
 def optimizer_of(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
     if not parameters:
         return None
-    name, _, _ = name.partition(" ")  # how it updates, and where its states are, changes nothing (costs.optimizers)
+    name, _, _ = name.partition(" ")  # kernel variant and state offload do not change results
     if name not in OPTIMIZERS:
         raise ShardwiseError(f"unknown optimizer {name!r}: verify knows {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](parameters)
 
 
 def as_leaf(copy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``copy``, which requires a gradient if the tensor does that it is of."""
+    """Return ``copy``, and let it require a gradient if the original ``tensor`` does."""
     return copy.requires_grad_() if tensor.requires_grad else copy
 
 
@@ -380,6 +380,6 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widened_module(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy with parameters and buffers in float64 and complex128."""
+    """Return a copy with parameters and buffers in float64 and complex128."""
     twin: torch.nn.Module = deep_copy(module)._apply(widened)
     return twin

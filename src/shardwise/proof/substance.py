@@ -1,8 +1,8 @@
-"""Whether the numbers of one device can prove anything: a loss of nan equals any other loss of nan.
+"""Checks whether the numbers of one device can prove anything: a loss of nan equals any other loss of nan.
 
-A run whose loss, gradients or parameters are not finite proves nothing, and names the operator from which that comes.
+A run whose loss, gradients or parameters are not finite proves nothing; the report names the operator that causes it.
 Gradients that are zero everywhere do not prove backward. Single elements of outputs and buffers may be infinite or nan
-by intent (masks): they are compared in place and sign, and counted.
+on purpose (masks): their positions and signs are compared, and they are counted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardwise.proof.runs import OneDevice, RunStart, whole_bindings
 
 
 class Substance:
-    """What the values of one device, step by step, leave unproven."""
+    """Collects from the values of one device, step by step, what a comparison cannot prove."""
 
     def __init__(self, start: RunStart) -> None:
         self.start = start
         self.fault = ""  # why nothing is proven
-        self.not_finite: dict[Key, tuple[int, int]] = {}  # of the first step: infinite elements, and nan
+        self.not_finite: dict[Key, tuple[int, int]] = {}  # of the first step: (infinite elements, nan elements)
         self.has_gradient = self.has_nonzero_gradient = False
 
     def note(self, step: int, values: Values) -> None:
-        """Look at what one device has after a step."""
+        """Record the values of one device after a step."""
         for (kind, name), tensor in values.items():
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
@@ -47,7 +47,7 @@ class Substance:
 
     @property
     def not_proven(self) -> str:
-        """Why a comparison of these values proves nothing, or nothing of backward; empty where it does."""
+        """Return why a comparison of these values proves nothing, or nothing about backward; else an empty text."""
         if self.fault:
             return f"nothing is proven by these inputs: {self.fault}"
         graph, parameters = self.start.captured.graph, self.start.module.parameters()
@@ -57,7 +57,7 @@ class Substance:
         return f"backward is not proven by these inputs: {why}"
 
     def notes(self, wrong: Sequence[Key]) -> list[str]:
-        """How many elements are not finite on both sides. ``wrong``: tensors that differ."""
+        """Return notes that count the elements which are not finite on both sides. ``wrong``: tensors that differ."""
         notes = []
         said = ("infinite on both sides, equal in place and sign", "nan on both sides, in the same places")
         for position, text in enumerate(said):
@@ -78,7 +78,7 @@ class Substance:
 
 
 def _origin(start: RunStart, step: int, key: Key) -> str:
-    """The operator, or the source, from which a value that is not finite comes; empty where it is not known."""
+    """Return the operator or source from which a value that is not finite comes; empty if unknown."""
     graph = to_float64(start.captured.graph)
     device = OneDevice(start)
     for earlier in range(step):
@@ -99,7 +99,7 @@ def _origin(start: RunStart, step: int, key: Key) -> str:
 
 
 def _first_of(graph: Graph, at: str, values: Mapping[str, Tensor], bad: set[str]) -> str:
-    """Follow values that are nan, or infinite, from ``at`` back to where they begin."""
+    """Follow values that are nan, or infinite, from ``at`` back to their origin and describe it."""
     makers = {result: op for op in graph.ops for result in op.results}
     if values[at].isnan().any():
         bad = {name for name in bad if values[name].isnan().any()}
@@ -113,7 +113,7 @@ def _first_of(graph: Graph, at: str, values: Mapping[str, Tensor], bad: set[str]
 
 
 def _first_of_backward(graph: Graph, values: Mapping[str, Tensor]) -> str:
-    """The operator whose backward makes what is not finite of cotangents that are."""
+    """Return the operator whose backward computes non-finite cotangents from finite ones; empty if there is none."""
     if graph.loss is None or not values[graph.loss].requires_grad:
         return ""
     names = [name for name, value in values.items() if value.requires_grad and value.is_floating_point()]

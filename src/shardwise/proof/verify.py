@@ -1,8 +1,8 @@
-"""``verify``: a plan on the virtual cluster against the module on one device, in float64, and where a plan has a
-precision in its dtypes as well.
+"""``verify``: compares a plan on the virtual cluster with the module on one device, in float64 and, if the plan has a
+precision, also in its dtypes.
 
-Compared are the loss, every output, every gradient, the buffers, and parameters and buffers after optimizer steps
-(``comparison``: what an error is; ``rounding``: what is none).
+It compares the loss, every output, every gradient, the buffers, and the parameters and buffers after optimizer steps
+(``errors_by_tensor`` defines errors, ``rounding`` distinguishes them from rounding).
 """
 
 from __future__ import annotations
@@ -48,18 +48,29 @@ from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
 from shardwise.untrusted_text import is_number
 
-# float64 has 2.2e-16; sums over a few thousand terms in another order, through tens of layers, stay below this.
+# The resolution of float64 is 2.2e-16; reordered sums of a few thousand terms stay below this through tens of layers.
 TOLERANCE = 1e-9
 MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a verification.
+    """The result of ``verify``; print it for a summary.
 
-    ``differences``: worst first. ``forward``, ``backward``: the collectives that were performed in the first step;
-    ``planned_forward`` and ``planned_backward`` those that the program lists; ``untraceable``: operators whose backward
-    autograd performs inside of one instruction -> why.
+    Args:
+        differences: The worst error of every compared tensor, worst first.
+        tolerance: The largest relative error that counts as equal.
+        forward: Collectives performed in forward of the first step.
+        backward: Collectives performed in backward of the first step.
+        planned_forward: Collectives that the program lists for forward.
+        planned_backward: Collectives that the program lists for backward.
+        matches_plan: Whether the plan's own list names the same collectives.
+        untraceable: Operators whose backward autograd runs inside of one instruction, with the reason.
+        rounding: The analysis of tensors that differ by more than the tolerance.
+        first_wrong: Operator, line and rank at which a program that differs goes wrong, if known.
+        in_dtypes: The comparison in the plan's own dtypes, if the plan has a precision.
+        not_proven: Why equal numbers prove nothing: a loss of nan, or gradients of zero.
+        notes: Further remarks, such as elements that are not finite on both sides.
     """
 
     differences: tuple[TensorError, ...]
@@ -68,12 +79,12 @@ class Report:
     backward: tuple[Collective, ...]
     planned_forward: tuple[Collective, ...]
     planned_backward: tuple[Collective, ...]
-    matches_plan: bool  # whether the plan's own list names the same collectives
+    matches_plan: bool
     untraceable: Mapping[str, str] = field(default_factory=dict)
-    rounding: Rounding | None = None  # what rounding does to tensors that differ by more than the tolerance
-    first_wrong: str = ""  # operator, line and rank at which a program that differs goes wrong, where they are known
-    in_dtypes: DtypeReport | None = None  # of a plan with a precision: the comparison in its own dtypes
-    not_proven: str = ""  # why equal numbers prove nothing: a loss of nan, gradients of zero
+    rounding: Rounding | None = None
+    first_wrong: str = ""
+    in_dtypes: DtypeReport | None = None
+    not_proven: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -120,19 +131,34 @@ def verify(
     tolerance: float = TOLERANCE,
     seed: int | None = None,
 ) -> Report:
-    """Run ``steps`` optimizer steps of ``module`` under ``plan`` on the virtual cluster and on one device, both in
-    float64.
+    """Verify that ``module`` under ``plan`` computes what one device computes.
 
-    ``example_inputs``: a tuple of positional inputs (or one tensor), whole, with values. Floating-point inputs,
-    parameters, buffers and casts to lower precision inside the model are widened in both programs; dropout draws the
-    same hashed masks in both. A plan with a precision is compared in its own dtypes as well (``proof.dtypes``).
-    ``seed``: of the initial values of parameters on the meta device. Raises PlanError when the plan does not fit.
+    It runs optimizer steps on the virtual cluster and on one device, both in float64, and compares them.
 
-    Under a plan of several micro-batches ``example_inputs`` are the whole batch of a step, of any size: the ranks make
-    its passes, one device makes one; only running statistics are those of every micro-batch in both.
+    Floating-point inputs, parameters, buffers and casts to lower precision inside the model are widened in both runs,
+    and float64 is torch's default dtype; dropout draws the same hashed masks in both. A plan with a precision is also
+    compared in its own dtypes (``proof.dtypes``). If the loss or a gradient is nan on one device, or gradients are zero
+    everywhere, nothing is proven: the report is not ``ok``, and ``not_proven`` gives the reason (``proof.substance``).
 
-    Both runs have float64 as torch's default dtype. A loss or gradient of nan on one device, or gradients that are zero
-    everywhere, prove nothing: the report is not ``ok``, and ``not_proven`` says why (``proof.substance``).
+    Args:
+        module: The model that was planned.
+        example_inputs: A tuple of positional inputs (or one tensor), whole and with values. For a plan of several
+            micro-batches, the whole batch of a step, of any size: ranks run its micro-batches, one device runs it at
+            once. Only running statistics are computed per micro-batch in both.
+        plan: The plan to verify.
+        kwargs: Named inputs, in addition to positional ones.
+        loss: ``loss(output, *targets)``, as for ``sw.plan``.
+        steps: Number of optimizer steps.
+        tolerance: The largest relative error that counts as equal (``proof.errors_by_tensor``). Larger ones may still
+            be explained as rounding (``proof.rounding``).
+        seed: Seed of the initial values of parameters on the meta device.
+
+    Returns:
+        The report. ``report.ok`` is true if the plan is proven.
+
+    Raises:
+        PlanError: The plan does not fit the module or its inputs.
+        ShardwiseError: An argument is invalid, or inputs have no values.
     """
     if not isinstance(plan, Plan):
         raise ShardwiseError(
@@ -148,9 +174,9 @@ def verify(
         raise ShardwiseError(problem(f"steps is {steps}", fix=f"a whole number up to {MOST_STEPS:,}"))
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named))
-    # As planned: in float64 other casts are no-ops.
+    # Another autocast than planned would go unnoticed: in float64 its casts are no-ops.
     check_ambient(plan.precision.autocast, "around sw.verify")
-    if plan.is_pipeline or plan.micro_batches > 1:  # whose steps bring no gradients of inputs
+    if plan.is_pipeline or plan.micro_batches > 1:  # their steps return no gradients of inputs
         args, named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
     captured = capture(module, args, named, loss=loss, precision=plan.precision, input_gradients=True)
     graph, arguments = to_float64(captured.graph), (args, named)
@@ -197,7 +223,7 @@ def verify(
                 substance.note(step, expected)
                 if step == 0:
                     records = [ranks.forward_record, ranks.backward_record]
-                for want, have in (*earlier, (expected, actual)):  # what was returned before may have been written to
+                for want, have in (*earlier, (expected, actual)):  # earlier outputs may have been overwritten
                     ranks.compare(want, have, worst)
                 earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
         differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
@@ -245,15 +271,15 @@ def _pipeline_report(
     steps: int,
     tolerance: float,
 ) -> Report:
-    """The comparison for a plan of stages: all of them, in the order of its schedule, on clusters of their own.
-    ``start_of``: both runs' start, from the program of the first stage; ``stored``: the module as a plan with a
-    precision stores it."""
+    """Verify a pipeline plan: run all stages in the order of its schedule, each on its own virtual cluster.
+    ``start_of``: builds the start of both runs from the program of the first stage; ``stored``: the module in the
+    stored dtypes of a plan with a precision."""
     graph, constants = step_graph(captured.graph), call_constants(call.arguments)
     if plan.micro_batches == 1 or (batch_size(captured.graph) or 0) <= (plan.micro_batch or 0):
         narrow, passes = Passes.single(graph), Passes.single(to_float64(graph))
     else:
         narrow, passes = _passes(plan, graph, call, start_of.keywords["models_default"])
-    is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # one pass of several has other operators
+    is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # a single micro-batch has other operators
     training = call.module.training if is_planned else None
     is_planned &= constants == plan.constants
     bounds = {
@@ -313,12 +339,12 @@ def _pipeline_report(
 
 
 def _of_stages(spmds: Sequence[SpmdProgram]) -> SpmdProgram:
-    """The program of the first stage with the layouts of all."""
+    """Return the program of the first stage with the layouts of all stages."""
     return replace(spmds[0], layouts={name: layout for spmd in spmds for name, layout in spmd.layouts.items()})
 
 
 def _passes(plan: Plan, graph: Graph, call: Example, models_default: torch.dtype) -> tuple[Passes, Passes]:
-    """The passes of a step over a whole batch, in the model's dtypes and in float64. ``graph``: of the batch."""
+    """Return the micro-batches of a step, in the model's dtypes and in float64. ``graph``: of the whole batch."""
     assert plan.micro_batch is not None, "a plan of several passes has samples"
 
     def wide(samples: int) -> Graph:
@@ -331,15 +357,15 @@ def _passes(plan: Plan, graph: Graph, call: Example, models_default: torch.dtype
 
 
 def _alone(passes: Passes) -> Callable[[RunStart], OneDevice]:
-    """What makes the one device that a step in passes is compared with."""
+    """Return the function that builds the one device with which a step of several micro-batches is compared."""
     return partial(OneDeviceMicroBatches, passes=passes)
 
 
 def _programs(
     plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None, constants: tuple[str, ...]
 ) -> tuple[dict[int, SpmdProgram], SpmdProgram | None]:
-    """The programs of passes, by their samples, and that of the prelude. ``narrow``: the passes in the model's dtypes,
-    where ``passes`` are in float64."""
+    """Return the programs of micro-batches by size, and that of the prelude. ``narrow``: the micro-batches in the
+    model's dtypes, if ``passes`` are in float64."""
     spmds = {
         size: program_of(
             plan,
@@ -359,13 +385,13 @@ def _programs(
 def _start_in_dtypes(
     start: RunStart, spmd: SpmdProgram, stored: torch.nn.Module, call: Example, plan: Plan
 ) -> RunStart:
-    """The start of the comparison in the plan's own dtypes."""
+    """Return the start of the comparison in the plan's own dtypes."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(x.detach().cpu(), x), call.arguments)
     return replace(start, spmd=spmd, module=stored, args=args, kwargs=kwargs, precision=plan.precision)
 
 
 def _first_wrong(start: RunStart, ranks: Ranks, rounding: Rounding, tolerance: float) -> str:
-    """Where a program whose results differ goes wrong first."""
+    """Describe where a program whose results differ first goes wrong; empty if unknown."""
     wrong = [difference for difference, _ in rounding.unexplained]
     if not wrong:
         return ""
@@ -378,16 +404,16 @@ def _first_wrong(start: RunStart, ranks: Ranks, rounding: Rounding, tolerance: f
 
 
 def _nothing_split(plan: Plan, spmd: SpmdProgram) -> tuple[str, ...]:
-    """A note where every rank computes what one device computes."""
+    """Return a note if nothing is split, so that every rank computes the whole model."""
     if plan.num_ranks > 1 and not any(layout.positions for layout in spmd.layouts.values()):
         return (f"nothing is split: each of {plan.num_ranks} ranks computes the whole model",)
     return ()
 
 
 def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:
-    """Whether the plan lists what was recorded, kind by kind and axis by axis (bytes differ: here everything is
-    float64; and the order: a plan lists conversions where they are needed). A plan that was edited lists nothing, and
-    one for other inputs nothing that could be compared."""
+    """Return whether the plan lists the recorded collectives, by kind and axes. Bytes are ignored, because everything
+    is float64 here, and so is the order: a plan lists conversions where they are needed. An edited plan has no list,
+    and a plan for other inputs none that can be compared: both return True."""
     if not plan.conversions or not same_inputs(plan, graph):
         return True
     return all(
@@ -398,7 +424,7 @@ def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> 
 
 
 def need_values(inputs: Any, what: str = "verify") -> None:
-    """Raises ShardwiseError for inputs without values."""
+    """Raise ShardwiseError for inputs without values."""
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in flatten(inputs)[0]):
         raise ShardwiseError(
             problem(
@@ -409,7 +435,7 @@ def need_values(inputs: Any, what: str = "verify") -> None:
 
 
 def with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
-    """A copy on the CPU with the module's (initial) values."""
+    """Return a copy on the CPU with the module's (initial) values."""
     tensors_of_model = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in tensors_of_model):
         twin = deep_copy(

@@ -1,9 +1,8 @@
-"""The virtual cluster: all ranks' programs in lockstep in one process, every collective done as arithmetic.
+"""The virtual cluster: runs the programs of all ranks in lockstep in one process, with collectives as arithmetic.
 
-It is the oracle of the tests and what ``shardwise.verify`` shows. It executes the very lists that ranks execute, and
-differs from them in transport only: every rank goes on to its next exchange, all must have come to the same one, and
-what it delivers is computed from what they brought. It keeps a record of the collectives it performs, which must be
-exactly those the plan lists.
+It is the oracle of the tests and of ``shardwise.verify``. It executes the same instruction lists as real ranks; only
+the transport differs. Every rank runs to its next exchange, which must be the same on all ranks; its results are then
+computed from their operands. The cluster records its collectives, which must be exactly those that the plan lists.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shardwise.programs.moves import LocalMove, local_move
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd_steps import Conversion
 
-Values = dict[str, Any]  # name -> what a rank holds: tensors, and the tapes of calls that were not traced
+Values = dict[str, Any]  # name -> value on a rank: a tensor, or the tape of an untraceable call
 
 
 class VirtualCluster:
@@ -33,14 +32,14 @@ class VirtualCluster:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
-        self.record: list[Collective] = []  # what was performed, in order; bytes on the busiest rank
+        self.record: list[Collective] = []  # performed, in order; bytes of the busiest rank
         self._local_moves: dict[tuple[Move, bool], list[LocalMove]] = {}
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def execute(self, lists: Sequence[Sequence[Instruction]], values: Sequence[Values]) -> None:
         """Run one list per rank, in lockstep from exchange to exchange; results are added to each rank's ``values``.
-        Raises ShardwiseError where ranks come to different exchanges."""
+        Raises ShardwiseError if ranks come to different exchanges."""
         positions = [0] * len(lists)
         flights: list[dict[str, list[Tensor]]] = [{} for _ in lists]
         while True:
@@ -61,7 +60,7 @@ class VirtualCluster:
             self._exchange(exchanges, values, flights)
 
     def _alone(self, instruction: Instruction, rank: int, values: Values, flight: dict[str, list[Tensor]]) -> None:
-        """What a rank does without the others."""
+        """Run an instruction that needs no other rank."""
         if isinstance(instruction, Compute):
             compute(instruction, values)
         elif isinstance(instruction, Arrive):
@@ -69,7 +68,7 @@ class VirtualCluster:
         elif isinstance(instruction, Copy):
             values[instruction.result] = values[instruction.value].clone()
         elif isinstance(instruction, Land):
-            pass  # the copy is there at once; ``programs.invariants`` knows that nothing reads it earlier
+            pass  # the copy was synchronous; ``programs.invariants`` has checked that nothing reads it earlier
         elif isinstance(instruction, Convert):
             for conversion, operand, result in zip(
                 instruction.conversions, instruction.operands, instruction.results, strict=True
@@ -102,13 +101,13 @@ class VirtualCluster:
                 flights[rank][instruction.flight] = arrived
             else:
                 values[rank].update(zip(instruction.results, arrived, strict=True))
-            if instruction.overwrites:  # a rank may find anything here now
+            if instruction.overwrites:  # on real ranks the content is undefined now
                 _spoil(values[rank][instruction.operands[0]])
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def local_moves(self, move: Move, backward: bool) -> list[LocalMove]:
-        """Every rank's part of one direction of a move."""
+        """Return every rank's part of one direction of a move."""
         known = self._local_moves.get((move, backward))
         if known is None:
             known = [local_move(move, coordinates, backward=backward) for coordinates in self.coordinates]
@@ -124,7 +123,7 @@ class VirtualCluster:
         return converted
 
     def perform(self, move: Move, tensors: Sequence[Tensor], backward: bool) -> list[Tensor]:
-        """One direction of a move on all ranks, in lockstep."""
+        """Perform one direction of a move on all ranks, in lockstep."""
         parts = self.local_moves(move, backward)
         if parts[0].kind is None:
             return [part.unpack([tensor]) for part, tensor in zip(parts, tensors, strict=True)]
@@ -137,7 +136,8 @@ class VirtualCluster:
         ]
 
     def perform_together(self, moves: Sequence[Move], tensors: Sequence[Tensor], backward: bool) -> list[Tensor]:
-        """``perform`` for several moves; ``tensors``: all ranks' of the first, then of the second. Recorded as one."""
+        """Perform several moves that share messages, recorded as one. ``tensors``: all ranks' of the first move, then
+        of the second."""
         before, ranks = len(self.record), self.mesh.num_devices
         results: list[Tensor] = []
         for i, move in enumerate(moves):
@@ -156,7 +156,7 @@ class VirtualCluster:
 
 
 def run_forward(cluster: VirtualCluster, programs: Sequence[RankProgram], sources: Sequence[Values]) -> list[Values]:
-    """Every rank's values after forward, by name. ``sources``: per rank."""
+    """Run forward and return every rank's values by name. ``sources``: per rank."""
     values = [dict(rank_sources) for rank_sources in sources]
     with torch.no_grad():
         cluster.execute([program.forward for program in programs], values)
@@ -166,8 +166,8 @@ def run_forward(cluster: VirtualCluster, programs: Sequence[RankProgram], source
 def run_backward(
     cluster: VirtualCluster, programs: Sequence[RankProgram], values: Sequence[Values], cotangents: Sequence[Values]
 ) -> list[dict[str, Tensor]]:
-    """Every rank's gradients by source. ``values``: after forward, of which backward sees what is saved;
-    ``cotangents``: per rank by the names in ``program.cotangents``."""
+    """Run backward and return every rank's gradients by source. ``values``: after forward; backward sees only saved
+    ones; ``cotangents``: per rank by the names in ``program.cotangents``."""
     left = [
         {**{name: rank_values[name] for name in program.saved}, **rank_cotangents}
         for program, rank_values, rank_cotangents in zip(programs, values, cotangents, strict=True)
@@ -181,7 +181,7 @@ def run_backward(
 
 
 def compute(instruction: Compute, values: Values) -> None:
-    """Run a kernel on what a rank holds."""
+    """Run a kernel on the values of a rank."""
 
     def fill(arg: Any) -> Any:
         if isinstance(arg, Ref):
@@ -226,14 +226,14 @@ def _spoil(tensor: Tensor) -> None:
 
 
 def num_bytes(part: LocalMove, packed: Sequence[Tensor]) -> int:
-    """Bytes of the whole message on a rank: the gathered tensor of an all_gather, the input of the others."""
+    """Return the bytes of the whole message on a rank: the result of an all_gather, the input of other collectives."""
     if part.kind == "all_gather":
         return sum(prod(shape) for shape in part.received) * packed[0].element_size()
     return sum(tensor.numel() for tensor in packed) * packed[0].element_size()
 
 
 def exchange_all(mesh: Mesh, parts: Sequence[LocalMove], packed: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-    """What every rank receives. All ranks take part in the same collective over the same axes."""
+    """Return what every rank receives. All ranks take part in the same collective over the same axes."""
     kinds = {(part.kind, part.axes, part.reduction) for part in parts}
     assert len(kinds) == 1, f"ranks ask for different collectives: {sorted(map(str, kinds))}"
     answers: list[list[Tensor]] = []
@@ -268,7 +268,7 @@ def _reduce(tensors: list[Tensor], reduction: str) -> Tensor:
 
 
 class _VirtualMove(torch.autograd.Function):
-    """A move of all ranks' tensors: its backward is the other column of the table."""
+    """A move of all ranks' tensors with its backward."""
 
     @staticmethod
     def forward(ctx: Any, cluster: VirtualCluster, moves: Sequence[Move], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -283,5 +283,5 @@ class _VirtualMove(torch.autograd.Function):
 
 
 def _fresh(result: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """Never hand out a tensor (or a view of one) that came in: ranks must not share."""
+    """Return the result, cloned if it is an operand or a view: ranks must not share memory."""
     return result.clone() if any(result is tensor or result._base is not None for tensor in operands) else result
