@@ -14,12 +14,12 @@ from shardwise.launch.channel import Channel
 _START = """
 import sys
 from shardwise.launch import zygote
-from shardwise.launch.restart_policy import Elastic
+from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.launch.launcher import launch
 if {plain}:
     zygote.PRELOADED = ()
 options = dict(nnodes={machines}, node_rank={node}, master_addr="127.0.0.1", master_port={port}, show_all={plain})
-sys.exit(launch({command}, {ranks}, elastic=Elastic({settings}), **options))
+sys.exit(launch({command}, {ranks}, elastic=ElasticConfig({settings}), **options))
 """
 
 SECRET = b"of the tests"
@@ -35,7 +35,7 @@ def channels() -> tuple[Channel, Channel]:
 
 
 class Machines:
-    """``ranks``: of each; ``settings``: of ``Elastic``, as text; ``plain``: the ranks load no torch."""
+    """``ranks``: of each; ``settings``: of ``ElasticConfig``, as text; ``plain``: the ranks load no torch."""
 
     def __init__(
         self, folder: Path, command: Sequence[str], port: int, *, machines: int = 2, ranks: int = 2, settings: str = "",

@@ -252,7 +252,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: Callable[[str], str]
     )
     start = (
         "import sys; from shardwise.launch import launcher, zygote; zygote.PRELOADED = ();"
-        "launcher.launch(sys.argv[1:], 2, elastic=launcher.Elastic())"
+        "launcher.launch(sys.argv[1:], 2, elastic=launcher.ElasticConfig())"
     )
     process = subprocess.Popen([sys.executable, "-c", start, path])
     deadline = time.monotonic() + PROMPTLY

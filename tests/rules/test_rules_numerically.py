@@ -145,6 +145,7 @@ _SIZELESS = {
     "aten.tensor_split.sections",
     "aten.fft_fftshift.default",  # shifts nothing as it is; the transforms beside it refuse
     "aten.fft_ifftshift.default",
+    "aten.index_reduce.default",
 }
 
 

@@ -125,12 +125,12 @@ def test_a_plan_is_equal_whatever_is_done_to_memory_after_the_call(name):
 @pytest.mark.parametrize(
     ("name", "without"),
     [
-        ("clone", "taken_apart"),
-        ("expand, clone", "taken_apart"),
-        ("a copy of the weight", "taken_apart"),
-        ("the buffer, changed", "live"),
-        ("a view of the buffer, changed", "live"),
-        ("exchanged", "written_back"),
+        ("clone", "separate_memory"),
+        ("expand, clone", "separate_memory"),
+        ("a copy of the weight", "separate_memory"),
+        ("the buffer, changed", "alias_buffers"),
+        ("a view of the buffer, changed", "alias_buffers"),
+        ("exchanged", "write_buffers"),
     ],
 )
 def test_verify_sees_outputs_and_buffers_that_share_memory_where_one_device_does_not(name, without):
@@ -140,9 +140,9 @@ def test_verify_sees_outputs_and_buffers_that_share_memory_where_one_device_does
                 buffer.copy_(value)
 
     broken = {
-        "taken_apart": lambda outputs, memories, sources: list(outputs),
-        "live": lambda outputs, memories, whole: list(outputs),
-        "written_back": one_after_the_other,
+        "separate_memory": lambda outputs, memories, sources: list(outputs),
+        "alias_buffers": lambda outputs, memories, whole: list(outputs),
+        "write_buffers": one_after_the_other,
     }
     net, x = Keeps(FUNCTIONS[name]), torch.randn(8, 4)
     plan = plan_of(net, x)
