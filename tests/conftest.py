@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from launch.gloo_ranks import SELDOM, run_on_ranks
-from shardwise.report.options import without_suggestions
+from shardwise.planning import suggestions
 
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what test modules make when they are imported
@@ -51,10 +51,9 @@ def _same_random_numbers() -> None:
 
 
 @pytest.fixture
-def _without_mends() -> Iterator[None]:
-    """Refusals of what does not fit come at once: mends are not planned, which takes seconds each time."""
-    with without_suggestions():
-        yield
+def _without_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal of what does not fit comes at once: no suggestion is planned, which takes seconds each time."""
+    monkeypatch.setattr(suggestions, "MAX_REFUSED_SECONDS", -1.0)
 
 
 @pytest.fixture

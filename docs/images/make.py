@@ -25,7 +25,7 @@ def report(path: Path) -> None:
         ids = torch.empty(8, 4096, dtype=torch.int64)
     half = sw.Precision(compute=torch.bfloat16, parameter=torch.float32, reduce=torch.float32)
     batch = {"input_ids": ids, "labels": ids}
-    sw.plan(model, batch, sw.Cluster.load("h100-1x8"), mesh=sw.Mesh(dp=2, tp=4), precision=half).report(path)
+    sw.plan(model, batch, sw.Cluster.load("h100-1x8"), mesh=sw.Mesh(dp=2, tp=4), precision=half).report.write(path)
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.advice.fits import Fits, fits
     from shardwise.api import compare, plan
     from shardwise.costs.cluster import Cluster
     from shardwise.errors import (
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from shardwise.launch.ranks import finish, init_ranks, rank, world_size
     from shardwise.layouts.layout import Layout
     from shardwise.layouts.mesh import Mesh
+    from shardwise.planning.fits import Fits, fits
     from shardwise.plans.plan import Plan
     from shardwise.proof.rule_check import RuleReport, check_rule
     from shardwise.proof.verify import Report, verify
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "shardwise.advice.fits": ("Fits", "fits"),
+    "shardwise.planning.fits": ("Fits", "fits"),
     "shardwise.api": ("compare", "plan"),
     "shardwise.costs.cluster": ("Cluster",),
     "shardwise.errors": (

@@ -19,6 +19,8 @@ Every message says what is wrong, where, the arithmetic and the fix; ``problem``
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 _LONGEST_LINE = 2_000  # of a message: a file may say anything
@@ -139,6 +141,14 @@ def problem(
     text = ErrorText("\n".join(lines))
     text.what, text.op, text.source, text.fix, text.facts = what, op, source, fix, facts
     return text
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the line outside of this package that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "shardwise":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level - 1)
 
 
 def _shortened(line: str) -> str:

@@ -136,7 +136,7 @@ def _plans(
     except Exception as error:
         _note(outcome, "data parallel", error, debug)
     try:
-        with mock.patch("shardwise.api.capture", capture):  # with strategies: another graph to annotate
+        with mock.patch("shardwise.planning.execute.capture", capture):  # with strategies: another graph to annotate
             plan = sw.plan(
                 model, (), 8, kwargs=inputs, mesh=DATA_BY_TENSOR, strategies=tiny.strategies, optimizer="sgd"
             )
@@ -204,7 +204,7 @@ def random_plan(
 def captured_once(captured: Capture) -> Iterator[None]:
     """``sw.plan`` and ``sw.verify`` would capture the same module for every plan: half of the zoo's time."""
     with ExitStack() as stack:
-        for place in ("shardwise.api.capture", "shardwise.proof.verify.capture"):
+        for place in ("shardwise.planning.execute.capture", "shardwise.proof.verify.capture"):
             stack.enter_context(mock.patch(place, return_value=captured))
         yield
 

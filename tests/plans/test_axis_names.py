@@ -14,7 +14,7 @@ from plans.priced_plans import MODELS
 from shardwise.graph.capture import capture
 from shardwise.layouts.strategy import Strategy
 from shardwise.plans.axis_names import AxisUsage, mesh_by_roles
-from shardwise.report.planned import ExplainedPlan
+from shardwise.report.search_reports import SearchReport
 from shardwise.search.user_choices import annotated_rules
 
 H100 = sw.Cluster.load("h100-1x8")
@@ -79,12 +79,17 @@ def test_only_names_differ(tmp_path: Path) -> None:
     assert sw.Plan.load(tmp_path / "plan.json") == chosen
     parameter = next(entry.name for entry in chosen.parameters if "tp" in entry.layout)
     for name in (next(entry.name for entry in chosen.operators if "tp" in entry.strategy), parameter):
-        told, theirs = chosen.explain(name), other.explain(name)
+        told, theirs = chosen.report.explain(name), other.report.explain(name)
         assert str(told) == str(theirs).replace("first", "tp").replace("second", "dp")
         second = told.alternatives[1].choice
-        assert chosen.what_if(name, second).prediction == other.what_if(name, theirs.alternatives[1].choice).prediction
-    top = str(other.top(3)).replace("first", "tp").replace("second", "dp")
-    assert str(chosen.top(3)).replace("─", "").split() == top.replace("─", "").split()  # rules are as wide as names
+        assert (
+            chosen.report.what_if(name, second).prediction
+            == other.report.what_if(name, theirs.alternatives[1].choice).prediction
+        )
+    top = str(other.report.top(3)).replace("first", "tp").replace("second", "dp")
+    assert (
+        str(chosen.report.top(3)).replace("─", "").split() == top.replace("─", "").split()
+    )  # rules are as wide as names
 
 
 def test_a_renamed_plan_is_equal_to_one_device() -> None:
@@ -105,7 +110,7 @@ def test_stages_of_one_mesh_have_one_name() -> None:
     assert "node" not in meshes.pop()
     for stage in plan.stages:
         name = next(entry.name for entry in stage.operators if entry.name.endswith("linear"))
-        assert stage.strategies[name] in str(plan.explain(name))
+        assert stage.strategies[name] in str(plan.report.explain(name))
     assert sw.Plan.from_json(plan.to_json()) == plan
 
 
@@ -134,9 +139,9 @@ def test_an_axis_that_does_several_things_is_called_by_all_of_them() -> None:
 def test_the_page_of_stages_has_the_names_of_the_plan() -> None:
     module, inputs = model("gpt")
     plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=4)
-    assert isinstance(plan, ExplainedPlan)
+    assert isinstance(plan.report, SearchReport)
     split = 0
-    for stage, known in zip(plan.stages, plan.known(), strict=True):
+    for stage, known in zip(plan.stages, plan.report.stage_figures(), strict=True):
         for entry in stage.operators:
             if entry.name.endswith("linear"):
                 rows = (known.why(entry.name) or {})["rows"]

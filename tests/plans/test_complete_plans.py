@@ -31,9 +31,10 @@ from shardwise.plans.bind import program_of
 from shardwise.plans.entries import ConversionEntry
 from shardwise.plans.paths import resize_moves
 from shardwise.plans.price_scope import prices_of
+from shardwise.plans.result import PlanningResult
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.spmd import SpmdProgram
-from shardwise.report.planned import Planned
+from shardwise.report.search_reports import MeshReport
 
 RunRanks = Callable[..., list[Any]]
 FILES = Path(__file__).parent / "files"
@@ -369,18 +370,20 @@ def test_ranks_in_another_order_are_refused(plan: sw.Plan) -> None:
 # ----------------------------------------------------------------------------------------------------------- planned
 
 
-def test_what_is_planned_by_price_is_a_plan_with_its_search(priced: sw.Plan, plan: sw.Plan) -> None:
-    assert isinstance(priced, Planned)
-    assert isinstance(priced, sw.Plan)
-    assert not isinstance(plan, Planned)
+def test_what_is_planned_by_price_is_a_plan_with_its_search(priced: PlanningResult, plan: PlanningResult) -> None:
+    assert type(priced.plan) is type(plan.plan) is sw.Plan
+    assert type(priced.report) is MeshReport
     copied = pickle.loads(pickle.dumps(priced))
-    assert type(copied) is sw.Plan
-    assert copied == priced
+    assert copied.search_report is None
+    assert copied == priced == priced.plan == copied.plan
+    assert copied != plan
+    with pytest.raises(sw.PlanError, match="it comes from another process"):
+        copied.report.explain("up/linear")
     assert hash(copied) == hash(priced)
     assert str(copied) == str(priced)
     assert type(priced.revised(conversions=None)) is sw.Plan
     with pytest.raises(sw.PlanError, match="it was not chosen by price"):
-        plan.explain("up/linear")
+        plan.report.explain("up/linear")
 
 
 class Rows(nn.Module):

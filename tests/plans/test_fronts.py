@@ -69,7 +69,7 @@ def test_equal_stages_make_the_same_again(recompute: Any) -> None:
 def test_a_joint_search_captures_once_for_every_size() -> None:
     with mock.patch.object(api, "capture", wraps=api.capture) as captures:
         found = sw.plan(Deep(2, WIDTH), small_batch(4), 2, stages="auto", schedule="GPipe")
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     assert len(said.considered) > 2
     assert captures.call_count == 1
@@ -83,7 +83,7 @@ def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatc
         mock.patch.object(StageEstimator, "seconds", autospec=True, side_effect=StageEstimator.seconds) as estimates,
     ):
         found = sw.plan(model, batch, 4, stages="auto")
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     assert bounds.call_count >= estimates.call_count >= 2
     estimated = [call.args[1] for call in estimates.call_args_list]

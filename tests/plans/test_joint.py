@@ -42,7 +42,7 @@ def planned_alone(model: nn.Module, setting: StageConfig, devices: int, **option
 def test_it_finds_what_planning_every_setting_finds() -> None:
     model = Staged(layers=3)
     found = sw.plan(model, BATCH, 2, stages="auto")
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     assert said.is_complete
     assert len(said.considered) >= 6
@@ -69,7 +69,7 @@ def test_where_no_device_holds_the_model_it_takes_stages_that_bind_and_verify() 
     assert len(found.stages) == 2, "a mesh of one device leaves as many stages as devices"
     assert found.schedule == "1F1B"
     assert found.pipeline is not None
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     assert said.taken == StageConfig(2, "1F1B", 2, 4)
     again = sw.plan(model, BATCH, 2, stages=2, global_batch=8, **options)
@@ -77,14 +77,14 @@ def test_where_no_device_holds_the_model_it_takes_stages_that_bind_and_verify() 
     assert copy.deepcopy(found) == again
     assert sw.verify(model, BATCH, found).ok
     with pytest.raises(sw.PlanError, match="no stage has 'x'"):
-        found.explain("x")
+        found.report.explain("x")
 
 
 @pytest.mark.parametrize(("devices", "size"), [(1, 8), (3, 7)])
 def test_one_device_and_primes_have_few_settings_and_all_are_planned(devices: int, size: int) -> None:
     model, batch = Staged(layers=4), staged_batch(size)
     found = sw.plan(model, batch, devices, stages="auto")
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     assert said.is_complete
     assert {one.setting.stages for one in said.considered} == ({1} if devices == 1 else {1, 3, 6, 9})
@@ -102,7 +102,7 @@ def test_equal_stages_of_a_place_count_together_against_a_known_step() -> None:
 
     with mock.patch.object(stage_planner, "fit_memory", planned):
         found = sw.plan(Staged(layers=6), BATCH, 2, stages="auto", schedule="Interleaved1F1B:4", mesh=sw.Mesh(dp=1))
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     steps = [one.step_seconds for one in said.considered if one.step_seconds]
     known = {(step, together) for step, together in asked if step < inf}
@@ -114,7 +114,7 @@ def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
     found = sw.plan(
         Staged(layers=4), BATCH, 2, stages="auto", schedule="ZBVZeroBubble", micro_batch=2, mesh=sw.Mesh(dp=1)
     )
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     (one,) = said.considered
     assert found.pipeline is not None
@@ -127,7 +127,7 @@ def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
 def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_stages, "MAX_PLANNED_SETTINGS", 1)
     found = sw.plan(Staged(layers=3), BATCH, 2, stages="auto", schedule="GPipe")
-    said = found.explain("stages")
+    said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
     assert not said.is_complete
     assert "left out: no step below" in str(said)
@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.usefixtures("_without_mends")
+@pytest.mark.usefixtures("_without_suggestions")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_no_choice_is_refused(case: str) -> None:
     options, message = REFUSED[case]

@@ -146,7 +146,7 @@ def test_what_is_sent_is_compared_with_what_is_listed() -> None:
     assert sw.verify(Staged(), BATCH, found, steps=1).ok
     for wrong in (first.sends[1:], (replace(first.sends[0], layout="bool[2, 5]"), *first.sends[1:])):
         with pytest.raises(sw.PlanError, match=r"not the one that the plan lists: stage 0 sends .* and lists"):
-            sw.verify(Staged(), BATCH, replace(found, stages=(replace(first, sends=wrong), second)), steps=1)
+            sw.verify(Staged(), BATCH, replace(found.plan, stages=(replace(first, sends=wrong), second)), steps=1)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -102,7 +102,7 @@ def test_a_plan_chosen_by_simulation_names_price_bound_and_simulated_step_apart(
     )
     assert own.optimality_gap == pytest.approx(1.03 * 1.4 - 1)
     assert own.given_away == pytest.approx(0.03), "beside the cheapest plan, whatever that is above the bound"
-    chosen = replace(plan, predicted=own)
+    chosen = replace(plan.plan, predicted=own)
     text = " ".join(str(chosen).split())
     price, least, cheapest = (format_seconds(2 * seconds) for seconds in (own.additive_price, bound, 1.4 * bound))
     assert f"additive price {price}, which the search minimised: optimality gap 44.20%" in text
@@ -113,7 +113,7 @@ def test_a_plan_chosen_by_simulation_names_price_bound_and_simulated_step_apart(
     assert sw.Plan.from_json(chosen.to_json()).prediction == own
     assert own.passed_over is not None
     larger = replace(own, passed_over=replace(own.passed_over, fits=False))
-    text = str(replace(plan, predicted=larger))
+    text = str(replace(plan.plan, predicted=larger))
     assert "given away for the memory limit 3.00%" in text
     assert "peak 2 KiB, which does not fit" in text
 
@@ -164,7 +164,7 @@ def test_a_plan_that_was_not_searched_is_predicted_as_its_program_is(settings: d
     assert cost.optimality_gap is None
     assert not plan.is_searched
     assert sw.Plan.from_json(plan.to_json()) == plan
-    assert replace(plan, predicted=None, pricing=None) == plan, "ranks on other hosts have this plan, too"
+    assert replace(plan.plan, predicted=None, pricing=None) == plan, "ranks on other hosts have this plan, too"
     assert "simulated step" in str(plan)
     assert "additive price" not in str(plan)
     searched = sw.plan(model, inputs, cluster, search="dynamic_programming", mesh=settings.get("mesh"))

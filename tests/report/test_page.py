@@ -22,7 +22,7 @@ from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.device_grid import Grid, device_grid
 from shardwise.report.outline import members_of
 from shardwise.report.page import write_page
-from shardwise.report.planned import Planned, StagedPlan
+from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import ProfileRow, StepProfile
@@ -50,10 +50,10 @@ def plain(text: str) -> str:
 
 
 def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
-    plan.report(tmp_path / "plan.html")
+    plan.report.write(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
-    assert isinstance(plan, Planned)
-    (known,) = plan.known()
+    assert isinstance(plan.report, MeshReport)
+    (known,) = plan.report.stage_figures()
     assert f'id="figures">{format_figures(plan)}</p>' in text
     assert (
         f"{format_bytes_interval(plan.prediction.peak_bytes, priced_cluster(plan))} in {plan.prediction.peak_at}"
@@ -80,15 +80,15 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
         cells = (f"{len(own):,}", size, seconds)
         row = f"<td>{kind}</td><td>messages over {plan.mesh.format_axes(stream)}</td>"
         assert row + "".join(f'<td class="number">{cell}</td>' for cell in cells) in text
-    for name, why in ((name, plan.explain(members_of(name)[0])) for name, *_ in operators[:1]):
+    for name, why in ((name, plan.report.explain(members_of(name)[0])) for name, *_ in operators[:1]):
         for own in why.alternatives[:6]:
             row = f'{format_seconds(own.step_seconds)}</td><td class="number">{format_seconds(own.seconds)}</td>'
             assert row in text, name
 
 
 def test_memory_over_the_step_is_the_ledgers(plan: sw.Plan) -> None:
-    assert isinstance(plan, Planned)
-    (known,) = plan.known()
+    assert isinstance(plan.report, MeshReport)
+    (known,) = plan.report.stage_figures()
     most = max(known.over, key=lambda own: own.num_bytes)
     assert most.num_bytes == known.step.peak_bytes
     assert most.parts == known.step.peak.parts
@@ -150,16 +150,13 @@ def test_nothing_comes_from_elsewhere_and_names_are_texts(plan: sw.Plan, tmp_pat
     assert "need the search that chose the plan" in raw  # no timeline of a plan without its search
 
 
-def test_a_plan_without_a_prediction_says_what_to_do(tmp_path: Path, plan: sw.Plan) -> None:
+def test_a_plan_without_a_prediction_says_what_to_do(tmp_path: Path) -> None:
     batch = torch.randn(8, 64), torch.zeros(8, dtype=torch.int64)
     unpriced = sw.plan(Net(), batch, 2, mode="data_parallel")
-    for write in (unpriced.report, lambda path: write_page(path, unpriced)):
+    for write in (lambda path: unpriced.report.write(path), lambda path: write_page(path, unpriced.plan)):
         with pytest.raises(sw.PlanError, match="not chosen by price") as error:
             write(tmp_path / "plan.html")
         assert 'search="dynamic_programming"' in str(error.value)
-    plan.save(tmp_path / "plan.json")
-    with pytest.raises(sw.PlanError, match=r"shardwise report plan.json"):
-        sw.Plan.load(tmp_path / "plan.json").report(tmp_path / "plan.html")
 
 
 def test_outputs_that_no_step_brings_together_are_told_beside_the_collectives(tmp_path: Path) -> None:
@@ -167,14 +164,14 @@ def test_outputs_that_no_step_brings_together_are_told_beside_the_collectives(tm
         net = torch.nn.Linear(64, 65536)
         batch = torch.randn(64, 64)
         own = sw.plan(net, batch, sw.Cluster.load("h100-1x4"), mesh=sw.Mesh(dp=4), search="dynamic_programming")
-    own.report(tmp_path / "plan.html")
+    own.report.write(tmp_path / "plan.html")
     (said,) = (line.strip() for line in str(own).splitlines() if "bring a call's outputs together" in line)
     assert f"<p>{said}</p>" in text_of(tmp_path / "plan.html")
 
 
 def test_two_plans_stand_side_by_side(plan: sw.Plan, tmp_path: Path) -> None:
     other = planned(mesh=sw.Mesh(tp=4))
-    plan.report(tmp_path / "plan.html", other=other)
+    plan.report.write(tmp_path / "plan.html", other=other)
     text = text_of(tmp_path / "plan.html")
     rows = re.search(r'<table class="beside">(.*?)</table>', text, re.DOTALL)
     assert rows is not None
@@ -184,7 +181,7 @@ def test_two_plans_stand_side_by_side(plan: sw.Plan, tmp_path: Path) -> None:
     for name, own, second in plan.diff(other).layouts:
         assert name + own + second in words.replace("\n", "")
     assert text.count('id="other-timeline"') == 1
-    plan.report(tmp_path / "same.html", other=plan)
+    plan.report.write(tmp_path / "same.html", other=plan)
     assert "The plans do the same." in text_of(tmp_path / "same.html")
 
 
@@ -192,7 +189,7 @@ def test_a_profile_is_laid_over_the_prediction(plan: sw.Plan, tmp_path: Path) ->
     rows = (ProfileRow("head/linear", "forward", 3e-3, 1e-3, "matmul_efficiency"),)
     events = (Event("head/linear", "forward", (), 0.0, 3e-3),), (Event("head/linear", "forward", (), 0.0, 1e-3),)
     profile = StepProfile((4e-3, 2e-3), (2048, 1024), rows, "h100", False, plan.mesh, events)
-    plan.report(tmp_path / "plan.html", profile=profile)
+    plan.report.write(tmp_path / "plan.html", profile=profile)
     text = text_of(tmp_path / "plan.html")
     assert '4 ms</td><td class="number">2 ms</td><td class="number">0.50</td>' in text
     assert '3 ms</td><td class="number">1 ms</td><td class="number">0.33</td><td>matmul_efficiency</td>' in text
@@ -202,7 +199,7 @@ def test_a_profile_is_laid_over_the_prediction(plan: sw.Plan, tmp_path: Path) ->
 
 def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
     own = planned(stages=2, micro_batch=8)
-    own.report(tmp_path / "plan.html")
+    own.report.write(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
     assert own.pipeline is not None
     assert f'id="figures">{format_figures(own)}</p>' in text
@@ -223,7 +220,7 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
         for stage in own.stages
         for entry in stage.operators
         if entry.name.endswith("linear")
-        for row in own.explain(entry.name).explanation.alternatives
+        for row in own.report.explain(entry.name).explanation.alternatives
         if row.chosen
     }
     assert expected <= {re.sub("<.*?>", "", choice) for choice in chosen}
@@ -253,7 +250,7 @@ def test_a_pipeline_has_its_stages_and_its_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4), ("Interleaved1F1B", 4), ("", 1)])
 def test_a_trace_has_the_printed_seconds_and_memory(tmp_path: Path, schedule: str, stages: int) -> None:
     own = planned(stages=stages, schedule=schedule, micro_batch=4) if schedule else planned()
-    own.trace(tmp_path / "step.json")
+    own.report.trace(tmp_path / "step.json")
     entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     events = [entry for entry in entries if entry["ph"] == "X"]
     held = [entry for entry in entries if entry["ph"] == "C"]
@@ -275,11 +272,11 @@ def test_a_trace_has_the_printed_seconds_and_memory(tmp_path: Path, schedule: st
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
 def test_stages_have_types_seconds_and_memory_of_their_own_passes(tmp_path: Path, schedule: str, stages: int) -> None:
     own = planned(stages=stages, schedule=schedule, micro_batch=8)
-    assert isinstance(own, StagedPlan)
+    assert isinstance(own.report, PipelineReport)
     assert own.pipeline is not None
-    own.report(tmp_path / "plan.html")
+    own.report.write(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
-    known = own.known()
+    known = own.report.stage_figures()
     assert len(known) == stages
     types = 0
     for number, (stage, expected, told) in enumerate(zip(own.stages, own.pipeline.stages, known, strict=True)):
@@ -327,7 +324,7 @@ def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: s
         own.stages[0].mesh,
         (actions, actions),
     )
-    own.report(tmp_path / "plan.html", profile=profile)
+    own.report.write(tmp_path / "plan.html", profile=profile)
     text = text_of(tmp_path / "plan.html")
     assert '40 ms</td><td class="number">20 ms</td><td class="number">0.50</td>' in text
     assert '50.0%</td><td class="number">25.0%</td><td class="number">0.50</td>' in text
@@ -344,9 +341,9 @@ def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: s
     for chart in ("measured-0", "measured-1"):
         assert text.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box') == 2
     with pytest.raises(sw.PlanError, match=r"the profile is of 2 stages, the plan has 1\b"):
-        plan.report(tmp_path / "wrong.html", profile=profile)
+        plan.report.write(tmp_path / "wrong.html", profile=profile)
     with pytest.raises(sw.PlanError, match="the profile is of 1 stages, the plan has 2"):
-        own.report(tmp_path / "wrong.html", profile=of_stage)
+        own.report.write(tmp_path / "wrong.html", profile=of_stage)
     assert not (tmp_path / "wrong.html").exists()
 
 

@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         interleaved = sw.plan(
             Net(), batch, cluster, search="dynamic_programming", stages=4, schedule="Interleaved1F1B", micro_batch=8
         )
-    first.report(found / "plan.html", other=other)
-    staged.report(found / "staged.html", other=interleaved)
+    first.report.write(found / "plan.html", other=other)
+    staged.report.write(found / "staged.html", other=interleaved)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.report.planned import StageExplanation
+from shardwise.report.search_reports import StageExplanation
 
 
 class Stack(nn.Module):
@@ -46,7 +46,7 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
         for entry in stage.operators:
             if not entry.name.endswith("linear"):
                 continue
-            found = plan.explain(entry.name)
+            found = plan.report.explain(entry.name)
             assert isinstance(found, StageExplanation)
             assert found.stage == number
             (chosen,) = (own for own in found.explanation.alternatives if own.chosen)
@@ -57,14 +57,14 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
     assert explained == 8
     assert any(entry.strategy for stage in plan.stages for entry in stage.operators), "something is split"
     assert alike >= {(3, False), (2, True), (1, True)}, "stages are searched from the last one on"
-    parameter = plan.explain("blocks.3.weight")
+    parameter = plan.report.explain("blocks.3.weight")
     assert parameter.alike == "blocks.5.weight"
 
 
 def test_what_a_stage_receives_is_explained_by_its_name(plan: sw.Plan) -> None:
     for number, stage in enumerate(plan.stages[1:], 1):
         (received,) = stage.receives
-        found = plan.explain(received.name)
+        found = plan.report.explain(received.name)
         assert isinstance(found, StageExplanation)
         assert (found.stage, found.explanation.kind) == (number, "received")
         assert found.explanation.chosen.choice == received.layout
@@ -72,23 +72,23 @@ def test_what_a_stage_receives_is_explained_by_its_name(plan: sw.Plan) -> None:
 
 def test_what_is_not_known_is_refused(plan: sw.Plan) -> None:
     with pytest.raises(sw.PlanError, match=r"no stage has 'blocks\.3\.wieght'(.|\n)*blocks\.3\.weight"):
-        plan.explain("blocks.3.wieght")
-    with pytest.raises(sw.PlanError, match="none over all of them and none in its file"):
-        pickle.loads(pickle.dumps(plan)).explain("blocks.3.weight")
+        plan.report.explain("blocks.3.wieght")
+    with pytest.raises(sw.PlanError, match="it comes from another process"):
+        pickle.loads(pickle.dumps(plan)).report.explain("blocks.3.weight")
     propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
     with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
-        propagated.explain("blocks.3.weight")
+        propagated.report.explain("blocks.3.weight")
 
 
 def test_what_another_choice_would_do_is_said_of_its_stage(plan: sw.Plan) -> None:
     for number, name in ((1, "blocks.0/linear"), (2, "blocks.2/linear")):
-        found = plan.explain(name)
+        found = plan.report.explain(name)
         chosen = next(own for own in found.explanation.alternatives if own.chosen)
         other = next(own for own in found.explanation.alternatives if not own.chosen)
-        same = plan.what_if(name, chosen.choice)
+        same = plan.report.what_if(name, chosen.choice)
         assert same.stage == number
         assert name not in {change.name for change in same.found.changed}, "it has this choice already"
-        asked = plan.what_if(name, other.choice)
+        asked = plan.report.what_if(name, other.choice)
         assert asked.stage == number
         assert any(change.name == name and change.before == chosen.choice for change in asked.found.changed)
         stage = plan.stages[number]
@@ -96,9 +96,9 @@ def test_what_another_choice_would_do_is_said_of_its_stage(plan: sw.Plan) -> Non
         names |= {f"received {entry.name}" for entry in stage.receives}
         assert {change.name for change in asked.found.changed if change.kind != "shared"} <= names
     with pytest.raises(sw.PlanError, match="is no alternative of"):
-        plan.what_if("blocks.2/linear", "nothing@x")
+        plan.report.what_if("blocks.2/linear", "nothing@x")
     with pytest.raises(sw.PlanError, match="no stage has"):
-        plan.what_if("blocks.9/linear", "n@x")
+        plan.report.what_if("blocks.9/linear", "n@x")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def balanced() -> sw.Plan:
 
 
 def test_the_best_pipelines_have_their_cuts_elsewhere(balanced: sw.Plan) -> None:
-    found = balanced.top(6)
+    found = balanced.report.top(6)
     first, *others = found.pipelines
     assert first.plan is not None
     assert first.plan.digest == balanced.digest
@@ -137,19 +137,19 @@ def _cut(one: Any, other: Any) -> bool:
 
 def test_a_pipeline_of_the_ranking_is_a_plan(balanced: sw.Plan) -> None:
     model, x = Stack(), torch.randn(1024, 64)
-    for own in balanced.top(3).pipelines[1:]:
+    for own in balanced.report.top(3).pipelines[1:]:
         assert own.plan is not None
         assert sw.verify(model, x, own.plan, steps=1).ok
 
 
 def test_micro_batches_that_were_looked_at_are_ranked(balanced: sw.Plan) -> None:
-    sizes = {own.plan.micro_batch for own in balanced.top(1000).pipelines if "micro-batch" in own.changed}
+    sizes = {own.plan.micro_batch for own in balanced.report.top(1000).pipelines if "micro-batch" in own.changed}
     assert sizes
     assert balanced.micro_batch not in sizes
 
 
 def test_marked_stages_stay_where_they_are(plan: sw.Plan) -> None:
-    found = plan.top()
+    found = plan.report.top()
     assert [own.changed for own in found.pipelines] == [""], "cuts are the user's, and so is the micro-batch"
     assert found.looked_at == 0
 
@@ -159,17 +159,17 @@ def test_a_joint_search_ranks_its_settings_too() -> None:
         Stack(), torch.zeros(1024, 64), sw.Cluster.load("h100-1x4"), stages="auto", mesh=sw.Mesh(x=1), global_batch=1024
     )
     assert chosen.is_pipeline, "a mesh of one device leaves nothing else"
-    joint = chosen.explain("stages")
+    joint = chosen.report.explain("stages")
     others = [str(one.setting) for one in joint.considered if one.step_seconds and one.setting != joint.taken]
     assert others
-    assert set(others) <= {own.changed for own in chosen.top(1000).pipelines}
+    assert set(others) <= {own.changed for own in chosen.report.top(1000).pipelines}
 
 
 def test_what_no_price_chose_has_no_best(plan: sw.Plan) -> None:
     propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
     with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
-        propagated.top()
+        propagated.report.top()
     with pytest.raises(sw.PlanError, match="the best 0 plans are asked for"):
-        plan.top(0)
+        plan.report.top(0)
     with pytest.raises(sw.PlanError, match=r"none over all of them(.|\n)*top\(k\) for the best pipelines near it"):
-        pickle.loads(pickle.dumps(plan)).top()
+        pickle.loads(pickle.dumps(plan)).report.top()

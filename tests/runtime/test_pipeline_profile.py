@@ -50,7 +50,7 @@ def profiled(path: str, num_ranks: int, schedule: str, stages: int, how: dict[st
     if dist.get_rank() == 0:
         profile.trace(path)
         if plan is not None and plan.pipeline is not None:
-            plan.report(f"{path}.html", profile=profile)
+            plan.report.write(f"{path}.html", profile=profile)
     order = order_of(SCHEDULES[schedule], 2, 4)
     assert profile.order_bubble == pytest.approx(simulate_pipeline(order, profile.measured).bubbles)
     return {

@@ -41,4 +41,4 @@ def test_a_plan_that_needs_more_than_the_gpu_has_left_is_refused(monkeypatch: py
     with pytest.raises(OutOfDeviceMemoryError, match=r"rank 0 can get .* of the 1 GiB of its GPU(.|\n)*memory_bytes="):
         require_memory(plan, torch.device("cuda", 3))
     require_memory(plan, torch.device("cpu"))
-    require_memory(replace(plan, predicted=None), torch.device("cuda", 3))
+    require_memory(replace(plan.plan, predicted=None), torch.device("cuda", 3))

@@ -18,8 +18,8 @@ from shardwise.costs.overlap_windows import overlap_windows
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
+from shardwise.planning import suggestions
 from shardwise.plans import micro_batch_search
-from shardwise.report.options import without_suggestions
 from shardwise.search import domains, dynamic_programming
 from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
@@ -120,7 +120,7 @@ def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(
     def planned() -> tuple[sw.Plan | str, int]:
         with mock.patch.object(Planner, "searches", autospec=True, side_effect=Planner.searches) as searches:
             try:
-                with without_suggestions():
+                with mock.patch.object(suggestions, "MAX_REFUSED_SECONDS", -1.0):
                     return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
             except sw.PlanError as error:
                 return str(error), searches.call_count
@@ -137,5 +137,5 @@ def test_a_joint_search_looks_once_at_what_passes_of_every_size_do() -> None:
     ids = torch.randint(VOCABULARY, (8, 4), generator=generator)
     with mock.patch.object(micro_batch_search, "split_in_time", wraps=micro_batch_search.split_in_time) as splits:
         found = sw.plan(Deep(2, 16), (ids, ids), 2, stages="auto", schedule="GPipe")
-    sizes = {one.setting.micro_batch for one in found.explain("stages").considered}
+    sizes = {one.setting.micro_batch for one in found.report.explain("stages").considered}
     assert splits.call_count <= 2 < len(sizes), "for a pipeline, and without one"

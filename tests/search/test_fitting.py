@@ -83,7 +83,7 @@ def test_plans_for_less_and_less_memory_make_more_again_and_state_a_gap_that_hol
         assert own.num_bytes <= own.peak_bytes
 
 
-@pytest.mark.usefixtures("_without_mends")
+@pytest.mark.usefixtures("_without_suggestions")
 def test_what_no_setting_makes_fit_is_refused_with_the_least() -> None:
     with pytest.raises(sw.PlanError, match="least memory that was found"):
         plan(1e5)

@@ -148,14 +148,14 @@ def searched_plan(model: nn.Module | None = None) -> MeshSearch:
     with torch.device("meta"):
         inputs = (torch.empty(64, 256),)
     plan = sw.plan(model or Chain(), inputs, 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
-    assert plan.finished_search is not None
-    return plan.finished_search
+    assert plan.report.finished_search is not None
+    return plan.report.finished_search
 
 
 def test_candidates_are_near_the_cheapest_and_differ() -> None:
     model, inputs = residuals()
     cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(dp=2, tp=4)
-    search = sw.plan(model, inputs, cluster, mesh=mesh, search="dynamic_programming").finished_search
+    search = sw.plan(model, inputs, cluster, mesh=mesh, search="dynamic_programming").report.finished_search
     assert search is not None
     cheapest = min([search.outcome.assignment, *search.outcome.candidates], key=lambda own: price(search, own))
     outcome = replace(search.outcome, assignment=cheapest, components=search.cost.components(cheapest))
@@ -243,7 +243,7 @@ def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------------- limits of memory
 
 
-@pytest.mark.usefixtures("_without_mends")
+@pytest.mark.usefixtures("_without_suggestions")
 def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
     with torch.device("meta"):
         model, inputs = Chain(), (torch.empty(64, 256),)
@@ -257,7 +257,7 @@ LEAST = 2**20  # bytes: a quarter of weights, gradients and states, and what an 
 
 
 # From far too little to a little less than the least: the search refuses the first limits, the simulated peak the last.
-@pytest.mark.usefixtures("_without_mends")
+@pytest.mark.usefixtures("_without_suggestions")
 @pytest.mark.parametrize(
     ("share", "search"),
     [

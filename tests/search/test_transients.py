@@ -77,7 +77,7 @@ def least_of_wide() -> int:
     return int(needed.partition(" = ")[2].partition(" bytes")[0].replace(",", ""))
 
 
-@pytest.mark.usefixtures("_without_mends")
+@pytest.mark.usefixtures("_without_suggestions")
 def test_the_least_memory_of_a_refusal_is_a_peak_that_a_plan_has() -> None:
     """And where that much is allowed there is a plan."""
     least = least_of_wide()

@@ -88,7 +88,7 @@ def test_masks_and_positions_are_made_where_they_are_needed() -> None:
     with torch.device("meta"):
         model, x = Masked(), torch.randn(4096, 8)
     plan = sw.plan(model, x, 4)
-    search = plan.finished_search
+    search = plan.report.finished_search
     names = {op.name for op in search.cost.domains.operators}
     assert "/matmul" in names
     assert not names & {"/ge", "/bitwise_and", "/gt", "/sum"}, names

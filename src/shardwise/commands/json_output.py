@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.report.alternatives import PlanRanking
     from shardwise.report.explain import Explanation
     from shardwise.report.pipeline_ranking import PipelineRanking
-    from shardwise.report.planned import MicroBatches, StageExplanation
+    from shardwise.report.search_reports import MicroBatches, StageExplanation
     from shardwise.search.micro_batch import MicroBatchOutcome
 
 
@@ -80,7 +80,7 @@ def entry_data(plan: Plan, name: str) -> dict[str, Any]:
 def explanation_data(answer: Explanation | StageExplanation | MicroBatches | AutoStagesReport) -> dict[str, Any]:
     """Of a choice (in a stage), of micro-batches, or of stages."""
     from shardwise.report.explain import Explanation
-    from shardwise.report.planned import MicroBatches, StageExplanation
+    from shardwise.report.search_reports import MicroBatches, StageExplanation
 
     if isinstance(answer, StageExplanation):
         return {**explanation_data(answer.explanation), "stage": answer.stage, "alike": answer.alike or None}

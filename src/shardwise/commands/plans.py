@@ -20,6 +20,7 @@ from shardwise.progress import show_progress
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
+    from shardwise.plans.result import PlanningResult
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def _plan(chosen: argparse.Namespace) -> int:
         if not {"search", "mode", "strategies"} & settings.keys():
             settings["search"] = "dynamic_programming"
         with show_progress(f"planning for {chosen.cluster}"):
-            planned = plan(model.module, model.inputs, cluster, loss=model.loss, **settings)
+            planned = plan(model.module, model.inputs, cluster, loss=model.loss, **settings).plan
         show(planned, chosen, lambda: json.loads(planned.to_json()))
     if planned is None:
         return 1
@@ -84,7 +85,7 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
 
 
 def _fits(chosen: argparse.Namespace) -> int:
-    from shardwise.advice.fits import fits
+    from shardwise.planning.fits import fits
 
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
@@ -120,7 +121,7 @@ def _explain(chosen: argparse.Namespace) -> int:
         plan = Plan.load(chosen.model)
         show(format_entry(plan, chosen.name), chosen, lambda: entry_data(plan, chosen.name))
         return 0
-    explanation = _searched(chosen).explain(chosen.name)
+    explanation = _searched(chosen).report.explain(chosen.name)
     show(explanation, chosen, lambda: explanation_data(explanation))
     return 0
 
@@ -135,7 +136,7 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 def _top(chosen: argparse.Namespace) -> int:
     plan = _searched(chosen)
     with show_progress("ranking plans"):
-        ranking = plan.top(chosen.k)
+        ranking = plan.report.top(chosen.k)
     show(ranking, chosen, lambda: ranking_data(ranking))
     return 0
 
@@ -150,7 +151,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 def _trace(chosen: argparse.Namespace) -> int:
     plan = _searched(chosen)
     with writing(chosen.output):
-        plan.trace(chosen.output)
+        plan.report.trace(chosen.output)
     show(
         f"written to {chosen.output}: open it in https://ui.perfetto.dev",
         chosen,
@@ -179,13 +180,13 @@ def _report(chosen: argparse.Namespace) -> int:
     else:
         plan = _searched(chosen)
         with show_progress("writing the page"), writing(chosen.output):
-            plan.report(chosen.output, other=other)
+            plan.report.write(chosen.output, other=other)
     size = Path(chosen.output).stat().st_size
     show(f"written to {chosen.output}", chosen, lambda: {"written": chosen.output, "bytes": size})
     return 0
 
 
-def _searched(chosen: argparse.Namespace) -> Plan:
+def _searched(chosen: argparse.Namespace) -> PlanningResult:
     from shardwise.api import plan
 
     if chosen.cluster is None:

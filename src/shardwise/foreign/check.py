@@ -353,7 +353,7 @@ def _beside(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            own = find_plan(module, example_inputs, own_cluster, kwargs=kwargs, loss=call.loss)
+            own = find_plan(module, example_inputs, own_cluster, kwargs=kwargs, loss=call.loss).plan
     except ShardwiseError as error:
         return StepComparison(own_cluster.name, work.seconds, messages, held, None, str(error).partition("\n")[0])
     return StepComparison(own_cluster.name, work.seconds, messages, held, own)

@@ -61,7 +61,7 @@ def check_strategies(asked: CheckRequest, plan: Mapping[str, Any], devices: int,
         "loss": asked.loss,
     }
     try:
-        own = find_plan(asked.module, asked.example_inputs, devices, search="sharding_propagation", **settings)
+        own = find_plan(asked.module, asked.example_inputs, devices, search="sharding_propagation", **settings).plan
     except LayoutError as error:
         return Checked(foreign, failure=RankError(None, _in_one_line(error), "", refutes=True))
     report = verify(
@@ -107,7 +107,7 @@ def _beside(asked: CheckRequest, settings: Mapping[str, Any]) -> StepComparison:
     sent = SentMessages(len(messages), sum(int(event.num_bytes) for event in messages), step.exposed, ())
     own, refused = None, ""
     try:
-        own = find_plan(asked.module, asked.example_inputs, asked.cluster, kwargs=asked.kwargs, loss=asked.loss)
+        own = find_plan(asked.module, asked.example_inputs, asked.cluster, kwargs=asked.kwargs, loss=asked.loss).plan
     except ShardwiseError as error:
         refused = str(error).partition("\n")[0]
     return StepComparison(

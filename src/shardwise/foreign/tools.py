@@ -20,6 +20,7 @@ from shardwise.errors import ShardwiseError, listed, problem
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.file import FORMAT
 from shardwise.plans.plan import Plan
+from shardwise.plans.result import PlanningResult
 from shardwise.search.modes import DATA_AXES
 from shardwise.untrusted_text import shorten_repr
 
@@ -57,7 +58,7 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
         raise ShardwiseError(
             problem(f"{mesh} has {mesh.num_devices} devices, {devices} are asked for", fix="leave out one of the two")
         )
-    if isinstance(plan, Plan) or (isinstance(plan, Mapping) and plan.get("format") == FORMAT):
+    if isinstance(plan, Plan | PlanningResult) or (isinstance(plan, Mapping) and plan.get("format") == FORMAT):
         what = "it is a plan of shardwise, not of another tool"
         raise ShardwiseError(problem(what, fix="sw.verify (shardwise verify) proves it"))
     kind = type(plan).__name__

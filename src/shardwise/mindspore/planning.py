@@ -92,11 +92,11 @@ def plan_by_context(
         settings |= staged.settings(model, args, getattr(cell, "micro_size", 1), options)
     make_plan = partial(sw.plan, model, args, options.devices, kwargs=kwargs or None, **settings)
     if not options.enable_parallel_optimizer or kept:
-        return make_plan()
+        return make_plan().plan
     zero = options.zero(max((p.element_size() for p in model.parameters()), default=1))
     if options.weight_shards > 0:
-        zero = replace(zero, over=shard_axes(make_plan().alone(0), options.weight_shards))
-    return make_plan(zero=zero)
+        zero = replace(zero, over=shard_axes(make_plan().plan.alone(0), options.weight_shards))
+    return make_plan(zero=zero).plan
 
 
 def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -30,6 +30,7 @@ from shardwise.layouts.text import format_dtype
 from shardwise.plans.format_intervals import format_bytes_interval, format_step_interval
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import report_progress
 from shardwise.rules.attention_bands import EVERYTHING, band_between, band_of
@@ -53,7 +54,7 @@ SCHEDULES = (  # where the user names none
     "Interleaved1F1B:8",
     "ZBVZeroBubble",
 )
-_AnyPlan = TypeVar("_AnyPlan", bound=Plan)
+_AnyPlan = TypeVar("_AnyPlan", bound=Plan | PlanningResult)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,12 +292,12 @@ def joint_search(
     settings: Sequence[StageConfig],
     floor: LowerBound,
     cluster: Cluster,
-    plan_of: Callable[[StageConfig, float], _AnyPlan],
+    plan_setting: Callable[[StageConfig, float], _AnyPlan],
     *,
     tries: int = MAX_PLANNED_SETTINGS,
     estimates: Sequence[Callable[[StageConfig], float]] = (),
 ) -> tuple[_AnyPlan, AutoStagesReport]:
-    """The plan of the shortest step over all settings, and what was looked at. ``plan_of``: takes a
+    """The plan of the shortest step over all settings, and what was looked at. ``plan_setting``: takes a
     setting and the seconds of the best step so far, and raises PlanError where there is no plan, or surely no better
     one; ``tries``: how many are planned at most; ``estimates``: of the seconds of a step, each better than the one
     before, and slower to be had (``plans.stage_estimator``): a setting is planned when its last is the least of all.
@@ -317,13 +318,13 @@ def joint_search(
         tries -= 1
         report_progress(f"planning {setting}")
         try:
-            plan = plan_of(setting, inf if best is None else best[0])
+            plan = plan_setting(setting, inf if best is None else best[0])
         except PlanError as error:
             failure = failure or error
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
             continue
         seconds, num_bytes = figures(plan)
-        told = f"step {format_step_interval(plan)}, memory {format_bytes_interval(num_bytes, cluster)}"
+        told = f"step {format_step_interval(plan_of(plan))}, memory {format_bytes_interval(num_bytes, cluster)}"
         seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, said=told))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan
@@ -411,8 +412,9 @@ class _Queue:
         return setting.places, setting.micro_batch * setting.places / self.num_devices
 
 
-def figures(plan: Plan) -> tuple[float, float]:
-    """Seconds of a step, and the bytes of the device that holds most."""
+def figures(planned: Plan | PlanningResult) -> tuple[float, float]:
+    """Return the seconds of a step, and the bytes of the device that holds most."""
+    plan: Plan = plan_of(planned)
     if plan.pipeline is not None:
         return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
     assert plan.predicted is not None, "plans by price are predicted"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning
+from shardwise.errors import PlanError, PlanWarning, warn_user
 from shardwise.graph.batch import batch_size, num_samples, with_samples
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.step_precision import MODELS_OWN, Precision
 from shardwise.plans.plan import Plan
+from shardwise.plans.result import PlanningResult
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.time_axis import TimeSplit, split_in_time
 from shardwise.programs.vjp import VjpCache
@@ -101,7 +101,7 @@ class MicroBatchSearch:
     graph: Graph
     batches: MicroBatchOptions | None
     tried: list[MicroBatchOutcome] = field(default_factory=list)
-    _best: Plan | None = None
+    _best: PlanningResult | None = None
     _statistics: frozenset[str] = frozenset()
     _failure: PlanError | None = None
     _is_done: bool = False
@@ -131,17 +131,17 @@ class MicroBatchSearch:
                 self._of_passes = passes.statistics
                 yield passes.graphs[micro_batch], step // micro_batch
 
-    def add(self, plan: Plan) -> None:
-        """What was found for the latest graph."""
-        prediction = plan.predicted
+    def add(self, found: PlanningResult) -> None:
+        """Take the plan of the latest graph."""
+        prediction = found.plan.predicted
         if self.batches is None or prediction is None:
-            self._best = plan
+            self._best = found
             self._statistics = frozenset() if self.batches is None else self._of_passes
             return
         seconds = prediction.step_seconds
         self.tried.append(MicroBatchOutcome(*self._next, seconds, prediction.peak_bytes))
-        if self._best is None or self._best.predicted is None or seconds < self._best.predicted.step_seconds:
-            self._best, self._statistics = plan, self._of_passes
+        if self._best is None or self._best.plan.predicted is None or seconds < self._best.plan.predicted.step_seconds:
+            self._best, self._statistics = found, self._of_passes
         else:
             self._is_done = True
         if not self.batches.is_asked and self._next[0] not in self.batches.candidates[1:2]:
@@ -156,12 +156,12 @@ class MicroBatchSearch:
         if not self.batches.is_asked and self._next[0] in self.batches.candidates[1:2]:
             self._is_done = True
 
-    def best(self) -> Plan:
+    def best(self) -> PlanningResult:
         """The plan to take. Raises PlanError where there is none; warns of statistics of micro-batches."""
         if self._best is None:
             assert self._failure is not None, "nothing was tried"
             raise self._failure
-        announce_statistics(sorted(self._statistics), stacklevel=5)
+        announce_statistics(sorted(self._statistics))
         return self._best
 
     @property
@@ -172,15 +172,14 @@ class MicroBatchSearch:
         return tuple(self.tried)
 
 
-def announce_statistics(buffers: list[str], *, stacklevel: int) -> None:
+def announce_statistics(buffers: list[str]) -> None:
     """Say that running statistics are those of every micro-batch."""
     if buffers:
         more = f" and {len(buffers) - 3} more" if len(buffers) > 3 else ""
-        warnings.warn(
+        warn_user(
             f"running statistics ({', '.join(buffers[:3])}{more}) are taken of every micro-batch, one after another, "
             "as one device does that accumulates gradients: results differ from those of one pass over the whole batch",
             PlanWarning,
-            stacklevel=stacklevel,
         )
 
 

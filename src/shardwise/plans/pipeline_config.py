@@ -1,10 +1,9 @@
-"""What is asked of a pipeline, and how it is planned."""
+"""Settings of a pipeline search."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.pipeline_simulation import Order
@@ -16,26 +15,9 @@ from shardwise.plans.schedule import Schedule
 from shardwise.search.config import SearchConfig
 from shardwise.search.memory_policy import Offload
 from shardwise.search.recompute_spec import Gathered
-from shardwise.search.zero import Zero
 
 # The actions of a schedule on so many places, for so many micro-batches.
 OrderOf = Callable[[Schedule, int, int], Order]
-
-
-@dataclass(frozen=True)
-class PipelineRequest:
-    """What the user asks of a pipeline: arguments of ``sw.plan``."""
-
-    stages: int | str | None
-    schedule: str | None
-    mesh: Mesh | None
-    max_mesh_axes: int
-    global_batch: int | None
-    micro_batch: int | None
-    recompute: How | Literal["auto"] | None
-    gathered: Gathered
-    offload: Offload
-    zero: Zero | None
 
 
 @dataclass(frozen=True)
@@ -81,4 +63,4 @@ class PipelineConfig:
         return Placement(mesh, tuple(range(first, first + size)))
 
 
-__all__ = ["OrderOf", "PipelineConfig", "PipelineRequest"]
+__all__ = ["OrderOf", "PipelineConfig"]

@@ -39,10 +39,11 @@ from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_la
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of
 from shardwise.plans.micro_batch_search import Example, announce_statistics
-from shardwise.plans.pipeline_config import OrderOf, PipelineConfig, PipelineRequest
+from shardwise.plans.pipeline_config import OrderOf, PipelineConfig
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.refusal import NothingFits
+from shardwise.plans.request import PlanRequest, TrainingConfig
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
 from shardwise.plans.stage_planner import StagePlan, StagePlanner, StageSearchResult, annotated_in_parts
@@ -63,8 +64,7 @@ from shardwise.search.stored_program import as_grad_accum
 def plan_captured_pipeline(
     call: Example,
     captured: Capture,
-    cluster: Cluster,
-    asked: PipelineRequest,
+    request: PlanRequest,
     settings: SearchConfig,
     template: Plan,
     *,
@@ -74,6 +74,7 @@ def plan_captured_pipeline(
     """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
     be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
     scheduled."""
+    asked, cluster = request.parallel, request.cluster
     schedule = schedule_of(asked.schedule or "1F1B")
     marks = marks_of(call.module)
     num_stages = _num_stages(asked.stages, marks)
@@ -89,7 +90,7 @@ def plan_captured_pipeline(
     if asked.mesh is not None:
         meshes: tuple[Mesh, ...] = (asked.mesh,)
     else:
-        meshes = candidate_meshes(part, asked.max_mesh_axes) if by_price else (Mesh(dp=part.num_devices),)
+        meshes = candidate_meshes(part, request.search.max_mesh_axes) if by_price else (Mesh(dp=part.num_devices),)
     how = PipelineConfig(
         num_stages,
         schedule,
@@ -104,7 +105,7 @@ def plan_captured_pipeline(
         settings,
         asked.recompute == "auto" and by_price,
         None if asked.recompute == "auto" else asked.recompute,
-        None if asked.zero is None else asked.gathered,
+        None if asked.zero_config is None else asked.zero_config.gathered,
         asked.offload,
         order,
         by_price and asked.mesh is None,
@@ -117,7 +118,7 @@ def plan_captured_pipeline(
     others: list[Plan] = []
     failure: PlanError | None = None
     statistics: frozenset[str] = frozenset()
-    for passes in _divided(call, captured.graph, asked, how):
+    for passes in _divided(call, captured.graph, request.training, how):
         sizes = passes.sizes
         how_of_size = replace(how, settings=replace(settings, passes=len(sizes)))
         try:
@@ -138,7 +139,7 @@ def plan_captured_pipeline(
     if best is None:
         assert failure is not None, "something was tried"
         raise failure
-    announce_statistics(sorted(statistics), stacklevel=5)
+    announce_statistics(sorted(statistics))
     return replace(best, others=tuple(others))
 
 
@@ -184,7 +185,7 @@ def _part(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
     return cluster.with_devices(cluster.num_devices // places)
 
 
-def _divided(call: Example, graph: Graph, asked: PipelineRequest, how: PipelineConfig) -> Iterator[Passes]:
+def _divided(call: Example, graph: Graph, asked: TrainingConfig, how: PipelineConfig) -> Iterator[Passes]:
     """The steps that are tried, the largest micro-batch first."""
     samples = num_samples(call.arguments)
     if samples is None and asked.micro_batch is None and asked.global_batch is None:

@@ -225,59 +225,6 @@ class Plan:
         entries = {entry.name: getattr(self, entry.name) for entry in fields(Plan)}
         return Plan(**{**entries, "stages": (replace(self.only_stage, **changes),)})
 
-    # -- questions to the search that chose it (``report.planned``) ----------------------------------------------------
-
-    def explain(self, name: str) -> Any:
-        """Why an operator (or the storage of a parameter) is as it is. Raises PlanError for a plan that no search of
-        this process chose."""
-        raise self._without_search()
-
-    def what_if(self, name: str, choice: str) -> Any:
-        """What the best plan would be if an operator had the strategy ``choice``. Raises as ``explain`` does."""
-        raise self._without_search()
-
-    def top(self, k: int = 5) -> Any:
-        """The best ``k`` plans of the search; under stages the best pipelines near this one. Raises as ``explain``
-        does."""
-        raise self._without_search()
-
-    def cost_graph(self, path: str | Path) -> None:
-        """Write what the search minimised. Raises as ``explain`` does."""
-        raise self._without_search()
-
-    def trace(self, path: str | Path) -> None:
-        """Write a simulated pass as a trace for Perfetto. Raises as ``explain`` does."""
-        raise self._without_search()
-
-    def report(self, path: str | Path, *, other: Any = None, profile: Any = None) -> None:
-        """Write the plan as a page that one looks at (``report.planned``). Raises PlanError for a plan that was
-        not chosen by price, or was read; ``shardwise report plan.json`` writes what a file has of it."""
-        if self.pipeline is None and not self.is_searched:
-            raise self._without_search()
-        raise PlanError(
-            problem(
-                "the plan was read, and its file has no search in it",
-                fix="shardwise report plan.json -o plan.html writes what the file has; sw.plan(...).report(...) all",
-            )
-        )
-
-    def _without_search(self) -> PlanError:
-        if self.is_pipeline:
-            return PlanError(
-                problem(
-                    "a plan of stages has a search for every stage, none over all of them and none in its file",
-                    fix="sw.plan(..., stages=...) has explain(name) and what_if(name, choice) for an operator in its "
-                    "stage, and top(k) for the best pipelines near it",
-                )
-            )
-        why = "a plan file has no search in it" if self.is_searched else "it was not chosen by price"
-        return PlanError(
-            problem(
-                f"the plan cannot be explained: {why}",
-                fix='plan again with sw.plan(..., search="dynamic_programming")',
-            )
-        )
-
     def diff(self, other: Plan) -> PlanDifference:
         """What another plan does differently."""
         return compare_plans(self, other)

@@ -32,6 +32,7 @@ from shardwise.plans.bind import program_of, same_inputs
 from shardwise.plans.bind_stages import bound, step_graph
 from shardwise.plans.micro_batch_search import Example
 from shardwise.plans.plan import Plan
+from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import SpmdProgram
@@ -123,7 +124,7 @@ class Report:
 def verify(
     module: torch.nn.Module,
     example_inputs: Any,
-    plan: Plan,
+    plan: Plan | PlanningResult,
     *,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -160,6 +161,7 @@ def verify(
         PlanError: The plan does not fit the module or its inputs.
         ShardwiseError: An argument is invalid, or inputs have no values.
     """
+    plan = plan_of(plan)
     if not isinstance(plan, Plan):
         raise ShardwiseError(
             problem(f"the plan is of type {type(plan).__name__}", fix="what sw.plan returns, or sw.Plan.load(path)")

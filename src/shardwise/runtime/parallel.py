@@ -328,7 +328,7 @@ class Parallel(ParallelModule):
             step = MicroBatchedStep(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
             self._in_passes[key] = step
             if self._ranks.rank == 0:
-                announce_statistics(sorted(step.passes.statistics), stacklevel=4)
+                announce_statistics(sorted(step.passes.statistics))
         self._latest = next(iter(step.programs.values()))
         check_frozen(self._latest)
         named_inputs = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))

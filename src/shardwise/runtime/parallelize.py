@@ -16,6 +16,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
 from shardwise.plans.plan_precision import only_priced
+from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.agree import from_rank_zero, meet_rank_zero, show_progress_once
 from shardwise.runtime.cpu_embedding import matching_parameters
@@ -32,7 +33,7 @@ Randomness = Literal["same_as_one_device", "per_shard"]
 
 def parallelize(
     module: torch.nn.Module,
-    plan: Plan | str | Path | None,
+    plan: Plan | PlanningResult | str | Path | None,
     *,
     loss: Callable[..., Any] | None = None,
     inputs: Inputs = "global",
@@ -96,6 +97,7 @@ def parallelize(
         PlanError: If the plan does not fit the module or the ranks.
         OutOfDeviceMemoryError: If a rank's GPU has less memory left than a step is predicted to take.
     """
+    plan = plan_of(plan)
     if not isinstance(plan, Plan | str | Path | None):
         raise ShardwiseError(
             problem(f"the plan is of type {type(plan).__name__}", fix="what sw.plan returns, or sw.Plan.load(path)")

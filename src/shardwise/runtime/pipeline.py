@@ -359,7 +359,7 @@ class Pipeline(ParallelModule):
 
                 passes = Passes.over(self._calls.model, graph, micro_batch, alone)
                 if dist.get_rank() == 0:
-                    announce_statistics(sorted(passes.statistics), stacklevel=5)
+                    announce_statistics(sorted(passes.statistics))
             self._ready[key] = self._made(captured, passes, call)
         ready = self._latest = self._ready[key]
         return ready, batch

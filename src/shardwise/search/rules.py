@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container
 
+from shardwise.errors import warn_user
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.strategy import named_factors
 from shardwise.rules.rule import OpRule, base_name
@@ -15,9 +15,9 @@ class UnsplitWarning(UserWarning):
     """An operator has no rule: it runs unsplit on gathered operands, slower but right."""
 
 
-def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -> dict[str, OpRule]:
+def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
     """Return the rule of every op; operators without one are kept whole, with one warning that names them all, once per
-    kind. ``known``: ops that a plan has decided already; they cause no warning. ``stacklevel``: of the user's call."""
+    kind. ``known``: ops that a plan has decided already; they cause no warning."""
     rules: dict[str, OpRule] = {}
     missing: dict[str, Op] = {}
     for op in graph.ops:
@@ -30,10 +30,9 @@ def rules_of(graph: Graph, *, known: Container[str] = (), stacklevel: int = 4) -
     if missing:
         where = {target: ", ".join(filter(None, (op.name, op.source))) for target, op in missing.items()}
         named = ", ".join(f"{target} ({place})" for target, place in where.items())
-        warnings.warn(
+        warn_user(
             f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
             UnsplitWarning,
-            stacklevel=stacklevel,
         )
     return rules
 

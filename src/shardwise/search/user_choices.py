@@ -23,7 +23,7 @@ from shardwise.search.user_strategies import SplitCounts, choices_for, num_block
 
 def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
     """Return the rules, in the variants that annotations name, and divided."""
-    rules = rules_of(graph, stacklevel=7)
+    rules = rules_of(graph)
     factored = factor_graph(graph, rules)
     if not any(rule.variants for rule in rules.values()):
         return rules, factored

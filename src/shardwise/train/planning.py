@@ -10,13 +10,14 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
+from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.runtime.generation import current, plan_file
 from shardwise.train.agreement import rank_and_world_size
 
 _turns = count()  # a script may have several plans
 
 
-def planned(make: Callable[[], Plan]) -> Plan | None:
+def planned(make: Callable[[], Plan | PlanningResult]) -> Plan | PlanningResult | None:
     """What ``make()`` returns on rank 0, and None on other ranks, as ``sw.parallelize`` takes it.
 
     Under ``shardwise run --elastic`` it is asked once per job and number of ranks; later generations find the plan.
@@ -31,14 +32,14 @@ def planned(make: Callable[[], Plan]) -> Plan | None:
     if generation is None:
         return make()
     path = Path(generation.memory, plan_file(generation.rehearses or num_ranks, turn))
-    plan = None
+    plan: Plan | None = None
     if path.exists():
         try:
             plan = Plan.load(path)
         except ShardwiseError:  # of another version, in a job that was updated beneath
             path.unlink()
     if plan is None:
-        plan = make()
+        plan = plan_of(make())
         part = path.with_suffix(f".{os.getpid()}")
         plan.save(part)
         part.rename(path)

@@ -234,7 +234,7 @@ def plan_with_caches(
     model = getattr(module, "model", None)
     modules = set() if model is None else {name for name, _ in model.named_modules()}
     if isinstance(module, NextToken):  # the encoder does not run, nor what reads it
-        run = make_plan(module, dict(inputs), mesh.num_devices, mesh=mesh, search="sharding_propagation")
+        run = make_plan(module, dict(inputs), mesh.num_devices, mesh=mesh, search="sharding_propagation").plan
         modules &= {entry.name.rpartition("/")[0].removeprefix("model.") for entry in run.operators}
     strategies = {}
     for entry in par.plan.operators:
@@ -254,10 +254,10 @@ def plan_with_caches(
         "bucket_bytes": par.plan.bucket_bytes,
     }
     if caches is None:
-        whole = make_plan(module, dict(inputs), mesh.num_devices, layouts=layouts, **settings)
+        whole = make_plan(module, dict(inputs), mesh.num_devices, layouts=layouts, **settings).plan
         names = {name for name, _ in module.named_buffers(recurse=False)}
         caches = {c.value: c.target for c in whole.conversions if c.value in names}
-    return make_plan(module, dict(inputs), mesh.num_devices, layouts={**layouts, **caches}, **settings)
+    return make_plan(module, dict(inputs), mesh.num_devices, layouts={**layouts, **caches}, **settings).plan
 
 
 __all__ = [

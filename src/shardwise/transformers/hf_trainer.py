@@ -26,6 +26,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
 from shardwise.graph.step_precision import Precision
 from shardwise.plans.plan import Plan
+from shardwise.plans.result import PlanningResult
 from shardwise.runtime.agree import meet_rank_zero
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
@@ -68,7 +69,7 @@ class ShardwiseTrainer(transformers.Trainer):
     def __init__(
         self,
         *args: Any,
-        plan: Plan | str | Path | None = None,
+        plan: Plan | PlanningResult | str | Path | None = None,
         plan_settings: Mapping[str, Any] | None = None,
         parallel_settings: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -211,7 +212,7 @@ class ShardwiseTrainer(transformers.Trainer):
             )
         model.train()
         with torch.autocast("cpu", self._autocast, enabled="precision" not in settings and self._autocast is not None):
-            return make_plan(model, self._example(loader), cluster, **settings)
+            return make_plan(model, self._example(loader), cluster, **settings).plan
 
     @property
     def _autocast(self) -> torch.dtype | None:

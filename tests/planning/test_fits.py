@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.advice import fits as fits_module
 from shardwise.api import step_memory
-from shardwise.report import options
+from shardwise.planning import fits as fits_module
+from shardwise.plans.request import PlanRequest
+from shardwise.report import suggestions as options
 
 
 class Texts(nn.Module):
@@ -126,7 +127,7 @@ def refused(**settings: Any) -> str:
 
 
 def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "CHEAP_SECONDS", inf)
+    monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", inf)
     monkeypatch.setattr(options, "MEND_SECONDS", inf)
     module, batch = asked(64)
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
@@ -146,7 +147,7 @@ def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.Mon
 
 
 def test_where_planning_takes_long_the_refusal_says_who_plans_mends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "CHEAP_SECONDS", -1.0)
+    monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", -1.0)
     assert "s of CPU time: sw.fits plans them" in refused(memory_bytes=1000.0)
 
 
@@ -164,12 +165,12 @@ def test_states_on_the_host_are_a_mend_where_there_is_a_host() -> None:
         ("h100-1x2", "sgd", False),
         ("local", "adamw", False),
     ):
-        question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load(name), {"optimizer": optimizer})
-        assert offered == any("states on the host" in what for what, _ in options.suggest_fixes(question))
+        request = PlanRequest.of(module, batch, name, optimizer=optimizer)
+        assert offered == any("states on the host" in what for what, _ in options.suggest_fixes(request))
 
 
 def test_a_refusal_survives_pickle_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "CHEAP_SECONDS", -1.0)
+    monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", -1.0)
     module, batch = asked(64)
     with pytest.raises(sw.PlanError, match="no plan fits") as caught:
         sw.plan(module, batch, sw.Cluster.load("h100-1x2"), memory_bytes=1000.0)
@@ -190,7 +191,7 @@ def test_what_a_plan_announces_points_at_the_call() -> None:
 
 
 def test_mends_of_stages_are_ordered_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "CHEAP_SECONDS", inf)
+    monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", inf)
     monkeypatch.setattr(options, "MEND_SECONDS", inf)
     module, batch = asked(64)
     settings: dict[str, Any] = {"stages": 2, "global_batch": 64, "micro_batch": 16, "recompute": "none"}

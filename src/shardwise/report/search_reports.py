@@ -1,9 +1,9 @@
-"""A plan together with the search that chose it: what ``sw.plan`` returns for a plan chosen by price."""
+"""Reports of the searches that chose a plan: what ``sw.plan(...).report`` is for a plan chosen by price."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.stage_planner import StageSearchResult
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import VjpCache
@@ -59,50 +60,58 @@ class MicroBatches:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, eq=False)
-class ExplainedPlan(Plan):
-    """A plan of which more is known than its file says: from the search that chose it. Copies for other processes are
-    the plan alone."""
+class SearchReport:
+    """The report of a search, whatever was searched. ``plan``: the plan that was chosen."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, tuple(entries(self).values())
+    plan: Plan
 
-    def known(self) -> tuple[StageFigures, ...]:
-        """What the search says of the plan, stage by stage, for a page."""
+    def stage_figures(self) -> tuple[StageFigures, ...]:
+        """Return the figures of a simulated pass of every stage, for a page."""
         raise NotImplementedError
 
-    def report(
-        self, path: str | Path, *, other: Plan | None = None, profile: StepProfile | PipelineProfile | None = None
+    def write(
+        self,
+        path: str | Path,
+        *,
+        other: Plan | PlanningResult | None = None,
+        profile: StepProfile | PipelineProfile | None = None,
     ) -> None:
-        """Write the plan as a page that one looks at: where time and memory go in a simulated pass, how stages run,
-        who holds what, and of every operator the types, the messages and the alternatives; a single file without
-        anything from a network. ``other``: a plan to set beside this one; ``profile``: a measured step
-        (``par.profile``) to lay over the prediction."""
-        beside = other.known() if isinstance(other, ExplainedPlan) else ()
-        write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
+        """Write the plan as one HTML file that loads nothing from a network.
+
+        It shows where time and memory go in a simulated pass, how stages run, which rank holds what, and of every
+        operator the types, the messages and the alternatives.
+
+        Args:
+            path: The file.
+            other: A plan to set beside this one.
+            profile: A measured step (``par.profile``) to lay over the prediction.
+        """
+        searched = other.search_report if isinstance(other, PlanningResult) else None
+        beside = searched.stage_figures() if isinstance(searched, SearchReport) else ()
+        write_page(path, self.plan, self.stage_figures(), profile=profile, other=plan_of(other), other_known=beside)
 
 
 @dataclass(frozen=True, eq=False)
-class Planned(ExplainedPlan):
-    """A plan that can be explained. ``finished_search``: the search that chose it, which is no part of the plan: not of
-    its file, not of comparisons, and a copy for another process is the plan alone; ``peak``: of its fullest device."""
+class MeshReport(SearchReport):
+    """The report of the search for a plan without pipeline stages. ``peak``: of the fullest device; ``tried``: the
+    micro-batches, if one was chosen."""
 
-    finished_search: MeshSearch = field(kw_only=True, repr=False)
-    peak: Peak = field(kw_only=True, repr=False)
-    tried: tuple[MicroBatchOutcome, ...] = field(
-        default=(), kw_only=True, repr=False
-    )  # micro-batches, if one was chosen
+    plan: Plan
+    finished_search: MeshSearch
+    peak: Peak
+    tried: tuple[MicroBatchOutcome, ...] = ()
 
     @staticmethod
-    def of(plan: Plan, finished_search: MeshSearch, peak: Peak) -> Planned:
-        return Planned(**entries(plan), finished_search=replace(finished_search, called=plan.mesh), peak=peak)
+    def of(plan: Plan, finished_search: MeshSearch, peak: Peak) -> MeshReport:
+        """Make the report with the plan's axis names."""
+        return MeshReport(plan, replace(finished_search, called=plan.mesh), peak)
 
     def explain(self, name: str) -> Explanation | MicroBatches:
         """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
         term, and the neighbour that made the choice; ``"micro_batch"``: which were tried, where it was chosen. Raises
         PlanError for an unknown name."""
         if name == "micro_batch":
-            return MicroBatches(self.tried, self.micro_batch)
+            return MicroBatches(self.tried, self.plan.micro_batch)
         return explain(self.finished_search, name)
 
     def what_if(self, name: str, choice: str) -> WhatIf:
@@ -123,11 +132,12 @@ class Planned(ExplainedPlan):
         """Write a simulated pass as a trace, which https://ui.perfetto.dev and chrome://tracing open: operators, and
         the messages of every group of devices, with lines of the model, and the memory that is held meanwhile."""
         program, step, over = self._simulated()
+        mesh = self.plan.mesh
         lines = {op.name: op.source for op in program.spmd.graph.ops}
-        write_trace(path, [Track.of(f"a rank of {self.mesh}, simulated", step.events, self.mesh, lines, over)])
+        write_trace(path, [Track.of(f"a rank of {mesh}, simulated", step.events, mesh, lines, over)])
 
-    def known(self) -> tuple[StageFigures, ...]:
-        """What the search says of the plan, for a page."""
+    def stage_figures(self) -> tuple[StageFigures, ...]:
+        """Return the figures of the plan's only stage."""
         program, step, over = self._simulated()
 
         def why(name: str) -> Mapping[str, Any]:
@@ -137,8 +147,8 @@ class Planned(ExplainedPlan):
 
     def _simulated(self) -> tuple[RankProgram, SimulatedStep, tuple[Peak, ...]]:
         """The program of the fullest rank, a pass of it, and the most that is held at every operator."""
-        program = busiest_program(program_of(self, self.finished_search.cost.domains.graph), VjpCache())
-        prices = prices_of(self)
+        program = busiest_program(program_of(self.plan, self.finished_search.cost.domains.graph), VjpCache())
+        prices = prices_of(self.plan)
         return program, simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
 
 
@@ -165,16 +175,17 @@ class StageWhatIf:
 
 
 @dataclass(frozen=True, eq=False)
-class StagedPlan(ExplainedPlan):
-    """The plan of a pipeline. ``searched``: the search for each stage; ``found``: how it was found. Both are no part of
-    the plan."""
+class PipelineReport(SearchReport):
+    """The report of the searches for a pipeline's stages. ``searched``: of each stage its search; ``found``: how the
+    pipeline was found."""
 
-    searched: tuple[StageSearchResult | None, ...] = field(default=(), kw_only=True, repr=False)
-    found: PipelineResult = field(kw_only=True, repr=False)
+    plan: Plan
+    searched: tuple[StageSearchResult | None, ...]
+    found: PipelineResult
 
     @staticmethod
-    def of(found: PipelineResult) -> StagedPlan:
-        """Equal stages have one search, and equal meshes have equal names."""
+    def of(found: PipelineResult) -> PipelineReport:
+        """Make the report. Equal stages have one search, and equal meshes have equal names."""
         plan = found.plan
         called: dict[int, MeshSearch] = {}
         searches = tuple(
@@ -185,7 +196,7 @@ class StagedPlan(ExplainedPlan):
             )
             for stage, searched in zip(plan.stages, found.searched, strict=True)
         )
-        return StagedPlan(**entries(plan), searched=searches, found=found)
+        return PipelineReport(plan, searches, found)
 
     def explain(self, name: str) -> StageExplanation:
         """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
@@ -230,17 +241,26 @@ class StagedPlan(ExplainedPlan):
 
     def passes(self) -> tuple[StagePass, ...]:
         """Every stage with a simulated pass over a micro-batch."""
-        return stage_passes(self, self.found.graph, self.found.prelude)
+        return stage_passes(self.plan, self.found.graph, self.found.prelude)
 
     def trace(self, path: str | Path) -> None:
         """Write a simulated step as a trace, which https://ui.perfetto.dev and chrome://tracing open: of every place
         its actions, what its stages send, the operators and messages of the first micro-batch, with lines of the model,
         and the memory that a device holds meanwhile. Raises PlanError for stages that were not chosen by price."""
-        write_trace(path, tracks_of(self, self.passes()))
+        write_trace(path, tracks_of(self.plan, self.passes()))
 
-    def known(self) -> tuple[StageFigures, ...]:
-        """Of every stage a simulated pass; of its operators the types, what they read and the alternatives there."""
-        if self.pipeline is None:
+    def cost_graph(self, path: str | Path) -> None:
+        """Raise PlanError: every stage has a cost graph of its own."""
+        raise PlanError(
+            problem(
+                "a pipeline has a search for every stage and none over all of them",
+                fix="explain(name) and what_if(name, choice) ask the stage of an operator",
+            )
+        )
+
+    def stage_figures(self) -> tuple[StageFigures, ...]:
+        """Return the figures of every stage, with its operators' types and alternatives."""
+        if self.plan.pipeline is None:
             return ()
         asked: dict[tuple[int, str], Mapping[str, Any]] = {}  # equal stages have one search
 
@@ -258,7 +278,7 @@ class StagedPlan(ExplainedPlan):
         passes = []
         for number, of_stage in enumerate(self.passes()):
             over = memory_of_program(of_stage.program, of_stage.prices, over_time=True).over
-            waiting = stage_peak(self, number, of_stage.step).num_bytes - of_stage.step.peak_bytes
+            waiting = stage_peak(self.plan, number, of_stage.step).num_bytes - of_stage.step.peak_bytes
             with_waiting = tuple(with_saved(peak, waiting) for peak in over)
             step = replace(of_stage.step, peak=with_saved(of_stage.step.peak, waiting))
             passes.append(StageFigures(step, with_waiting, *_told_by(of_stage.graph, of_stage.program), why))
@@ -270,6 +290,48 @@ class StagedPlan(ExplainedPlan):
             if searched is not None and searched.names.get(name) in searched.search.cost.domains.graph.op_by_name:
                 return searched, searched.names[name]
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class AutoStagesSearchReport(SearchReport):
+    """The report of a search over numbers of stages, schedules and micro-batches. ``settings``: those that were
+    compared; ``chosen``: the report of the setting that was taken."""
+
+    settings: AutoStagesReport
+    chosen: MeshReport | PipelineReport
+
+    @property
+    def plan(self) -> Plan:  # type: ignore[override]
+        """The plan of the setting that was taken."""
+        return self.chosen.plan
+
+    def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches | StageExplanation:
+        """Return what was compared and why this setting was taken for ``"stages"``; for other names what the report of
+        that setting returns. Raises PlanError for an unknown name."""
+        return self.settings if name == "stages" else self.chosen.explain(name)
+
+    def what_if(self, name: str, choice: str) -> WhatIf | StageWhatIf:
+        """Return what the report of the setting that was taken returns."""
+        return self.chosen.what_if(name, choice)
+
+    def top(self, k: int = 5) -> PlanRanking | PipelineRanking:
+        """Return the best ``k`` plans of the setting that was taken; with stages the best pipelines, those of the other
+        settings among them (``PipelineReport.top``)."""
+        if isinstance(self.chosen, PipelineReport):
+            return self.chosen.top(k, joint=self.settings)
+        return self.chosen.top(k)
+
+    def cost_graph(self, path: str | Path) -> None:
+        """Write the cost graph of the setting that was taken."""
+        self.chosen.cost_graph(path)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the trace of the setting that was taken."""
+        self.chosen.trace(path)
+
+    def stage_figures(self) -> tuple[StageFigures, ...]:
+        """Return the figures of the stages of the setting that was taken."""
+        return self.chosen.stage_figures()
 
 
 def _told_by(graph: Graph, program: RankProgram) -> tuple[Told, Told]:
@@ -300,8 +362,3 @@ def alternatives_of(search: MeshSearch, name: str) -> Mapping[str, Any]:
         return alternatives(explain(search, name))
     except PlanError as error:
         return {"said": str(error).partition("\n")[0], "rows": [], "more": 0}
-
-
-def entries(plan: Plan) -> dict[str, Any]:
-    """What a plan is made of, by name."""
-    return {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}

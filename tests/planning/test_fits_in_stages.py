@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise import cli
 from shardwise.costs.pipeline_simulation import PipelinePrediction
-from shardwise.report import options
-from shardwise.report.planned import StagedPlan
+from shardwise.plans.request import PlanRequest
+from shardwise.report import suggestions as options
+from shardwise.report.search_reports import PipelineReport
 
 
 class Texts(nn.Module):
@@ -71,8 +72,8 @@ def test_stages_and_places_hold_and_take_what_was_predicted(
         assert held.num_bytes == round(own.peak_bytes) == sum(held.parts.values())
     if len({stage.placement.ranks for stage in plan.stages}) == stages:
         assert found.step.peak.num_bytes == max(held.num_bytes for held in found.step.stages)
-    assert isinstance(plan, StagedPlan)
-    for one, own in zip(plan.passes(), pipeline.stages, strict=True):
+    assert isinstance(plan.report, PipelineReport)
+    for one, own in zip(plan.report.passes(), pipeline.stages, strict=True):
         assert one.step.forward == pytest.approx(own.forward)
         rest = one.step.seconds - own.forward - own.backward
         assert rest * plan.micro_batches == pytest.approx(own.update, rel=1e-6, abs=1e-12)
@@ -116,22 +117,20 @@ def test_it_prints_every_stage_and_the_bubble() -> None:
 def test_changes_are_other_stages_schedules_and_meshes_and_each_is_a_plan() -> None:
     module, batch = asked()
     found = sw.fits(module, batch, "h100-1x4", stages=4, global_batch=64, seconds=0)
-    question = options.Question.of(
-        sw.plan, module, batch, None, sw.Cluster.load("h100-1x4"), {"stages": 4, "global_batch": 64}
-    )
+    request = PlanRequest.of(module, batch, "h100-1x4", stages=4, global_batch=64)
     assert found.asked.plan is not None
-    said = [what for what, _ in options.suggest_changes(question, found.asked.plan)]
+    said = [what for what, _ in options.suggest_changes(request, found.asked.plan)]
     assert "2 stages (stages=2)" in said
     assert "no stages (stages=None)" in said
     assert 'another schedule (schedule="Interleaved1F1B", stages=8)' in said
-    variants = dict(options.suggest_changes(question, found.asked.plan))
-    none = variants["no stages (stages=None)"]()
+    variants = dict(options.suggest_changes(request, found.asked.plan))
+    none = options.try_request(variants["no stages (stages=None)"])
     assert none.plan is not None
     assert (
         none.step_seconds
         == sw.plan(module, batch, sw.Cluster.load("h100-1x4"), global_batch=64).prediction.planned_seconds
     )
-    other = variants["2 stages (stages=2)"]().plan
+    other = options.try_request(variants["2 stages (stages=2)"]).plan
     assert other is not None
     assert len(other.stages) == 2
 
@@ -141,10 +140,10 @@ def test_stages_that_were_chosen_stay_while_other_things_change() -> None:
     found = sw.fits(module, batch, "h100-1x4", stages="auto", seconds=0)
     assert found.ok
     assert found.step is not None
-    question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load("h100-1x4"), {"stages": "auto"})
+    request = PlanRequest.of(module, batch, "h100-1x4", stages="auto")
     module, batch = asked()
     staged = sw.plan(module, batch, sw.Cluster.load("h100-1x4"), stages=2, micro_batch=8)
-    twice = dict(options.suggest_changes(question, staged))["2 times the batch (16 samples)"]()
+    twice = options.try_request(dict(options.suggest_changes(request, staged.plan))["2 times the batch (16 samples)"])
     assert twice.plan is not None
     assert (len(twice.plan.stages), twice.plan.schedule, twice.samples) == (2, "1F1B", 16)
 
@@ -160,8 +159,8 @@ def test_what_does_not_fit_in_stages_is_mended_and_what_does_not_fit_without_is_
     assert "does NOT fit" in str(found)
     assert found.options
     assert all(option.fits and option.peak_bytes <= limit for option in found.options)
-    question = options.Question.of(sw.plan, module, batch, None, sw.Cluster.load("h100-1x4"), {})
-    staged = dict(options.suggest_fixes(question))["2 stages (stages=2)"]()
+    request = PlanRequest.of(module, batch, "h100-1x4")
+    staged = options.try_request(dict(options.suggest_fixes(request))["2 stages (stages=2)"])
     assert staged.plan is not None
     assert staged.plan.is_pipeline
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.api import check_kinds
-from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import flops_of
 from shardwise.costs.kernels import DTYPE_NAMES
@@ -22,15 +20,16 @@ from shardwise.costs.prediction import Interval
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
+from shardwise.planning.suggestions import NUM_SHOWN, Option, plan_variants, suggest_changes, suggest_fixes, try_request
 from shardwise.plans.bind import program_of
 from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, format_step_interval
 from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.report.auto_stages_plan import AutoStagesPlan
-from shardwise.report.options import NUM_SHOWN, Option, Question, limit_of, plan_options, suggest_changes, suggest_fixes
-from shardwise.report.planned import Planned, StagedPlan
+from shardwise.plans.request import PlanRequest
+from shardwise.plans.result import PlanningResult
+from shardwise.report.search_reports import AutoStagesSearchReport, MeshReport, PipelineReport
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 from shardwise.untrusted_text import is_number
 
@@ -247,12 +246,8 @@ def fits(
     if price_per_hour is not None and not (is_number(price_per_hour) and 0 <= price_per_hour < inf):
         fix = "what a device costs in an hour, from 0; or leave it out"
         raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour!r}", fix=fix))
-    if isinstance(cluster, int):  # devices that nobody described have the memory it takes
-        settings = {"memory_bytes": inf, **settings}
-    cluster = Cluster.of(cluster)
-    check_kinds(settings.get("mesh"), settings.get("precision"), settings.get("optimizer") or "adamw")
-    question = Question.of(find_plan, module, example_inputs, kwargs, cluster, {**settings, "loss": loss})
-    asked = question.planned("")
+    request = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
+    asked = try_request(request)
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
         raise ShardwiseError(
             problem(
@@ -262,41 +257,40 @@ def fits(
             )
         )
     step = None
-    if asked.plan is None:
-        options, untried = plan_options(
-            suggest_fixes(question), seconds, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN
+    if asked.found is None or asked.plan is None:
+        options, untried = plan_variants(
+            suggest_fixes(request), seconds, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN
         )
         best = sorted((option for option in options if option.is_priced), key=lambda option: option.price)
     else:
-        step = _step(question, asked.plan)
-        options, untried = plan_options(suggest_changes(question, asked.plan), seconds, lambda options: False)
+        step = _step(request, asked.found)
+        options, untried = plan_variants(suggest_changes(request, asked.plan), seconds, lambda options: False)
         better = [option for option in options if option.is_priced and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
-    tokens = _tokens(question, asked)
-    memory_bytes = limit_of(cluster, question.settings)
-    limit = None if memory_bytes == inf else memory_bytes
-    price = cluster.price_per_hour or None if price_per_hour is None else price_per_hour
+    tokens = _tokens(asked)
+    limit = None if request.limit == inf else request.limit
+    price = request.cluster.price_per_hour or None if price_per_hour is None else price_per_hour
     return Fits(asked, step, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price, limit)
 
 
-def _step(question: Question, plan: Plan) -> StepSummary:
-    """What a step of the plan takes and holds."""
-    cluster = question.cluster
-    chosen = plan.found if isinstance(plan, AutoStagesPlan) else plan
-    if isinstance(chosen, StagedPlan):
-        passes = chosen.passes()
+def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
+    """Return what a step of the plan takes and holds."""
+    plan, report, cluster = found.plan, found.search_report, request.cluster
+    if isinstance(report, AutoStagesSearchReport):
+        report = report.chosen
+    if isinstance(report, PipelineReport):
+        passes = report.passes()
         peaks = tuple(stage_peak(plan, number, stage_pass.step) for number, stage_pass in enumerate(passes))
         seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
-        return StepSummary(seconds, peak, peaks, *_arithmetic(chosen.found.graph, plan, cluster))
-    assert chosen.predicted is not None, "plans without stages are priced"
-    if isinstance(chosen, Planned):
-        graph, peak = chosen.finished_search.cost.domains.graph, chosen.peak
+        return StepSummary(seconds, peak, peaks, *_arithmetic(report.found.graph, plan, cluster))
+    assert plan.predicted is not None, "plans without stages are priced"
+    if isinstance(report, MeshReport):
+        graph, peak = report.finished_search.cost.domains.graph, report.peak
     else:
-        arguments = question.args, dict(question.kwargs)
-        call = Example(question.module, arguments, question.settings.get("loss"), precision=chosen.precision)
-        spmd = program_of(chosen, planned_graph(call, chosen), training=question.module.training)
-        graph, peak = spmd.graph, memory_of(spmd, prices_of(chosen)).peak
-    return StepSummary(chosen.predicted.step_interval(cluster), peak, (), *_arithmetic(graph, plan, cluster))
+        call = Example(request.module, (request.args, dict(request.kwargs)), request.loss, precision=plan.precision)
+        spmd = program_of(plan, planned_graph(call, plan), training=request.module.training)
+        graph, peak = spmd.graph, memory_of(spmd, prices_of(plan)).peak
+    return StepSummary(plan.predicted.step_interval(cluster), peak, (), *_arithmetic(graph, plan, cluster))
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
@@ -316,9 +310,9 @@ def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, floa
     return flops, peak
 
 
-def _tokens(question: Question, asked: Option) -> int | None:
+def _tokens(asked: Option) -> int | None:
     """The token ids of a step: integers with samples and positions in the first input that has both."""
-    for leaf in flatten((question.args, dict(question.kwargs)))[0]:
+    for leaf in flatten((asked.request.args, dict(asked.request.kwargs)))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
             return leaf.numel() // leaf.shape[0] * (asked.samples or leaf.shape[0])
     return None

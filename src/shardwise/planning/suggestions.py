@@ -1,0 +1,310 @@
+"""Variants of a request: what makes a model fit, or a step cheaper, each planned as the request was.
+
+``sw.fits`` plans them, and a refusal of ``sw.plan`` names those that fit if planning them takes seconds.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.optimizers import ON_HOST, is_on_host, states_of
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.graph.step_precision import Precision
+from shardwise.layouts.mesh import Mesh
+from shardwise.planning.execute import execute
+from shardwise.plans.auto_stages import figures
+from shardwise.plans.plan import Plan
+from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.refusal import NothingFits
+from shardwise.plans.request import PlanRequest
+from shardwise.plans.result import PlanningResult
+from shardwise.plans.schedule import schedule_of
+from shardwise.search.mesh_shapes import candidate_meshes
+
+NUM_SHOWN = 3
+_MOST_NODES = 8  # times as many
+_MOST_MESHES = 4
+_PIPELINE_RANKS = (2, 4)  # that are tried if the request has no stages
+_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+# CPU seconds that a refused plan may have taken for suggestions to be planned as well, and that these may take.
+MAX_REFUSED_SECONDS, MAX_SUGGESTION_SECONDS = 2.0, 8.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """A request (``what`` changes, in words) with its plan, or why there is none."""
+
+    what: str
+    request: PlanRequest
+    found: PlanningResult | None = None
+    refused: str = ""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, if there is one."""
+        return None if self.found is None else self.found.plan
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices of the request."""
+        return self.request.cluster
+
+    @property
+    def samples(self) -> int | None:
+        """The samples of a step."""
+        return self.request.step_samples
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return self.found is not None
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether it fits at a known price; stages have none under a mode."""
+        return self.step_seconds > 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of a step; 0 if the plan was not priced."""
+        return self._figures[0]
+
+    @property
+    def peak_bytes(self) -> float:
+        """The bytes of the fullest device; 0 if the plan was not priced."""
+        return self._figures[1]
+
+    @property
+    def _figures(self) -> tuple[float, float]:
+        plan = self.plan
+        return (0.0, 0.0) if plan is None or (plan.predicted is None and plan.pipeline is None) else figures(plan)
+
+    @property
+    def price(self) -> float:
+        """The device-seconds of a sample."""
+        return self.step_seconds * self.cluster.num_devices / (self.samples or 1)
+
+
+def try_request(request: PlanRequest, what: str = "") -> Option:
+    """Plan a request, and return why if nothing fits. A variant (``what``) is not planned if all devices together do
+    not hold what stays from step to step. Raises errors that are not about memory."""
+    stays, room = _persistent_bytes(request), request.cluster.num_devices * request.limit
+    if what and stays > room:
+        refused = f"{format_bytes(stays)} of parameters and states do not fit in {format_bytes(room)}"
+        return Option(what, request, refused=refused)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if what else "default")
+            found = execute(request)
+    except PlanError as error:
+        if not (what or isinstance(error, NothingFits)):
+            raise
+        return Option(what, request, refused=str(error))
+    predicted = found.plan.predicted
+    peak = 0.0 if predicted is None else predicted.peak_bytes
+    if peak > request.limit:  # a plan that was not searched is not refused for that
+        refused = f"the peak is {format_bytes(peak)} a device, {format_bytes(request.limit)} are allowed"
+        return Option(what, request, refused=refused)
+    return Option(what, request, found)
+
+
+def _persistent_bytes(request: PlanRequest) -> int:
+    """Return the fewest bytes of parameters and optimizer states that all devices together keep between steps."""
+    optimizer = request.training.optimizer
+    dtype = (request.training.precision or Precision()).parameter
+    states = 0 if is_on_host(optimizer) else states_of(optimizer)
+    return sum(
+        p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize
+        * (1 + states * p.requires_grad)
+        for p in request.module.parameters()
+    )  # fmt: skip
+
+
+Variant = tuple[str, PlanRequest]
+
+
+def execute_or_suggest(request: PlanRequest) -> PlanningResult:
+    """Plan a request; a refusal of what does not fit names variants that do, or why they were not planned."""
+    start = time.process_time()
+    try:
+        return execute(request)
+    except NothingFits as refusal:
+        took, refused = time.process_time() - start, refusal
+    if took > MAX_REFUSED_SECONDS:
+        why = f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them"
+        raise refused.naming([], why) from None
+    raise refused.naming(*_suggestions(request)) from None
+
+
+def _suggestions(request: PlanRequest) -> tuple[list[str], str]:
+    """Return a line for each variant that fits, the cheapest first, and the text to print if there is none."""
+
+    def enough(planned: Sequence[Option]) -> bool:
+        return sum(option.fits for option in planned) >= NUM_SHOWN
+
+    options, untried = plan_variants(suggest_fixes(request), MAX_SUGGESTION_SECONDS, enough, clock=time.process_time)
+    best = sorted((option for option in options if option.fits), key=lambda option: option.price)
+    left = f"; not planned, for want of time: {'; '.join(untried)}" if untried else ""
+    return [suggestion_line(option) for option in best], f"none of {len(options)} that were looked at fits{left}"
+
+
+def suggestion_line(option: Option) -> str:
+    """What to do, and what a step then takes, where plans are priced."""
+    if not option.step_seconds:
+        return option.what
+    return f"{option.what}: step {format_seconds(option.step_seconds)}, peak {format_bytes(option.peak_bytes)}"
+
+
+def suggest_fixes(request: PlanRequest) -> Iterator[Variant]:
+    """What may make a model fit, the least change first."""
+    samples, batch = request.step_samples, request.example_samples
+    micro_batch = request.training.micro_batch
+    for part in (2, 4):
+        if micro_batch and batch == samples and micro_batch % part == 0:
+            yield _variant(
+                request, f"smaller passes (micro_batch={micro_batch // part})", micro_batch=micro_batch // part
+            )
+    if request.parallel.recompute != "auto":
+        yield _variant(request, 'what fits is recomputed in backward (recompute="auto")', recompute="auto")
+    if request.parallel.zero in (1, 2):
+        yield _variant(request, "parameters in parts, gathered again in backward (zero=3)", zero=3)
+    if samples and batch == samples and micro_batch is None:
+        for parts in (2, 4, 8):
+            if samples % parts == 0 and samples // parts >= 1:
+                size = samples // parts
+                what = f"the same batch in {parts} passes (global_batch={samples}, micro_batch={size})"
+                yield _variant(request, what, global_batch=samples, micro_batch=size)
+    yield from _precision(request)
+    yield from _states_on_host(request)
+    yield from _stages(request)
+    yield from _clusters(request)
+    yield from _batches(request, (0.5, 0.25))
+
+
+def suggest_changes(request: PlanRequest, plan: Plan) -> Iterator[Variant]:
+    """What may make a model that fits run at a lower price. Stages that were chosen stay as they are, but where they
+    are what changes."""
+    if request.parallel.stages == "auto":
+        stages, schedule = (len(plan.stages), plan.schedule) if plan.is_pipeline else (None, None)
+        request = request.varied(stages=stages, schedule=schedule)
+    yield from _precision(request)
+    yield from _batches(request, (2, 0.5))
+    again = any(entry.again for entry in plan.operators) or any(entry.again for entry in plan.conversions)
+    yield (
+        _variant(request, 'nothing is recomputed (recompute="none")', recompute="none")
+        if again
+        else _variant(request, 'blocks are recomputed in backward (recompute="full")', recompute="full")
+    )
+    yield from _clusters(request, most=2)
+    if request.parallel.mesh is None:
+        part = request.cluster.with_devices(plan.stages[0].mesh.num_devices)
+        meshes = candidate_meshes(part, request.search.max_mesh_axes)
+        others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in plan.stages)]
+        for mesh in others[:_MOST_MESHES]:
+            axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
+            of = "another mesh of every stage" if plan.is_pipeline else "another mesh"
+            yield _variant(request, f"{of}: Mesh({axes})", mesh=mesh)
+    yield from _stages(request)
+
+
+def _stages(request: PlanRequest) -> Iterator[Variant]:
+    """Other numbers of stages, and none; and on as many places, other schedules."""
+    stages, devices = request.parallel.stages, request.cluster.num_devices
+    if request.parallel.mesh is not None or isinstance(stages, str):
+        return
+    if stages is None:
+        for number in _PIPELINE_RANKS:
+            if devices % number == 0 and (request.step_samples or 0) >= 2 * number:
+                yield _variant(request, f"{number} stages (stages={number})", stages=number)
+        return
+    schedule = schedule_of(request.parallel.schedule or "1F1B")
+    places = stages // schedule.stages_per_place
+    for number in (places // 2, places * 2):
+        if number > 1 and devices % number == 0:
+            count = number * schedule.stages_per_place
+            yield _variant(request, f"{count} stages (stages={count})", stages=count)
+    yield _variant(request, "no stages (stages=None)", stages=None, schedule=None)
+    for other in map(schedule_of, _SCHEDULES):
+        if other.name != schedule.name:
+            count = places * other.stages_per_place
+            what = f'another schedule (schedule="{other.name}", stages={count})'
+            yield _variant(request, what, stages=count, schedule=other.name)
+
+
+def _sizes(mesh: Mesh) -> Iterator[int]:
+    """Of its axes, whatever they are called."""
+    return (size for _, size in mesh.axes)
+
+
+def plan_variants(
+    variants: Iterator[Variant],
+    seconds: float,
+    enough: Callable[[Sequence[Option]], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[Option], list[str]]:
+    """Options in order, for so many seconds and until they are enough, and the names of those that were not tried. What
+    a model or cluster cannot have (a batch that does not divide, say) is left out."""
+    start, options, left = clock(), list[Option](), list[str]()
+    for what, request in variants:
+        if clock() - start > seconds or enough(options):
+            left.append(what)
+            continue
+        try:
+            options.append(try_request(request, what))
+        except ShardwiseError:
+            continue
+    return options, left
+
+
+def _variant(request: PlanRequest, what: str, **changes: Any) -> Variant:
+    return what, request.varied(**changes)
+
+
+def _precision(request: PlanRequest) -> Iterator[Variant]:
+    floats = {p.dtype for p in request.module.parameters() if p.is_floating_point()}
+    if floats == {torch.float32} and request.training.precision is None:
+        yield _variant(
+            request,
+            "computing in bfloat16 (precision=sw.Precision(compute=torch.bfloat16, parameter=torch.float32))",
+            precision=Precision(compute=torch.bfloat16, parameter=torch.float32),
+        )
+
+
+def _states_on_host(request: PlanRequest) -> Iterator[Variant]:
+    optimizer = request.training.optimizer
+    if request.cluster.device.host_bandwidth and states_of(optimizer) and not is_on_host(optimizer):
+        named = f"{optimizer}{ON_HOST}"
+        yield _variant(request, f'the optimizer\'s states on the host (optimizer="{named}")', optimizer=named)
+
+
+def _batches(request: PlanRequest, factors: Sequence[float]) -> Iterator[Variant]:
+    batch = request.example_samples
+    if not batch or batch != request.step_samples or request.training.micro_batch is not None:
+        return
+    for factor in factors:
+        size = int(batch * factor)
+        if size >= 1 and size == batch * factor:
+            word = f"{factor:g} times the batch" if factor > 1 else f"1/{1 / factor:g} of the batch"
+            changed = {} if request.training.global_batch is None else {"global_batch": size}
+            yield _variant(request, f"{word} ({size} samples)", samples=size, **changed)
+
+
+def _clusters(request: PlanRequest, most: int = _MOST_NODES) -> Iterator[Variant]:
+    """Twice the nodes, and so on: units of the outermost level."""
+    sizes = [level.size for level in request.cluster.levels]
+    if request.cluster.mixed or request.parallel.mesh is not None:
+        return
+    factor = 2
+    while factor <= most:
+        outer = [*sizes[:-1], sizes[-1] * factor]
+        count = request.cluster.num_devices * factor
+        larger = request.cluster.resized(outer).renamed(f"{request.cluster.name} x {factor}")
+        yield _variant(request, f"{factor} times the devices ({count})", cluster=larger)
+        factor *= 2

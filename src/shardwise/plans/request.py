@@ -1,0 +1,197 @@
+"""The request that a plan answers: a call of a module, a cluster, and settings in three groups.
+
+``sw.plan``, ``sw.fits``, ``sw.compare`` and the command line all make a ``PlanRequest``. A suggestion is a variant of
+one (``PlanRequest.varied``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from math import inf
+from typing import Any, Literal
+
+import torch
+
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.optimizers import parse_optimizer
+from shardwise.errors import PlanError, ShardwiseError, problem
+from shardwise.graph.batch import num_samples, with_samples
+from shardwise.graph.call_arguments import call_arguments
+from shardwise.graph.segments import Recompute, check_how
+from shardwise.graph.step_precision import Precision
+from shardwise.layouts.mesh import Mesh
+from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.search.auto import PRICED_SEARCHES, PricedSearch
+from shardwise.search.memory_policy import OFFLOADS, Offload
+from shardwise.search.modes import MODES, Mode
+from shardwise.search.user_layouts import Kept
+from shardwise.search.zero import Zero
+from shardwise.untrusted_text import is_number, shorten_repr
+
+SearchName = PricedSearch | Literal["sharding_propagation"]
+SEARCHES: tuple[SearchName, ...] = (*PRICED_SEARCHES, "sharding_propagation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model may be split: arguments of ``sw.plan``."""
+
+    mesh: Mesh | None = None
+    strategies: Mapping[str, Any] | None = None
+    layouts: Mapping[str, Kept] | None = None
+    stages: int | Literal["marked", "auto"] | None = None
+    schedule: str | None = None
+    zero: int | Zero | None = None
+    recompute: Recompute | Literal["auto"] | None = "auto"
+    offload: Offload = "auto"
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        if self.offload not in OFFLOADS:
+            fix = f"one of {', '.join(map(repr, OFFLOADS))}, or sw.offload(module.layers[3]) for parts"
+            raise ShardwiseError(problem(f"unknown offload={self.offload!r}", fix=fix))
+        if self.recompute not in ("auto", None):
+            check_how(self.recompute, "recompute=", "auto")
+        size = self.bucket_bytes
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ShardwiseError(
+                problem(f"bucket_bytes is {size!r}", fix="a whole number of bytes; 0: no buckets; default 25 MiB")
+            )
+        if not isinstance(self.mesh, Mesh | None):
+            fix = "sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"
+            raise ShardwiseError(problem(f"mesh is {self.mesh!r}", fix=fix))
+        strategies = "{'blocks.*.up': 'n@tp'}: module path patterns to strategies"
+        layouts = "{'args[0]': '[32@dp, 512]'}: inputs, parameters or buffers to layouts"
+        for name, entries, example in (("strategies", self.strategies, strategies), ("layouts", self.layouts, layouts)):
+            is_named = isinstance(entries, Mapping) and all(isinstance(key, str) for key in entries)
+            if entries is not None and not is_named:
+                raise ShardwiseError(problem(f"{name} is {shorten_repr(entries)}", fix=f"a dict such as {example}"))
+
+    @cached_property
+    def zero_config(self) -> Zero | None:
+        """``zero`` with its settings."""
+        return Zero.of(self.zero)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """What a training step is, apart from how it is split: arguments of ``sw.plan``."""
+
+    optimizer: str = "adamw"
+    precision: Precision | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        parse_optimizer(self.optimizer)
+        if not isinstance(self.precision, Precision | None):
+            fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= say the other dtypes"
+            raise ShardwiseError(problem(f"precision is {self.precision!r}", fix=fix))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """How a plan is chosen, and within which memory: arguments of ``sw.plan``."""
+
+    mode: Mode = "auto"
+    search: SearchName | None = None
+    max_mesh_axes: int = 2
+    memory_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.search is not None and self.search not in SEARCHES:
+            raise ShardwiseError(problem(f"unknown search {self.search!r}", fix=f"one of {', '.join(SEARCHES)}"))
+        if self.mode not in MODES:
+            raise ShardwiseError(problem(f"unknown mode {self.mode!r}", fix=f"one of {', '.join(MODES)}"))
+        limit = self.memory_bytes
+        if limit is not None and not (is_number(limit) and limit > 0):
+            fix = "the bytes that a device has for tensors, above 0"
+            raise ShardwiseError(problem(f"memory_bytes is {limit!r}", fix=fix))
+
+
+_GROUPS = {"parallel": ParallelConfig, "training": TrainingConfig, "search": SearchOptions}
+_GROUP_OF = {entry.name: name for name, group in _GROUPS.items() for entry in fields(group)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanRequest:
+    """Everything that a plan is made for. ``args``, ``kwargs``: of the example call, the targets of ``loss`` last."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[..., Any] | None
+    cluster: Cluster
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    search: SearchOptions = field(default_factory=SearchOptions)
+
+    @staticmethod
+    def of(
+        module: torch.nn.Module,
+        example_inputs: Any,
+        cluster: Cluster | str | int,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        loss: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> PlanRequest:
+        """Make a request of the arguments of ``sw.plan``.
+
+        Raises:
+            ShardwiseError: A setting is invalid. PlanError: the mesh has not the cluster's number of devices.
+            TypeError: A keyword is no setting.
+        """
+        groups = _grouped(settings)
+        configs = {name: make(**groups.get(name, {})) for name, make in _GROUPS.items()}
+        if isinstance(cluster, int) and configs["search"].memory_bytes is None:  # no description: no memory limit
+            configs["search"] = replace(configs["search"], memory_bytes=inf)
+        args, named = call_arguments(example_inputs, kwargs)
+        request = PlanRequest(module=module, args=args, kwargs=named, loss=loss, cluster=Cluster.of(cluster), **configs)
+        mesh, num_devices = request.parallel.mesh, request.cluster.num_devices
+        if mesh is not None and request.parallel.stages is None and mesh.num_devices != num_devices:
+            product = " x ".join(str(size) for _, size in mesh.axes) or "1"
+            needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
+            what = f"{mesh} needs {needed} devices, the cluster has {num_devices}"
+            raise PlanError(problem(what, fix=f"choose axes whose sizes multiply to {num_devices}"))
+        return request
+
+    def varied(self, cluster: Cluster | None = None, samples: int | None = None, **settings: Any) -> PlanRequest:
+        """Return the request with another cluster, number of samples in its inputs, or settings, by name."""
+        groups = {name: replace(getattr(self, name), **changes) for name, changes in _grouped(settings).items()}
+        request = replace(self, cluster=cluster or self.cluster, **groups)
+        if samples is None:
+            return request
+        args, kwargs = with_samples((self.args, dict(self.kwargs)), samples)
+        return replace(request, args=args, kwargs=kwargs)
+
+    @property
+    def example_samples(self) -> int | None:
+        """The number of samples of the example inputs."""
+        return num_samples((self.args, dict(self.kwargs)))
+
+    @property
+    def step_samples(self) -> int | None:
+        """The number of samples of an optimizer step."""
+        return self.training.global_batch or self.example_samples
+
+    @property
+    def limit(self) -> float:
+        """The bytes that the tensors of a device may take."""
+        limit = self.search.memory_bytes
+        return self.cluster.device.usable_bytes if limit is None else limit
+
+
+def _grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings of ``sw.plan`` by the config that holds them. Raises TypeError for a name that none has."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        if name not in _GROUP_OF:
+            raise TypeError(f"sw.plan has no setting {name!r}; it has {', '.join(_GROUP_OF)}")
+        groups.setdefault(_GROUP_OF[name], {})[name] = value
+    return groups
+
+
+__all__ = ["SEARCHES", "ParallelConfig", "PlanRequest", "SearchName", "SearchOptions", "TrainingConfig"]
