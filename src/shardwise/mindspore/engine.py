@@ -1,9 +1,9 @@
-"""How a cell runs: by itself, or as this rank's part of a plan of the library.
+"""Execution of cells: eagerly, or as this rank's part of a plan.
 
 In stand_alone, data_parallel and hybrid_parallel mode a cell is ordinary eager code on every rank. In
 semi_auto_parallel and auto_parallel mode the outermost call of a cell is planned (``sw.plan``) and split
-(``sw.parallelize``), once; later calls with other shapes are captured by what that gave. The cell's parameters then
-hold this rank's shards.
+(``sw.parallelize``) once. Later calls with other shapes are captured by the same ``sw.Parallel``. The cell's parameters
+then hold this rank's shards.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from shardwise.runtime.pipeline import Pipeline
 
 @dataclass
 class Split:
-    """A cell on this rank. ``local``: ranks feed their parts of a batch, which the plan knows."""
+    """A split cell on this rank. ``local``: ranks feed their own parts of a batch."""
 
     par: sw.Parallel | Pipeline
     local: bool
@@ -67,8 +67,8 @@ _SPLITS: weakref.WeakKeyDictionary[nn.Module, Split] = weakref.WeakKeyDictionary
 
 
 def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The outermost call of a cell: every tensor it returns, whole; where ranks feed their parts of a batch, this
-    rank's rows of whatever has a batch."""
+    """Run the outermost call of a cell and return whole tensors. Where ranks feed their own parts of a batch, return
+    this rank's rows of every result with a batch dim."""
     leaves = pytree.tree_leaves((args, kwargs)) if is_split() else []
     if any(isinstance(x, torch.Tensor) and parameter_of(x) is not None for x in leaves):
         _check_whole(cell)
@@ -89,8 +89,8 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a cell returns for inputs whose gradients are wanted, such as what another cell returned: every rank
-    computes it whole. Raises RuntimeError where ranks have rows of their own."""
+    """Run a cell for inputs that require gradients, such as results of another cell. Every rank computes it whole.
+    Raises RuntimeError where ranks have rows of their own."""
     if staged.is_on() or fed_counts(context.options(), args, kwargs):
         what = "the gradient of its input is wanted, which it is given in parts"
         fix = "full_batch=True, or one cell that holds this one and what computes its input"
@@ -104,8 +104,8 @@ def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a cell returns that is no PipelineCell, where parameters are in stages: for evaluation all ranks have all
-    of them meanwhile. Raises RuntimeError in training."""
+    """Run a cell that is no PipelineCell while parameters are in stages: all ranks gather all parameters to evaluate
+    it. Raises RuntimeError in training."""
     if cell.training and torch.is_grad_enabled() and any(p.requires_grad for p in cell.parameters()):
         what = f"{type(cell).__name__} is trained with pipeline_stages={context.options().pipeline_stages}"
         fix = "train nn.PipelineCell(net_with_loss, micro_size); for evaluation call set_train(False)"
@@ -115,7 +115,7 @@ def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _check_whole(cell: nn.Module) -> None:
-    """Raises RuntimeError where the cell's parameters are shards, which only a plan can compute with."""
+    """Raise RuntimeError if the cell's parameters are shards, which only a plan can compute with."""
     for name, parameter in cell.named_parameters():
         holding = holding_of(parameter)
         if holding is not None and holding.is_split:
@@ -125,7 +125,7 @@ def _check_whole(cell: nn.Module) -> None:
 
 
 def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
-    """Whether a cell needs no plan: a loss of what another cell returned, in a loop that the user wrote."""
+    """Return whether a cell needs no plan: a loss of another cell's results in a user-written loop."""
     if getattr(cell, "is_loss", False):
         return True
     computed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs))
@@ -133,8 +133,8 @@ def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
 
 
 def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float = 1.0) -> tuple[Split, Any]:
-    """The part of a split cell on this rank, and what it returned: whole tensors, differentiable. ``scale``: what the
-    loss is multiplied by before its gradient is computed, where a cell in stages computes it at once."""
+    """Run a split cell. Return its part on this rank and its results, whole and differentiable. ``scale``: factor of
+    the loss before its gradient is computed, for cells in stages, which compute it at once."""
     args, micro_size = _fed(cell, args, kwargs), getattr(cell, "micro_size", 0)
     split = split_of(cell, args, kwargs)
     if split.par.training != cell.training:
@@ -152,8 +152,8 @@ def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: f
 
 
 def _fed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The inputs of a cell, where it is in stages those of all micro-batches. Raises RuntimeError for a cell in stages
-    that is no PipelineCell."""
+    """Return the inputs of a cell; for a cell in stages, those of all micro-batches. Raises RuntimeError for a cell in
+    stages that is no PipelineCell."""
     if not staged.is_on():
         return args
     options, micro_size = context.options(), getattr(cell, "micro_size", 0)
@@ -165,7 +165,7 @@ def _fed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def split_of(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
-    """A cell as it is split for its inputs, which happens once."""
+    """Return the split cell. It is split once, for its first inputs."""
     split = _SPLITS.get(cell)
     if split is None:
         split = _SPLITS[cell] = _split(cell, args, kwargs)
@@ -173,7 +173,7 @@ def split_of(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
-    """How the parameters of a cell are split, by their names in checkpoints; it is split as its first call will do
+    """Return the layouts of a cell's parameters by their checkpoint names. The cell is split as its first call would do
     it. Raises RuntimeError in modes that split nothing."""
     if not is_split():
         what = f"parallel_mode {context.options().parallel_mode!r} splits no parameters"
@@ -184,7 +184,7 @@ def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
 
 
 def plan_of(cell: nn.Module) -> sw.Plan:
-    """The plan of a cell that has run split. Raises RuntimeError for another."""
+    """Return the plan of a cell that has run split. Raises RuntimeError for any other."""
     split = next((_SPLITS[module] for module in cell.modules() if module in _SPLITS), None)
     if split is None:
         raise RuntimeError(problem(f"{type(cell).__name__} has not run split yet", fix="call it, or train it, first"))
@@ -192,8 +192,7 @@ def plan_of(cell: nn.Module) -> sw.Plan:
 
 
 def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
-    """Of the ``index``-th tensor that a split cell returned, what this rank had computed of it before it was
-    gathered."""
+    """Return the part of the ``index``-th output that this rank had computed before it was gathered."""
     assert isinstance(split.par, sw.Parallel), "a loss of stages is one number"
     layout = split.par.output_layout(index)
     part: torch.Tensor = shard(whole, layout, split.par.plan.mesh.coordinates(dist.get_rank()))
@@ -249,7 +248,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
 
 
 def _save(plan: sw.Plan, path: Path) -> None:
-    """Write the plan of all ranks to the file of each, which may be one for all."""
+    """Write the plan to each rank's file. The file may be the same for all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rank_file = path.with_name(f"{path.name}.{dist.get_rank()}")
     plan.save(rank_file)
@@ -257,13 +256,13 @@ def _save(plan: sw.Plan, path: Path) -> None:
 
 
 def _named(cell: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by all of their names."""
+    """Return parameters and buffers by all of their names."""
     return {**dict(cell.named_parameters(remove_duplicate=False)), **dict(cell.named_buffers(remove_duplicate=False))}
 
 
 def _values(cell: nn.Module) -> Any:
-    """The whole initial values, one at a time: what a cell holds that was split before, or read from a checkpoint of
-    ranks, and rank 0's of all else. Every rank asks for the same."""
+    """Return a function that fills in whole initial values, one tensor at a time. Tensors that were split before, or
+    read from ranks' checkpoints, are gathered; the others are rank 0's. Every rank must ask for the same tensors."""
     named, known = _named(cell), dict[str, Held]()
     told: list[dict[str, Held]] = [{}] * dist.get_world_size()
     dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))})
@@ -277,7 +276,7 @@ def _values(cell: nn.Module) -> Any:
 
 
 def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
-    """Let the cell's own parameters and buffers be those of the program, with the shards that it has made."""
+    """Make the cell's own parameters and buffers those of the program, with its shards."""
     plan, program_tensors, own_names = par.plan, _named(par), _named(cell)
     tied: dict[int, list[str]] = {}
     for name, tensor in own_names.items():

@@ -1,4 +1,4 @@
-"""``ms.Layout``: strategies by names of the device matrix's dims, where split counts do not say which devices."""
+"""``ms.Layout``: strategies by names of the device matrix's dims, for layouts that split counts cannot describe."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Counts = tuple[tuple[int, ...], ...]
 
 
 class Layout:
-    """``Layout((2, 2, 2), ("dp", "sp", "mp"))`` names the dims of the device matrix; called with one name, tuple of
-    names or "None" per dim it says how a tensor lies: ``layout("dp", ("sp", "mp"))``. ``device_matrix`` x ... = all
-    devices, row-major. Raises ValueError for other numbers and names."""
+    """A layout by names: ``Layout((2, 2, 2), ("dp", "sp", "mp"))`` names the dims of the device matrix. A call with a
+    name, tuple of names or "None" per dim places a tensor: ``layout("dp", ("sp", "mp"))``. The product of
+    ``device_matrix`` is the number of devices, row-major. Raises ValueError for other numbers and names."""
 
     def __init__(
         self, device_matrix: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None
@@ -50,14 +50,15 @@ class Layout:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """In how many parts each dim is split."""
+        """Return the number of parts of each dim."""
         if self.tensor_map is None:
             raise ValueError(problem(f"{self} says nothing of a tensor", fix='call it: layout("dp", "None")'))
         sizes = dict(zip(self.alias_name, self.device_matrix, strict=True))
         return tuple(prod(sizes[name] for name in names) for names in self.tensor_map)
 
     def text(self, shape: Sequence[int], devices: int) -> str:
-        """The layout of a tensor in the library's words. Raises LayoutError where the device matrix does not fit."""
+        """Return the layout of a tensor in the library's notation. Raises LayoutError if the device matrix does not
+        fit."""
         mesh = Mesh({AXIS: devices})
         axes, left = {}, list(mesh.sub_axes)
         for name, size in zip(self.alias_name, self.device_matrix, strict=True):
@@ -86,7 +87,7 @@ Layouts = tuple[Layout | None, ...]
 
 
 def as_counts(strategy: Any) -> tuple[Any, Layouts | None]:
-    """A strategy with split counts in place of layouts, and the layouts, where there are some."""
+    """Replace the layouts of a strategy by split counts. Return also the layouts, if there are any."""
     if not isinstance(strategy, (tuple, list)) or not any(isinstance(entry, Layout) for entry in strategy):
         return strategy, None
     counts = tuple(entry.counts if isinstance(entry, Layout) else entry for entry in strategy)

@@ -1,7 +1,7 @@
-"""What tables of names share: settings of functions, arguments under other words, and names that do not exist.
+"""Shared parts of operator tables: settings of functions, argument aliases, and errors for missing names.
 
-An entry of a table is a function whose positional arguments are tensors and whose keyword-only ones are settings: of
-``lambda x, *, alpha=1.0: F.elu(x, alpha)`` a cell or a primitive is made that takes ``alpha`` when it is made.
+An entry of a table is a function whose positional arguments are tensors and whose keyword-only arguments are settings.
+``lambda x, *, alpha=1.0: F.elu(x, alpha)`` becomes a cell or a primitive whose constructor takes ``alpha``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WORDS = (
 
 
 def settings_of(function: Function) -> dict[str, Any]:
-    """The keyword-only arguments of a function: name -> default, or ``...`` where there is none."""
+    """Return the keyword-only arguments of a function: name -> default, or ``...`` where there is none."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def signature_of(known: dict[str, Any]) -> inspect.Signature:
-    """That of a table: name -> default, or ``...`` where there is none."""
+    """Return the signature of a table: name -> default, or ``...`` where there is none."""
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     return inspect.Signature([
         inspect.Parameter(name, kind, default=empty if default is ... else default) for name, default in known.items()
@@ -48,7 +48,7 @@ def signature_of(known: dict[str, Any]) -> inspect.Signature:
 
 
 def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
-    """Of a signature in words: ``x axis=-1``, and behind ``*`` those that are given by name."""
+    """Parse a signature in words: ``x axis=-1``. Words behind ``*`` are keyword-only."""
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     parameters = []
     for place, word in enumerate(words):
@@ -60,7 +60,7 @@ def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
 
 
 def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a table that a constructor is given, with defaults. Raises TypeError for others."""
+    """Bind constructor arguments to a table's settings, with defaults. Raises TypeError for others."""
     return _bound(title, signature_of(known), args, kwargs)
 
 
@@ -74,11 +74,11 @@ def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> 
 
 
 class WithSettings:
-    """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``: it
-    must be given): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each is an attribute, but for those that are
-    parameters of ``_settle``, which is given them.
+    """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``:
+    required): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each becomes an attribute, except the parameters of
+    ``_settle``, which are passed to it.
 
-    ``_settle`` makes of the settings what the rest reads, and raises ValueError for those that can not be.
+    ``_settle`` derives other attributes from the settings, and raises ValueError for invalid ones.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
@@ -100,7 +100,7 @@ class WithSettings:
         self._settle(**handed)
 
     def _take(self, values: dict[str, Any]) -> None:
-        """Makes the base, and the settings its attributes."""
+        """Initialise the base class and set the settings as attributes."""
         super().__init__()
         for name, value in values.items():
             setattr(self, name, value)
@@ -115,13 +115,13 @@ class WithSettings:
         def _settle(self) -> None: ...
 
     def _chosen(self) -> dict[str, Any]:
-        """The settings as they are now."""
+        """Return the settings as they are now."""
         return {name: getattr(self, name) for name in type(self).settings}
 
 
 def classes_of(table: dict[str, Function], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
-    """A class per function of a table, made from ``base``, which finds it as ``function``; its settings are the
-    function's."""
+    """Return a class per function of a table, derived from ``base``, with the function as ``function`` and its
+    settings."""
 
     def made(name: str, function: Function) -> type[Any]:
         about = {"__module__": module, "__doc__": f"The reference's {name}.", "function": staticmethod(function)}
@@ -131,7 +131,7 @@ def classes_of(table: dict[str, Function], base: type[Any], module: str, **body:
 
 
 def translated(name: str, function: Function) -> Function:
-    """The function, which also takes its arguments under the words of other versions (``WORDS``)."""
+    """Wrap a function so that it also takes its arguments under the names of other versions (``WORDS``)."""
     known = inspect.signature(function).parameters
 
     @wraps(function)
@@ -150,8 +150,8 @@ _OF_TORCH_ALONE = {"size_average", "reduce", "_stacklevel", "device"}
 
 
 def in_order(function: Function) -> Function:
-    """A function or module of torch without the places of arguments that the reference does not have:
-    ``BCELoss(None, "sum")`` gives no ``size_average``."""
+    """Drop the positions of arguments that the reference does not have from a torch function or module: ``BCELoss(None,
+    "sum")`` sets no ``size_average``."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # of C++
@@ -171,8 +171,8 @@ def in_order(function: Function) -> Function:
 
 
 def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:
-    """``__getattr__`` of a module: an error that says the nearest name that exists, and a note of the same, since
-    ``from module import name`` drops the error's text. ``elsewhere``: what stands for some names that do not."""
+    """Return a ``__getattr__`` of a module whose error suggests the nearest name. It also prints a note, since ``from
+    module import name`` drops the error's text. ``elsewhere``: suggestions for some missing names."""
 
     def missing(name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""``mindspore.numpy``: functions under numpy's names, over those of ``ops`` and torch's."""
+"""``mindspore.numpy``: functions under numpy's names, implemented with ``ops`` and torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _made(obj: Any, dtype: Any = None, copy: bool = True, ndmin: int = 0) -> Ten
 
 
 def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors, which takes lists and numbers as well."""
+    """Wrap a function of tensors so that it also takes lists and numbers."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*(_made(x) if isinstance(x, (list, tuple)) and x else x for x in args), **kwargs)
@@ -31,13 +31,13 @@ def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rolled(a: Any, axis: int, start: int = 0) -> Any:
-    """``axis`` before ``start``."""
+    """Move ``axis`` before ``start``."""
     axis, start = axis % a.dim(), start + a.dim() if start < 0 else start
     return torch.movedim(a, axis, start - 1 if axis < start else start)
 
 
 def _interpolated(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None) -> Any:
-    """The line through points (xp, fp) at ``x``; outside of them its ends."""
+    """Interpolate linearly between points (xp, fp) at ``x``; outside of them use the end values."""
     x = torch.as_tensor(x, dtype=fp.dtype)
     high = torch.searchsorted(xp, x).clamp(1, len(xp) - 1)
     share = (x - xp[high - 1]) / (xp[high] - xp[high - 1])
@@ -47,19 +47,19 @@ def _interpolated(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None)
 
 
 def _convolved(a: Any, v: Any, mode: str = "full") -> Any:
-    """The sums of products of two sequences, one turned round and moved along the other."""
+    """Convolve two sequences."""
     whole = torch.nn.functional.conv1d(a.view(1, 1, -1), v.flip(0).view(1, 1, -1), padding=len(v) - 1).view(-1)
     size = {"full": len(whole), "same": max(len(a), len(v)), "valid": abs(len(a) - len(v)) + 1}[mode]
     return whole[(len(whole) - size) // 2 :][:size]
 
 
 def _set(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two sequences as sets: the sorted elements of the first that ``function`` keeps."""
+    """Return a set operation of two sequences: the sorted distinct elements of the first that ``function`` keeps."""
     return lambda ar1, ar2, assume_unique=False: (distinct := torch.unique(ar1))[function(distinct, ar2)]
 
 
 def _along_axis(func1d: Callable[..., Any], axis: int, arr: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a function makes of each row along ``axis``, in whose place are the dims of what it returns."""
+    """Apply a function to each row along ``axis``, and put the dims of its results there."""
     rows, axis = arr.movedim(axis, -1), axis % arr.dim()
     stacked = torch.stack([torch.as_tensor(func1d(row, *args, **kwargs)) for row in rows.reshape(-1, rows.shape[-1])])
     out = stacked.reshape(*rows.shape[:-1], *stacked.shape[1:])
@@ -67,8 +67,8 @@ def _along_axis(func1d: Callable[..., Any], axis: int, arr: Any, *args: Any, **k
 
 
 def _chosen(a: Any, choices: Any, mode: str = "clip") -> Any:
-    """At each place the element of the choice that ``a`` numbers; numbers outside are cut ("clip") or go round
-    ("wrap")."""
+    """Pick at each position the element of the choice that ``a`` numbers. Numbers out of range are clipped ("clip") or
+    wrapped ("wrap")."""
     is_cut = one_of("clip", "wrap")("mode", mode) == "clip"
     numbers = (a.clamp(0, len(choices) - 1) if is_cut else a % len(choices)).long()
     *broadcast, numbers = torch.broadcast_tensors(*choices, numbers)
@@ -198,5 +198,5 @@ _missing = absent(__name__, lambda: __all__)
 
 
 def __getattr__(name: str) -> Any:
-    """The functions, whose names would hide Python's own in this file."""
+    """Return a function. As module globals their names would hide Python's own in this file."""
     return FUNCTIONS_HERE[name] if name in FUNCTIONS_HERE else _missing(name)

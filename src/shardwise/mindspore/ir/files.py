@@ -1,4 +1,4 @@
-"""Writing the files of a program."""
+"""Files of a printed program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _numbers = count()  # of the files of this process
 
 
 def save(cell: nn.Module, par: sw.Parallel) -> None:
-    """Write the program that was compiled last, as ``set_context(save_graphs=...)`` says."""
+    """Write the program that was compiled last, as ``set_context(save_graphs=...)`` specifies."""
     settings, rank = context.settings(), dist.get_rank()
     folder = Path(settings.save_graphs_path) / f"rank_{rank}"
     folder.mkdir(parents=True, exist_ok=True)

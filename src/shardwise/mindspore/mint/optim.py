@@ -15,8 +15,8 @@ from shardwise.mindspore.tensor import Parameter
 
 
 class OfTorch(Optimizer):
-    """``optimizer(gradients)`` by an optimizer of torch's. ``param_groups``: what each group has, its ``lr`` a
-    parameter that may be assigned to. Every parameter decays, whatever its name."""
+    """A torch optimizer, called as ``optimizer(gradients)``. ``param_groups``: the settings of each group; its ``lr``
+    is a parameter that may be assigned to. Every parameter decays, whatever its name."""
 
     make: type[torch.optim.Optimizer]
 
