@@ -1,5 +1,5 @@
-"""Cells and losses that are one function of torch, each a line of a table: positional arguments are those of
-``construct``, keyword-only ones those of the constructor (``named.settings_of``)."""
+"""Cells and losses that are one function of torch, each a line of a table. Positional arguments are those of
+``construct``, keyword-only arguments those of the constructor (``named.settings_of``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.mindspore.tensor_methods import dtype_of
 
 
 class Simple(WithSettings, Cell):
-    """``function(*inputs, **settings)``; a setting ``training`` is the cell's mode."""
+    """The cell ``function(*inputs, **settings)``. The setting ``training`` is the cell's mode."""
 
     function: Function
 
@@ -32,7 +32,7 @@ class Simple(WithSettings, Cell):
 
 
 def _padded(x: Any, padding: Any, mode: str, value: float | None = None, dims: int = 0) -> Any:
-    """``padding``: per side, last dim first, or one number for all sides of the last ``dims`` dims."""
+    """Pad a tensor. ``padding``: per side, last dim first, or one number for all sides of the last ``dims`` dims."""
     return F.pad(x, (padding,) * 2 * dims if isinstance(padding, int) else tuple(padding), mode, value)
 
 
@@ -74,7 +74,7 @@ def _reduced(x: Any, reduction: str) -> Any:
 
 
 def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) -> Any:
-    """(1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
+    """Return (1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
     classes = labels.long() if labels.dim() < logits.dim() else labels.squeeze(1).long()
     logarithm = logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
     loss = -((1 - logarithm.exp()) ** gamma) * logarithm
