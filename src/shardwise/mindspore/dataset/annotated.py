@@ -1,4 +1,4 @@
-"""Rows from local files that say more about an image than its class, and from records of TensorFlow."""
+"""Rows from local files with image annotations beyond a class, and from TFRecord files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _IMAGES = {**_ROWS, "decode": False, **_PARTS, "extra_metadata": False, "decrypt
 
 
 class Shuffle(enum.StrEnum):
-    """Over all rows, over files, or inside of files."""
+    """Scope of shuffling: over all rows, over files, or inside files."""
 
     GLOBAL, FILES, INFILE = "global", "files", "infile"
 
 
 class Schema:
-    """The columns of records: ``add_column(name, de_type, shape)``, or a JSON file that says the same."""
+    """The columns of records: ``add_column(name, de_type, shape)``, or a JSON file with the same content."""
 
     def __init__(self, schema_file: Any = None) -> None:
         self.columns: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]] = {}
@@ -51,7 +51,7 @@ class Schema:
         self.parse_columns(json_obj["columns"])
 
     def parse_columns(self, columns: Any) -> None:
-        """``{"image": {"type": "uint8", "rank": 1}}``, or a list of these with their names."""
+        """Add columns from ``{"image": {"type": "uint8", "rank": 1}}``, or from a list of these with their names."""
         named = columns.items() if isinstance(columns, Mapping) else ((entry["name"], entry) for entry in columns)
         for name, entry in named:
             self.add_column(name, entry["type"], entry.get("shape"))
@@ -67,7 +67,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message (protocol buffers): their numbers, and a number or bytes."""
+    """Yield the fields of a protocol buffers message: their numbers, and a number or bytes."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)
@@ -81,7 +81,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _numbers(values: Iterator[Any]) -> Iterator[int]:
-    """Signed numbers, of which bytes hold several."""
+    """Yield signed numbers. Bytes hold several packed ones."""
     for value in values:
         place, data = 0, value
         while isinstance(data, bytes) and place < len(data):
@@ -92,7 +92,7 @@ def _numbers(values: Iterator[Any]) -> Iterator[int]:
 
 
 def _feature(data: bytes) -> list[bytes] | Array:
-    """Texts, float32 or int64."""
+    """Return the values of a feature: bytes, float32 or int64."""
     for kind, content in _fields(data):
         values = (value for _, value in _fields(content))
         if kind == 1:
@@ -102,7 +102,7 @@ def _feature(data: bytes) -> list[bytes] | Array:
 
 
 def _example(record: bytes) -> dict[str, Any]:
-    """The features of an example by name."""
+    """Return the features of an example by name."""
     entries = (dict(_fields(entry)) for _, features in _fields(record) for _, entry in _fields(features))
     return {entry[1].decode(): _feature(entry.get(2, b"")) for entry in entries}
 
@@ -120,7 +120,7 @@ def _records(path: Path, compression: str) -> Iterator[bytes]:
 
 
 class TFRecordDataset(Files):
-    """Examples in files of TFRecord. Without a ``schema`` a column is what the file has, in one dim; texts are bytes.
+    """Examples in TFRecord files. Without a ``schema`` columns have the files' types and one dim; texts are bytes.
     Shards are rows, not files."""
 
     def __init__(
@@ -162,7 +162,7 @@ def _as_told(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tu
 
 
 class _Annotated(Files):
-    """Images, beside what is known of them, and with ``extra_metadata`` their names: "_meta-filename"."""
+    """Images with their annotations, and with ``extra_metadata`` their names: "_meta-filename"."""
 
     def _fill(self, rows: Sequence[Any], read: Any, columns: Sequence[str], given: dict[str, Any]) -> None:
         decode, named = given.pop("decode"), given.pop("extra_metadata")
@@ -185,9 +185,9 @@ class _Annotated(Files):
 
 
 class VOCDataset(_Annotated):
-    """Images of a folder in the form of Pascal VOC: with ``task`` "Segmentation" the image of the classes of pixels,
-    with "Detection" boxes (x, y, width, height), classes in the order of names or as ``class_indexing`` says, and
-    whether they are difficult or cut off."""
+    """Images in the Pascal VOC format. With ``task`` "Segmentation": the class image of the pixels. With "Detection":
+    boxes (x, y, width, height), classes (numbered by name or by ``class_indexing``), and flags for difficult and
+    truncated ones."""
 
     def __init__(
         self, dataset_dir: Any, task: str = "Segmentation", usage: str = "train", class_indexing: Any = None,
@@ -216,7 +216,7 @@ class VOCDataset(_Annotated):
         self._fill(names, read, columns, given)
 
     def _objects(self, path: Path) -> list[tuple[str, list[float], int, int]]:
-        """Name, box, difficult and cut off."""
+        """Return name, box, difficult and truncated of each object."""
         found = []
         for entry in ElementTree.parse(path).getroot().iter("object"):
             x0, y0, x1, y1 = (float(entry.findtext(f"bndbox/{side}", "0")) for side in ("xmin", "ymin", "xmax", "ymax"))
@@ -225,13 +225,13 @@ class VOCDataset(_Annotated):
         return found
 
     def get_class_indexing(self) -> dict[str, int]:
-        """Name of a class -> its number."""
+        """Return class name -> class index."""
         return dict(self._numbers)
 
 
 class CocoDataset(_Annotated):
-    """Images in the form of COCO's: with ``task`` "Detection" boxes (x, y, width, height), classes and whether they
-    stand for crowds, with "Keypoint" points (x, y, seen) and how many there are."""
+    """Images in the COCO format. With ``task`` "Detection": boxes (x, y, width, height), classes and crowd flags. With
+    "Keypoint": points (x, y, visibility) and their numbers."""
 
     def __init__(
         self, dataset_dir: Any, annotation_file: Any, task: str = "Detection", *args: Any, **kwargs: Any
@@ -258,7 +258,7 @@ class CocoDataset(_Annotated):
         self._fill([image for image in told["images"] if image["id"] in of_image], read, columns, given)
 
     def get_class_indexing(self) -> dict[str, list[int]]:
-        """Name of a class -> its number, in a list."""
+        """Return class name -> class index, in a list."""
         return dict(self._classes)
 
 

@@ -1,4 +1,4 @@
-"""Batches of rows that are about equally long."""
+"""Batches of rows of similar length."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from shardwise.mindspore.dataset.values import Row, once
 
 
 class Buckets(PaddedBatch):
-    """Rows by their length: bucket i has those from ``boundaries[i - 1]`` on, below ``boundaries[i]``, and batches of
-    ``sizes[i]``. A batch comes as soon as it is full; what is left over at the end follows, bucket by bucket, unless
-    ``drop``. ``to_boundary``: a dim without a size in ``pad_info`` is padded to the boundary, less one."""
+    """Batches of rows by their length. Bucket i has lengths from ``boundaries[i - 1]`` to below ``boundaries[i]``, and
+    batches of ``sizes[i]``. A batch is returned as soon as it is full. Incomplete ones follow at the end, bucket by
+    bucket, unless ``drop``. ``to_boundary``: a dim without a size in ``pad_info`` is padded to the boundary minus
+    one."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Buckets(PaddedBatch):
         return self._end if size is None else size
 
     def get_dataset_size(self) -> int:
-        """Counted, once."""
+        """Return the number of batches, counted once."""
         if self._counted is None:
             self._counted = sum(1 for _ in self.rows(0))
         return self._counted

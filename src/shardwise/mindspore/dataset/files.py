@@ -1,4 +1,4 @@
-"""Rows from local files in the usual formats of small data sets."""
+"""Rows from local files in common formats of small data sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.mindspore.dataset.vision import Decode
 
 
 class Listed:
-    """Rows by their index, each made when it is asked for."""
+    """Rows by index, each read on request."""
 
     def __init__(self, rows: Sequence[Any], read: Any = None) -> None:
         self.rows, self.read = rows, read
@@ -33,7 +33,8 @@ class Listed:
 
 
 class Files(GeneratorDataset):
-    """``num_samples``, ``shuffle``, ``sampler``, ``num_shards`` and ``shard_id``: as of GeneratorDataset."""
+    """Base of file datasets. ``num_samples``, ``shuffle``, ``sampler``, ``num_shards`` and ``shard_id`` are as in
+    GeneratorDataset."""
 
     columns: tuple[str, ...] = ("image", "label")
 
@@ -71,7 +72,7 @@ def _found(folder: Path, names: Sequence[str], what: str) -> list[Path]:
 
 
 def _idx(path: Path) -> Array:
-    """An array in the format of MNIST's files."""
+    """Read an array in the format of MNIST's files."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rank = data[3] if len(data) > 3 and data[:3] == b"\0\0\x08" else 0
     if not rank:
@@ -107,7 +108,7 @@ def _usage(usage: str | None, known: dict[str, tuple[str, ...]]) -> tuple[str, .
 
 
 class _Dtype:
-    """Stands for a dtype of numbers while a pickle is read."""
+    """Placeholder for a numeric dtype while a pickle is read."""
 
     def __init__(self, text: Any, *_: Any) -> None:
         self.text = text.decode() if isinstance(text, bytes) else text
@@ -123,7 +124,7 @@ class _Dtype:
 
 
 class _Reconstructed:
-    """Stands for an array while a pickle is read."""
+    """Placeholder for an array while a pickle is read."""
 
     array: Any = None
 
@@ -136,8 +137,8 @@ class _Reconstructed:
 
 
 class _ArrayReader(pickle.Unpickler):
-    """Reads arrays, texts and numbers, and containers of them. A pickle names functions, which run as it is read: here
-    none but these."""
+    """Unpickler of arrays, texts, numbers and their containers. A pickle names functions that run while it is read:
+    only these are allowed."""
 
     _harmless: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Reconstructed,
@@ -209,8 +210,8 @@ class Cifar100Dataset(Cifar10Dataset):
 
 
 class ImageFolderDataset(Files):
-    """A folder per class, with images inside: their bytes, or pixels if ``decode``, and the number of the class, in the
-    order of names or as ``class_indexing`` says."""
+    """A folder per class with images: their bytes, or pixels if ``decode``, and the class index, in the order of names
+    or by ``class_indexing``."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class ImageFolderDataset(Files):
         super().__init__(rows, read, None, num_samples, None, shuffle, sampler, num_shards, shard_id)
 
     def get_class_indexing(self) -> dict[str, int]:
-        """Name of a class -> its number."""
+        """Return class name -> class index."""
         return dict(self._numbers)
 
     def num_classes(self) -> int:
@@ -254,8 +255,8 @@ class ImageFolderDataset(Files):
 
 
 class CSVDataset(Files):
-    """Lines of files with fields. ``column_defaults``: values whose types are those of the columns (else text);
-    ``column_names``: by default the first line."""
+    """Lines of CSV files. ``column_defaults``: values with the types of the columns (else text); ``column_names``: by
+    default the first line."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Operators on elements: of one operand, or of operands that are broadcast to each other."""
+"""Elementwise operators of one operand, or of operands that are broadcast to each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.mindspore.ops.primitive import Names, OfSettings, Plain, Strategy
 
 
 class Elementwise(Plain):
-    """``function`` of one operand or of several, broadcast."""
+    """An elementwise operator: ``function`` of one or several operands, broadcast."""
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
-        """Where several operators do the work, the result is split by the counts of all operands, and they follow."""
+        """Split the result by the counts of all operands. The operators inside follow it."""
         rank = max(map(len, strategy))
         padded = ((1,) * (rank - len(counts)) + counts for counts in strategy)
         return counted(self.compute(*args), tuple(map(max, zip(*padded, strict=True))))
@@ -72,7 +72,7 @@ globals().update(PRIMITIVES)
 
 
 class Cast(Elementwise):
-    """``Cast()(x, dtype)``. Its own strategy counts, which the reference ignores."""
+    """A cast: ``Cast()(x, dtype)``. Its own strategy has an effect; the reference ignores it."""
 
     def compute(self, x: Any, dtype: torch.dtype) -> Any:
         return (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)

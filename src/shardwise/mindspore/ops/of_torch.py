@@ -1,5 +1,5 @@
-"""Functions that torch has: under the same names, with ``axis`` for ``dim`` and ``keep_dims`` for ``keepdim``, or with
-the reference's words for the same arguments."""
+"""Functions that torch has under the same names, with ``axis`` for ``dim`` and ``keep_dims`` for ``keepdim``, or with
+the reference's argument names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _ROWS: dict[Any, str] = {
 
 
 class _Row:
-    """A function of torch, with the reference's words for its arguments."""
+    """A torch function with the reference's argument names."""
 
     def __init__(self, function: Function, words: Sequence[str]) -> None:
         self.function, self.__signature__ = function, Signature(parameters_of(words))

@@ -1,4 +1,4 @@
-"""Pooling, padding by what is there, and other sizes of images, as the reference counts elements."""
+"""Pooling, mirror padding and resizing of images, with the reference's index conventions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIMS = {**AVERAGES, F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """The padding before and behind with which ``ceil(size / stride)`` windows fit; the odd one is behind."""
+    """Return the padding (before, behind) that fits ``ceil(size / stride)`` windows. An odd element goes behind."""
     total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
     return total // 2, total - total // 2
 
@@ -28,8 +28,8 @@ def _each(size: Any, dims: int) -> tuple[int, ...]:
 
 
 def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: Any = 0, **settings: Any) -> Any:
-    """Torch's pooling of (N, C, ...) or (C, ...) with a ``pad_mode``: "valid", "pad" by ``padding``, or "same": as many
-    windows as strides, and means over what is inside. Raises ValueError for ``padding`` in other modes than "pad"."""
+    """Pool (N, C, ...) or (C, ...) with torch and a ``pad_mode``: "valid", "pad" by ``padding``, or "same": one window
+    per stride, and means over elements inside. Raises ValueError for ``padding`` in other modes than "pad"."""
     mode, dims = mode.lower(), DIMS[function]
     if mode not in MODES:
         raise ValueError(problem(f"pad_mode is {mode!r}", fix=f"one of {', '.join(MODES)}"))
@@ -53,7 +53,7 @@ def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: An
 
 
 def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Any:
-    """Places of padded dims, counted through, as places of the dims themselves."""
+    """Convert flat indices into padded dims to flat indices into the dims themselves."""
     padded = [size + sum(pair) for size, pair in zip(sizes, pairs, strict=True)]
     places = torch.zeros_like(indices)
     for dim, (size, (before, _)) in enumerate(zip(sizes, pairs, strict=True)):
@@ -64,9 +64,9 @@ def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[in
 def transposed(
     x: Any, weight: Any, stride: Any, mode: str, sides: Sequence[int], more: Any, dilation: Any, group: int
 ) -> Any:
-    """The gradient of a convolution by its input (N, C, ...), of the weight (in, out / group, ...). In mode "same"
-    each dim grows by the stride, in mode "pad" ``sides`` are cut off before and behind each dim and ``more`` is added
-    behind: what padding would have given."""
+    """Compute a transposed convolution (N, C, ...) with a weight of (in, out / group, ...). In mode "same" each dim
+    grows by the stride. In mode "pad" ``sides`` are cropped before and behind each dim and ``more`` is added behind,
+    which equals the padded result."""
     dims = weight.dim() - 2
     stride, more, dilation = (_each(value, dims) for value in (stride, more, dilation))
     function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[dims]
@@ -87,14 +87,14 @@ def transposed(
 
 
 def pairs_of(paddings: Any) -> list[tuple[int, int]]:
-    """Before and behind each dim. Numbers stay Python's: in a captured cell those of a new tensor are not known."""
+    """Return (before, behind) per dim as Python numbers, as the values of a new tensor are unknown during capture."""
     pairs = paddings.tolist() if isinstance(paddings, torch.Tensor) else paddings
     return [(int(before), int(behind)) for before, behind in pairs]
 
 
 def mirrored(x: Any, paddings: Any, mode: str) -> Any:
-    """``x`` padded by pairs per dim: with 0 ("CONSTANT"), or with what is there, turned round, without the element at
-    the edge ("REFLECT") or with it ("SYMMETRIC")."""
+    """Pad ``x`` by pairs per dim with 0 ("CONSTANT"), or with its mirror image without the edge element ("REFLECT") or
+    with it ("SYMMETRIC")."""
     pairs = pairs_of(paddings)
     if mode == "CONSTANT":
         return F.pad(x, [n for pair in reversed(pairs) for n in pair])
@@ -115,7 +115,7 @@ def mirrored(x: Any, paddings: Any, mode: str) -> Any:
 
 
 def _between(size: int, wanted: int, like: torch.Tensor) -> torch.Tensor:
-    """[wanted, size]: in row i the shares of the elements around place i * size / wanted."""
+    """Return interpolation weights [wanted, size]: row i has those of the elements around i * size / wanted."""
     places = torch.arange(wanted, dtype=torch.float64) * (size / wanted)
     low = places.long()
     rows = torch.eye(size, dtype=torch.float64)
@@ -124,8 +124,8 @@ def _between(size: int, wanted: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def bilinear(x: Any, size: Sequence[int], align_corners: bool, half_pixel_centers: bool) -> Any:
-    """Images (N, C, H, W) of another size, between elements. Without either setting element i of n lies at
-    i * size / n, with ``half_pixel_centers`` at the middle of its share."""
+    """Resize images (N, C, H, W) bilinearly. By default element i of n lies at i * size / n, with
+    ``half_pixel_centers`` at the centre of its pixel."""
     sizes = tuple(int(n) for n in size)
     if align_corners or half_pixel_centers:
         return F.interpolate(x, sizes, mode="bilinear", align_corners=align_corners)
@@ -134,7 +134,7 @@ def bilinear(x: Any, size: Sequence[int], align_corners: bool, half_pixel_center
 
 
 def nearest(x: Any, size: Sequence[int], align_corners: bool) -> Any:
-    """Images of another size, by the element below; ``align_corners``: by the nearest, the ends being the ends."""
+    """Resize images by the element below, or with ``align_corners`` by the nearest one with aligned ends."""
     sizes = tuple(int(n) for n in size)
     if not align_corners:
         return F.interpolate(x, sizes)

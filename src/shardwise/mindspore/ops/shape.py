@@ -1,4 +1,4 @@
-"""Operators that rearrange, repeat, join or cut tensors, and that make them."""
+"""Operators that rearrange, repeat, join, cut or create tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _squeezed(x: Any, axis: Any) -> Any:
 
 
 class BroadcastTo(OfSettings, shape=...):
-    """``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim."""
+    """A broadcast: ``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim."""
 
     def _settle(self) -> None:
         self.attrs["shape"] = tuple(self.shape)
@@ -34,7 +34,7 @@ class BroadcastTo(OfSettings, shape=...):
 
 
 class _Joined(OfSettings, axis=0):
-    """Of several tensors one: all are split alike, and not along ``axis``."""
+    """Base of operators along ``axis``, which must not be split."""
 
     why = "along which the inputs are joined"
 
@@ -45,20 +45,20 @@ class _Joined(OfSettings, axis=0):
 
 
 class Concat(_Joined):
-    """``Concat(1)((x, y))``: tensors one behind the other along ``axis``."""
+    """A concatenation along ``axis``: ``Concat(1)((x, y))``."""
 
     def compute(self, tensors: Any) -> Any:
         return torch.cat(tuple(tensors), self.axis)
 
 
 class Stack(_Joined):
-    """``Stack(0)((x, y))``: tensors along a new dim."""
+    """A stack of tensors along a new dim: ``Stack(0)((x, y))``."""
 
     def compute(self, tensors: Any) -> Any:
         return torch.stack(tuple(tensors), self.axis)
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        """Along a new dim nothing is split."""
+        """Accept any strategy: the new dim cannot be split."""
 
 
 class Pack(Stack):
@@ -66,7 +66,7 @@ class Pack(Stack):
 
 
 class Unstack(_Joined, axis=0, num=None):
-    """A tuple of the slices along ``axis``."""
+    """The slices along ``axis``, as a tuple."""
 
     why = "which is taken apart"
 
@@ -75,7 +75,7 @@ class Unstack(_Joined, axis=0, num=None):
 
 
 class Split(_Joined, axis=0, output_num=1):
-    """``output_num`` equal parts of ``axis``, as a tuple."""
+    """The parts of a dim in ``output_num`` equal sizes, as a tuple."""
 
     why = "which is taken apart"
 
@@ -88,7 +88,7 @@ class Split(_Joined, axis=0, output_num=1):
 
 
 class _Cut(Primitive):
-    """A part of a tensor, by slices. A dim that is split is taken whole."""
+    """A part of a tensor, by slices. A dim that is split must be taken whole."""
 
     lead = 0
 
@@ -111,8 +111,9 @@ class _Cut(Primitive):
 
 
 class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0):
-    """``StridedSlice()(x, begin, end, strides)``. Bit i of a mask speaks of entry i: ``begin_mask`` and ``end_mask``
-    ignore it, ``ellipsis_mask`` makes it "...", ``new_axis_mask`` a new dim, ``shrink_axis_mask`` an index."""
+    """Slices: ``StridedSlice()(x, begin, end, strides)``. Bit i of a mask applies to entry i: ``begin_mask`` and
+    ``end_mask`` ignore it, ``ellipsis_mask`` makes it "...", ``new_axis_mask`` a new dim, ``shrink_axis_mask`` an
+    index."""
 
     def slices(self, shape: Sequence[int], *args: Any) -> tuple[Any, ...]:
         begin, end, strides = args
@@ -131,7 +132,7 @@ class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, 
 
 
 class Slice(_Cut):
-    """``Slice()(x, begin, size)``; a size of -1 takes the rest."""
+    """A slice: ``Slice()(x, begin, size)``; a size of -1 takes the rest."""
 
     def slices(self, shape: Sequence[int], *args: Any) -> tuple[Any, ...]:
         begin, size = args

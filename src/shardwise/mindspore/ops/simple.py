@@ -1,6 +1,6 @@
 """Primitives that are one function of torch or of ``ops.functions``, each a line of a table.
 
-Positional arguments are those of the call, keyword-only ones those of the constructor (``named.settings_of``).
+Positional arguments are those of the call, keyword-only arguments those of the constructor (``named.settings_of``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any,
 
 
 def _hooked(x: Any, hook: Function) -> Any:
-    """``x``, whose gradient is what ``hook`` makes of it, given as a tuple of one; None leaves it as it is. Raises
-    CaptureError in a split cell, where hooks of tensors do not fire."""
+    """Return ``x`` with a gradient hook, which takes a tuple of one gradient; None keeps the gradient. Raises
+    CaptureError in a split cell, where tensor hooks do not fire."""
     if torch.compiler.is_exporting():
         fix = "a cell of its own with bprop(self, x, out, dout), which returns (dx,)"
         raise CaptureError(
@@ -68,7 +68,7 @@ def _unwritten(name: Any, value: Any) -> None:
 
 
 def _flat(paddings: Any) -> list[int]:
-    """Pairs of a padding per dim, as torch takes them: last dim first."""
+    """Return the padding pairs per dim in torch's order: last dim first."""
     return [n for pair in reversed(pairs_of(paddings)) for n in pair]
 
 
@@ -138,7 +138,7 @@ _OF_FUNCTIONS = {
 
 
 class OfFunction:
-    """The function of a line, whose settings are its keyword-only arguments (``named.settings_of``)."""
+    """The function of a table line. Its keyword-only arguments are the settings (``named.settings_of``)."""
 
     def __init__(self, line: str) -> None:
         self.name, *settings = line.split()

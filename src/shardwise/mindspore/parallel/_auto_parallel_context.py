@@ -1,4 +1,4 @@
-"""The options of ``set_auto_parallel_context`` as an object, which training cells of programs ask."""
+"""The options of ``set_auto_parallel_context`` as an object that training cells of programs read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.mindspore.options import ALIASES, CHECKS
 
 
 class _AutoParallelContext:
-    """``get_NAME()``, ``set_NAME(value)`` and ``get_NAME_is_set()`` of every option."""
+    """Access to every option by ``get_NAME()``, ``set_NAME(value)`` and ``get_NAME_is_set()``."""
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         verb, _, name = method.partition("_")
@@ -28,5 +28,5 @@ _options = _AutoParallelContext()
 
 
 def auto_parallel_context() -> _AutoParallelContext:
-    """The one object."""
+    """Return the only instance."""
     return _options

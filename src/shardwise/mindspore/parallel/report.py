@@ -1,4 +1,4 @@
-"""What a split cell's plan says of copies and of redistributions, for people."""
+"""Readable reports on the copies and redistributions in a split cell's plan."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PARTS = {
 
 
 def _plan_of(network: Any) -> sw.Plan:
-    """Of a plan itself, or of a cell that has been split."""
+    """Return a plan itself, or the plan of a cell that has been split."""
     if isinstance(network, sw.Plan):
         return network
     return engine.plan_of(network)
 
 
 def copies_report(network: Any) -> str:
-    """How often each parameter is held, and what the copies take: of a cell that has run split, or of a plan."""
+    """Report the copies of each parameter and their total size, for a cell that has run split or for a plan."""
     plan = _plan_of(network)
     devices, lines, whole, stored = plan.mesh.num_devices, [], 0, 0
     for entry in plan.parameters:
@@ -44,8 +44,8 @@ def copies_report(network: Any) -> str:
 
 
 def redistribution_report(network: Any) -> str:
-    """Every redistribution between operators with the collectives and slices that it is made of, and how the reference
-    says them: of a cell that has run split, or of a plan."""
+    """Report every redistribution between operators with its collectives and slices, and the reference's names for
+    them, for a cell that has run split or for a plan."""
     plan, lines = _plan_of(network), []
     for entry in plan.conversions:
         moves = [move.split("(")[0].split("@")[0].strip() for move in entry.path] or [c.kind for c in entry.forward]
