@@ -236,5 +236,5 @@ def test_checkpoints_of_other_versions_and_broken_ones_say_so(tmp_path: Any) -> 
         with pytest.raises(ValueError, match=message):
             ms.load_checkpoint(str(path))
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="can not be read as a checkpoint"):
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         ms.load_checkpoint(str(path))

@@ -152,7 +152,7 @@ REFUSED: list[tuple[P.Primitive, tuple[Any, ...], int, Any, str, str]] = [
     (manual((4, 4)), (x(8, 8), ids(8, 8), 0), 4, ((), (1, 4)), "2 numbers, and param_strategy[0] is 4", "one number"),
     (P.ReLU(), (x(8, 8),), 8, ((),), "leaves all inputs [[8, 8]] to the others", "numbers for one"),
     # counts that an operator of several can not carry inside
-    (P.TensorScatterAdd(), (x(8, 8), ids(2, 1), x(2, 8)), 8, ((1, 2), (2, 1), (2, 2)), "splits dim 0, which can not be",
+    (P.TensorScatterAdd(), (x(8, 8), ids(2, 1), x(2, 8)), 8, ((1, 2), (2, 1), (2, 2)), "splits dim 0, which cannot be",
      "1 for that dim"),
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor import Tensor as Number
 
 Tensor = torch.Tensor
-NUM_STATUS = 8  # elements of the status that Ascend devices keep
+NUM_STATUS = 8  # elements of the overflow status of Ascend devices
 
 
 def init_status() -> Tensor:
@@ -30,7 +30,7 @@ def init_status() -> Tensor:
     return torch.zeros(NUM_STATUS)
 
 
-init_register = init_status  # as document 004 calls it
+init_register = init_status  # its name in document 004
 
 
 def all_finite(inputs: Any, status: Tensor | None = None, *, group: str | None = None) -> Tensor:
@@ -107,7 +107,7 @@ class DynamicLossScaler(LossScaler):
         super().__init__(scale_value)
         self.scale_factor = _at_least_one("scale_factor", scale_factor)
         self.scale_window = _window(scale_window)
-        self.counter = 0  # finite steps in a row, since the scale has last grown
+        self.counter = 0  # consecutive finite steps since the scale last grew
 
     def adjust(self, grads_finite: Tensor | bool) -> bool:
         """Choose the scale of the next step. Return True: the scale may have changed."""
@@ -168,7 +168,7 @@ class DynamicLossScaleManager(LossScaleManager):
         self.loss_scale = _at_least_one("init_loss_scale", init_loss_scale, strictly=False)
         self.scale_factor = _at_least_one("scale_factor", scale_factor)
         self.scale_window = _window(scale_window)
-        self.cur_iter = 0  # finite steps in a row, since the scale has last grown
+        self.cur_iter = 0  # consecutive finite steps since the scale last grew
 
     def get_loss_scale(self) -> float:
         return self.loss_scale
@@ -205,7 +205,7 @@ class DynamicLossScaleUpdateCell(DynamicLossScaleManager):
 
     def __call__(self, loss_scale: Any, overflow: Any) -> Any:
         self.update_loss_scale(bool(overflow))
-        if isinstance(loss_scale, nn.Parameter):  # where a training cell of one's own keeps the scale
+        if isinstance(loss_scale, nn.Parameter):  # a user's training cell keeps the scale in it
             with torch.no_grad():
                 loss_scale.fill_(self.get_loss_scale())
         return overflow
@@ -274,11 +274,9 @@ def custom_mixed_precision(
 
 
 def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> Any:
-    """Apply ``auto_mixed_precision`` with the settings that ``Model`` and ``build_train_network`` take beside a level.
-
-    Under O0, O2 and O3 ``cast_model_type`` is the compute dtype, and ``keep_batchnorm_fp32`` keeps batch and layer
-    norms in float32. ``boost_level`` is accepted, with a note. Raises TypeError for other settings.
-    """
+    """Apply ``auto_mixed_precision`` with the settings of ``Model`` and ``build_train_network`` beside a level. Under
+    O0, O2 and O3 ``cast_model_type`` is the compute dtype, and ``keep_batchnorm_fp32`` keeps batch and layer norms in
+    float32. ``boost_level`` is accepted, with a note. Raises TypeError for other settings."""
     known = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
     options = bound_to(title, known, (), settings)
     if options["boost_level"] != "O0":

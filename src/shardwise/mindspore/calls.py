@@ -1,5 +1,4 @@
-"""State of the current call: outermost, inside another cell's call, or recomputed for backward; and whether cells run
-by plan."""
+"""State of the current call: outermost, inside another cell, or recomputed; and whether cells run by plan."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
     is_inside = _INSIDE.get()
 
     @contextmanager
-    def second() -> Iterator[None]:  # backward of a Tensor disables what its class makes of operators
+    def second() -> Iterator[None]:  # backward of a Tensor disables __torch_function__
         with _noted(_AGAIN, True), _noted(_INSIDE, is_inside), torch._C._EnableTorchFunction():
             yield
 

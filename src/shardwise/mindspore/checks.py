@@ -112,8 +112,7 @@ def meaningless(inner: Check, default: Any, why: str) -> Check:
 
 
 def idle(inner: Check, default: Any, why: str) -> Check:
-    """Return a check that keeps the value and prints a note if it is not the default. The option has no effect:
-    ``why``."""
+    """Return a check that keeps any value, with a note unless it is the default. It has no effect: ``why``."""
 
     def check(name: str, value: Any) -> Any:
         if inner(name, value) != default:

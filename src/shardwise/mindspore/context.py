@@ -20,7 +20,7 @@ from shardwise.mindspore.options import ALGO_CHECKS, ALIASES, CHECKS, AlgoParame
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 GIGABYTE = 2**30
-MACHINE = "machine"  # the topic of the one note on what this machine has instead of what the program names
+MACHINE = "machine"  # topic of the note that this machine differs from the program's target
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ _SETTINGS: dict[str, Check] = {
     "max_device_memory": _memory,
 }
 _IS_TORCHS = "torch decides that here"
-# Settings of the reference that a program may keep: they change no result, and here nothing at all.
+# Settings of the reference without effect here, and the reasons. In the reference they change no result either.
 _IDLE: dict[str, str] = {
     **dict.fromkeys(("enable_graph_kernel", "graph_kernel_flags", "jit_level", "jit_config"), "torch.compile fuses"),
     **dict.fromkeys(("enable_compile_cache", "compile_cache_path"), "programs are compiled in seconds"),
@@ -101,7 +101,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.settings, self.options, self.algo = Settings(), Options(), AlgoParameters()
-        self.idle: dict[str, Any] = {}  # settings that do nothing, as they were given
+        self.idle: dict[str, Any] = {}  # values of settings without effect
 
 
 _context = _Context()
@@ -142,7 +142,7 @@ def set_context(**values: Any) -> None:
             _context.idle[name] = values[name]
             note(f"set_context({name}=...) has no effect here: {_IDLE[name]}")
     _context.settings = replace(_context.settings, **stored)
-    target = stored.get("device_target", "CPU")  # which every machine has
+    target = stored.get("device_target", "CPU")  # every machine has a CPU
     has = {"cuda": "GPU", "cpu": "CPU"}[_context.settings.device_type]
     if target not in ("CPU", has):
         note(f'device_target="{target}": the program runs on what this machine has, the {has}', MACHINE)
@@ -166,11 +166,8 @@ def run_check() -> None:
 
 
 def get_context(name: str) -> Any:
-    """Return a setting.
-
-    ``device_target`` defaults to what the machine has: "GPU" or "CPU". A setting without effect returns the value that
-    was given, or None.
-    """
+    """Return a setting. ``device_target`` defaults to "GPU" or "CPU", whichever the machine has. A setting without
+    effect returns the value that was given, or None."""
     known_name(name, (*_SETTINGS, *_IDLE), "get_context")
     if name in _IDLE:
         return _context.idle.get(name)

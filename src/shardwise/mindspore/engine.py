@@ -60,7 +60,7 @@ class Split:
 
     par: sw.Parallel | Pipeline
     local: bool
-    written: int = 0  # programs whose IR has been written
+    written: int = 0  # number of programs whose IR has been written
 
 
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, Split] = weakref.WeakKeyDictionary()
@@ -72,7 +72,7 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves((args, kwargs)) if is_split() else []
     if any(isinstance(x, torch.Tensor) and parameter_of(x) is not None for x in leaves):
         _check_whole(cell)
-        return nn.Module.__call__(cell, *args, **kwargs)  # of gradients: parts, as their parameters are
+        return nn.Module.__call__(cell, *args, **kwargs)  # on gradients, which are sharded like their parameters
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
     if not is_split() or _runs_by_itself(cell, (args, kwargs)):
         _check_whole(cell)
@@ -96,7 +96,7 @@ def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         fix = "full_batch=True, or one cell that holds this one and what computes its input"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
     note(f"{type(cell).__name__} is given what was computed with gradients: every rank computes it whole")
-    if cell not in _SPLITS:  # parameters are kept in the same way whatever comes first
+    if cell not in _SPLITS:  # split now, so that parameters are kept the same way in any order of calls
         inputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         _SPLITS[cell] = _split(cell, *inputs)
     with inside():
@@ -120,7 +120,7 @@ def _check_whole(cell: nn.Module) -> None:
         holding = holding_of(parameter)
         if holding is not None and holding.is_split:
             what = f"{name} is split as {holding.layout}, and the mode is {context.options().parallel_mode} now"
-            fix = "keep the context with which the cell was split, or build the cell anew"
+            fix = "keep the context with which the cell was split, or build the cell again"
             raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
 
 
@@ -292,7 +292,7 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
         layout = home.layouts.get(name) or Layout.whole(home.mesh, whole_shape(tensor))
         part = program_tensors[here[0]].data if here else tensor.data.new_empty(0)
         if holding_of(tensor) is not None and part.shape == tensor.shape:
-            part = tensor.data  # which another program has, too
+            part = tensor.data  # shared with another program
         axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
         hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
         for alias in here:
@@ -301,5 +301,5 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
             own_table = getattr(par.get_submodule(owner), table)
             if leaf in own_table:
                 own_table[leaf] = tensor
-            else:  # a buffer there, of the same memory
+            else:  # a buffer in the program: share the memory
                 program_tensors[alias].data = part

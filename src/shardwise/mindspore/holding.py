@@ -18,7 +18,7 @@ from shardwise.mindspore import context
 from shardwise.runtime.local_shards import shard
 
 _HELD = "_shardwise_held"  # the attribute of a split parameter
-_AVERAGED = "_shardwise_averaged"  # of the number of ranks whose gradients it sums
+_AVERAGED = "_shardwise_averaged"  # the attribute of the number of ranks whose gradients it sums
 _PARAMETER = "_shardwise_parameter"  # the attribute of a gradient
 
 
@@ -70,8 +70,7 @@ def hold(parameter: torch.Tensor, part: torch.Tensor, holding: Held, averaged_ov
 
 
 def own_shard(value: Any, parameter: torch.Tensor) -> Any:
-    """Return this rank's part of a tensor in the whole shape of a split parameter. Other values are returned
-    unchanged."""
+    """Return this rank's part of a tensor shaped like a whole split parameter. Other values stay unchanged."""
     holding = holding_of(parameter)
     if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or value.shape == parameter.shape:
         return value

@@ -14,7 +14,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore.checks import closest
 
-AXIS = "data"  # all devices; its name lets operators without strategy split their batch over all of them
+AXIS = "data"  # axis of all devices; by this name operators without strategy split their batch over it
 Counts = tuple[tuple[int, ...], ...]
 
 
@@ -57,8 +57,7 @@ class Layout:
         return tuple(prod(sizes[name] for name in names) for names in self.tensor_map)
 
     def text(self, shape: Sequence[int], devices: int) -> str:
-        """Return the layout of a tensor in the library's notation. Raises LayoutError if the device matrix does not
-        fit."""
+        """Return the layout of a tensor as text. Raises LayoutError if the device matrix does not fit."""
         mesh = Mesh({AXIS: devices})
         axes, left = {}, list(mesh.sub_axes)
         for name, size in zip(self.alias_name, self.device_matrix, strict=True):

@@ -20,7 +20,7 @@ from shardwise.errors import page, problem
 from shardwise.mindspore.notes import note
 
 Function = Callable[..., Any]
-# Words that versions of the reference use for the same argument.
+# Names of the same argument in different versions of the reference.
 WORDS = (
     {"x", "input", "input_x", "x1", "logits", "tensor", "input_params", "params", "inputs", "tensors", "variable", "A"},
     {"y", "other", "x2", "mat2", "labels", "label", "target", "targets", "index", "indices", "input_indices", "value"},
@@ -83,8 +83,8 @@ class WithSettings:
 
     settings: ClassVar[dict[str, Any]] = {}
     _signature: ClassVar[inspect.Signature] = signature_of({})
-    _handed: ClassVar[tuple[str, ...]] = ()  # to _settle
-    __signature__: ClassVar[inspect.Signature | None] = None  # what inspect and help say; None: that of __init__
+    _handed: ClassVar[tuple[str, ...]] = ()  # settings passed to _settle
+    __signature__: ClassVar[inspect.Signature | None] = None  # for inspect and help; None: that of __init__
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__()
@@ -154,7 +154,7 @@ def in_order(function: Function) -> Function:
     "sum")`` sets no ``size_average``."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # of C++
+    except ValueError:  # a C++ function
         return function
     names = [p.name for p in parameters if p.name not in _OF_TORCH_ALONE and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not _OF_TORCH_ALONE & {p.name for p in parameters}:
@@ -178,7 +178,7 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         if name.startswith("__"):
             raise AttributeError(name)
         is_package = hasattr(sys.modules[module], "__path__")
-        if is_package and find_spec(f"{module}.{name}") is not None:  # a module that nobody has imported yet
+        if is_package and find_spec(f"{module}.{name}") is not None:  # a module that is not imported yet
             return import_module(f"{module}.{name}")
         short = module.removeprefix("shardwise.mindspore").lstrip(".")
         known = {existing.lower(): existing for existing in names() if not existing.startswith("_")}

@@ -6,7 +6,7 @@ import sys
 
 from shardwise.launch.ranks import rank
 
-_told: set[str] = set()  # of this process
+_told: set[str] = set()  # texts and topics printed by this process
 
 
 def note(text: str, topic: str = "") -> None:

@@ -29,7 +29,7 @@ from shardwise.mindspore.notes import note
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.search.zero import Zero
 
-DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # of dataset_strategy
+DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # values of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]
 MEGABYTE = 2**20
 
@@ -126,8 +126,7 @@ class Options:
 
     @property
     def rank(self) -> int:
-        """Return the rank whose program is printed: ``global_rank`` if it is set in a single process, else this
-        rank."""
+        """Return the rank whose program is printed: ``global_rank`` if set in a single process, else this rank."""
         return self.global_rank if "global_rank" in self.names_set and world_size() == 1 else rank()
 
     @property
@@ -162,7 +161,7 @@ class Options:
         stored: dict[str, Any] = {}
         for name, value in values.items():
             name = ALIASES.get(name, name)
-            if name in OPTIMIZER_CONFIG:  # as options of their own in earlier versions
+            if name in OPTIMIZER_CONFIG:  # separate options in earlier versions
                 name, value = "parallel_optimizer_config", {**stored.get("parallel_optimizer_config", {}), name: value}
             if name not in CHECKS:
                 fix = closest(name, CHECKS)
@@ -301,7 +300,7 @@ CHECKS: dict[str, Check] = {
         {
             "load_file": text,
             "save_file": text,
-            "only_trainable_params": flag,  # a plan says both
+            "only_trainable_params": flag,  # a plan contains both
         },
         CKPT_CONFIG,
     ),

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.mindspore.amp import all_finite
 
-_state = {"watched": False, "overflowed": False}  # of this process, as the register is of a device
+_state = {"watched": False, "overflowed": False}  # of this process, like the register of a device
 
 
 def clear(status: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ from shardwise.runtime.local_shards import shard
 
 
 def rows_of(par: sw.Parallel) -> list[tuple[int, int]]:
-    """Return the rows (start, stop) of the whole batch that each rank is given. Empty: all ranks are given all of
-    them."""
+    """Return each rank's rows (start, stop) of the whole batch. Empty: all ranks are given all of them."""
     plan = par.plan
     fed = [plan.layouts[entry.name] for entry in plan.inputs if entry.shape]
     if not fed:

@@ -26,7 +26,7 @@ from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.storage import parameter_plans, shard_axes
 
-STRATEGIES = "_shardwise_strategies"  # the attribute of what ms.shard was given
+STRATEGIES = "_shardwise_strategies"  # the attribute of ms.shard's strategies
 PRICED = ("dynamic_programming", "recursive_programming")
 
 
@@ -113,7 +113,7 @@ def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if strategy == "data_parallel":
         return {name: (options.devices, *(1,) * (x.dim() - 1)) for name, x in tensors if x.dim()}
     assert not isinstance(strategy, str), "the context knows the words"
-    if len(strategy) < len(tensors):  # of fewer inputs, in evaluation, the labels are missing: the last ones
+    if len(strategy) < len(tensors):  # in evaluation the last inputs, the labels, may be missing
         what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(tensors)}"
         fix = f"one tuple for each of the inputs {[list(x.shape) for _, x in tensors]}"
         raise strict.failure("dataset_strategy", what, fix)

@@ -18,7 +18,7 @@ from shardwise.mindspore.options import FULL_BATCH, Options
 from shardwise.programs.micro_batches import APART
 from shardwise.runtime.pipeline import Pipeline
 
-# The reference's word -> the schedule of torch that it stands for.
+# The reference's name -> torch's schedule.
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 INTERLEAVED = {"gpipe": "LoopedBFS", "1f1b": "Interleaved1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 FOLDED = "zero_bubble_v"  # segment 1 runs through the stages backwards
@@ -191,5 +191,5 @@ def shows_loss() -> bool:
     if not is_on() or options.pipeline_result_broadcast:
         return True
     scheduler = options.pipeline_config["pipeline_scheduler"]
-    last = 0 if scheduler == FOLDED else options.pipeline_stages - 1  # a V ends where it began
+    last = 0 if scheduler == FOLDED else options.pipeline_stages - 1  # a V-shaped pipeline ends on its first rank
     return dist.get_rank() // options.stage_devices == last

@@ -11,7 +11,7 @@ from shardwise.layouts.text import parse_layout
 from shardwise.mindspore.checks import closest
 from shardwise.plans.plan import Plan
 
-PARAMETERS = "_shardwise_parameter_plan"  # the attribute of what ms.shard says of parameters
+PARAMETERS = "_shardwise_parameter_plan"  # the attribute that holds ms.shard's parameter_plan
 
 
 def shard_axes(plan: Plan, ranks: int) -> tuple[str, ...]:

@@ -22,8 +22,7 @@ class StrategyError(LayoutError, RuntimeError):
 
 
 def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Strategy | None:
-    """Return a strategy as a tuple of tuples. Raises TypeError or ValueError for another nesting, with the intended
-    form."""
+    """Return a strategy as a tuple of tuples. Raises TypeError or ValueError for another nesting, with a fix."""
     if strategy is None:
         return None
     if isinstance(strategy, (set, frozenset, dict)):
@@ -85,7 +84,7 @@ def check(
     if primitive.lead is not None:
         lost = set(counts_by_name) - primitive.followed(primitive.dim_names(shapes, args), args)
         for index, names in enumerate(primitive.dim_names(shapes, args)):
-            whole(name, strategy[index], [dim for dim, key in enumerate(names) if key in lost], "which can not be", "")
+            whole(name, strategy[index], [dim for dim, key in enumerate(names) if key in lost], "which cannot be", "")
     if even:
         _check_devices(name, strategy, prod(counts_by_name.values()), devices)
 

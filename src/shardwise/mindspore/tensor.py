@@ -17,7 +17,7 @@ from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
-class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # a base that mypy can not name
+class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # mypy cannot name this base
     """``isinstance(x, Tensor)`` holds for all torch tensors: parameters, and tensors inside ``construct``."""
 
     def __instancecheck__(cls, x: Any) -> bool:
@@ -47,12 +47,12 @@ class Tensor(torch.Tensor, metaclass=_Kind):
                 data = initializer(init, tuple(shape or ()), data.dtype)
         else:
             data = as_torch(input_data, dtype)
-        return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]  # not ours
+        return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_exporting():
-            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
+            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             return result if func in get_default_nowrap_functions() else _made(result)
         args, kwargs = pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -73,9 +73,9 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __str__(self) -> str:
         return str(METHODS["asnumpy"](self)) if _has_values(self) else repr(self)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's __repr__ takes tensor_contents
         if not _has_values(self):
-            return str(super().__repr__())  # type: ignore[no-untyped-call]  # torch's
+            return str(super().__repr__())  # type: ignore[no-untyped-call]
         values = np.array2string(METHODS["asnumpy"](self), separator=", ")
         return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value= {values})"
 
@@ -116,7 +116,7 @@ def plain(x: Any) -> Any:
         return x
     if not torch.compiler.is_exporting():
         return x.as_subclass(torch.Tensor)
-    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a constant, which no tracing should see made
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # hide the creation of a constant from tracing
         return x.as_subclass(torch.Tensor)
 
 
@@ -145,7 +145,7 @@ class Parameter(nn.Parameter):
         parallel_optimizer: bool = True,
     ) -> Parameter:
         data = as_torch(default_input)
-        data = data.clone() if isinstance(default_input, torch.Tensor) else data  # which stays as it is
+        data = data.clone() if isinstance(default_input, torch.Tensor) else data  # the caller's tensor stays unchanged
         if requires_grad and not data.is_floating_point():
             requires_grad = False
         parameter = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
@@ -157,9 +157,9 @@ class Parameter(nn.Parameter):
         return parameter
 
     param_name: str | None
-    prefix: str = ""  # of update_parameters_name
-    path: str | None = None  # in the cell whose parameters were asked for
-    renamed: bool = False  # since then: the name is whole
+    prefix: str = ""  # set by update_parameters_name
+    path: str | None = None  # in the cell whose parameters were requested last
+    renamed: bool = False  # renamed since then: the name is complete
     layerwise_parallel: bool
     parallel_optimizer: bool
 
@@ -194,13 +194,13 @@ class Parameter(nn.Parameter):
         if new.shape != self.shape and not slice_shape:
             what = f"the parameter {self.name} has shape {list(self.shape)}, the data {list(new.shape)}"
             raise ValueError(problem(what, fix="give data of that shape; slice_shape=True takes another one"))
-        if holding_of(self) and new.shape == self.shape:  # a program may have the same memory
+        if holding_of(self) and new.shape == self.shape:  # a program may share the memory
             self.data.copy_(new)
         else:
-            self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # which goes on to be another one's
+            self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # the caller keeps its tensor
         return self
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's __repr__ takes tensor_contents
         told = f"shape={tuple(self.shape)}, dtype={_kind(self.dtype)}, requires_grad={self.requires_grad}"
         return f"Parameter (name={self.name}, {told})"
 
@@ -250,7 +250,7 @@ def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """A tensor that shares an array's memory."""
+    """Return a tensor that shares an array's memory."""
     return torch.from_numpy(array).as_subclass(Tensor)
 
 

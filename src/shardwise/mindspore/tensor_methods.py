@@ -116,7 +116,7 @@ def split(x: torch.Tensor, sections: Any = None, axis: int = 0, output_num: int 
             told = f"{x.shape[along]} elements in {output_num} parts"
             raise ValueError(problem(told, fix="a number that divides them"))
         sections = x.shape[along] // output_num
-    return TORCHS["split"](x, sections, along)  # torch.split would come back here
+    return TORCHS["split"](x, sections, along)  # torch.split would call this method again
 
 
 def indexed(x: torch.Tensor, index: Any) -> Any:
@@ -303,7 +303,7 @@ METHODS: dict[str, Any] = {
     "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
     "resize": _resized,
 }
-TORCHS: dict[str, Callable[..., Any]] = {  # as they are outside of cells
+TORCHS: dict[str, Callable[..., Any]] = {  # torch's own methods, before in_words replaces them
     name: getattr(torch.Tensor, name) for name in (*METHODS, "clone") if hasattr(torch.Tensor, name)
 }
 
@@ -373,9 +373,9 @@ def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, 
     }
 
 
-# Torch asks its class for ``size``, which stays its own.
+# Torch itself uses ``size``, which stays torch's.
 OTHERWISE = {name: _otherwise(name, METHODS[name]) for name in METHODS if name not in NEW and name != "size"}
-_active = [0]  # how many calls are inside of each other
+_active = [0]  # depth of nested calls
 
 
 @contextmanager

@@ -172,7 +172,7 @@ class VarianceScaling(_Known, scale=1.0, mode="fan_in", distribution="truncated_
             return tensor.uniform_(-math.sqrt(3) * sigma, math.sqrt(3) * sigma, generator=random)
         if self.distribution == "untruncated_normal":
             return tensor.normal_(0, sigma, generator=random)
-        wide = sigma / 0.87962566103423978  # the deviation of a standard normal that is cut at two deviations
+        wide = sigma / 0.87962566103423978  # standard deviation of a standard normal truncated at two deviations
         return torch.nn.init.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
 
 

@@ -36,7 +36,7 @@ class GlobalComm:
     INITED = False
 
 
-_groups: dict[str, RankGroup] = {}  # by the name that the program gave
+_groups: dict[str, RankGroup] = {}  # by the program's names
 
 
 def init(backend_name: str | None = None) -> None:
@@ -80,8 +80,7 @@ def release() -> None:
 
 
 def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> RankGroup:
-    """Return the ranks of a group by its name. Raises TypeError or ValueError if there is none, RuntimeError before
-    ``init``."""
+    """Return a group by its name. Raises TypeError or ValueError if there is none, RuntimeError before ``init``."""
     if not isinstance(group, str):
         what = f"the group is {group!r}, of type {type(group).__name__}"
         raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))

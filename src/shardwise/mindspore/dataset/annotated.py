@@ -23,7 +23,7 @@ from shardwise.mindspore.dataset.vision import Decode
 from shardwise.mindspore.named import bound_to
 from shardwise.mindspore.notes import note
 
-# What the constructors take after their own arguments.
+# Arguments of the constructors after their own ones.
 _ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
 _PARTS = {"sampler": None, "num_shards": None, "shard_id": None, "cache": None}
 _IMAGES = {**_ROWS, "decode": False, **_PARTS, "extra_metadata": False, "decrypt": None}

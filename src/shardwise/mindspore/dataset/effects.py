@@ -74,7 +74,7 @@ def _cut(image: Any, length: int, patches: int, chw: bool) -> Array:
 
 
 def _erased(image: Any, prob: float, scale: Any, ratio: Any, value: Any) -> Array:
-    array = np.array(image)  # channels first, as the reference has it
+    array = np.array(image)  # channels first, as in the reference
     if np.random.random() >= prob:
         return array
     _, height, width = array.shape
@@ -228,7 +228,7 @@ def _some(image: Any, transforms: Any, count: int) -> Any:
     return image
 
 
-# By how much the functions of RandAugment (Cubuk et al. 2020) change an image, of a magnitude from 0 to 1.
+# The functions of RandAugment (Cubuk et al. 2020), with a magnitude ``by`` from 0 to 1.
 _SIGNED: dict[str, Function] = {
     "ShearX": lambda image, by: _moved(image, 0, (0, 0), 1, np.rad2deg(np.arctan(0.3 * by)), 0, 0),
     "TranslateX": lambda image, by: _moved(image, 0, (150 / 331 * by, 0), 1, 0, 0, 0),

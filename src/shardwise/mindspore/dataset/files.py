@@ -33,8 +33,7 @@ class Listed:
 
 
 class Files(GeneratorDataset):
-    """Base of file datasets. ``num_samples``, ``shuffle``, ``sampler``, ``num_shards`` and ``shard_id`` are as in
-    GeneratorDataset."""
+    """Base of file datasets. Sampling, shuffling and sharding arguments are as in GeneratorDataset."""
 
     columns: tuple[str, ...] = ("image", "label")
 
@@ -150,7 +149,7 @@ class _ArrayReader(pickle.Unpickler):
         ("builtins", "frozenset"): frozenset,
         ("builtins", "complex"): complex,
         ("collections", "OrderedDict"): dict,
-        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes in the protocols of Python 2
+        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes in Python 2's pickle protocols
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -165,7 +164,7 @@ def _unpickled(path: Path) -> dict[Any, Any]:
     try:
         entries = _ArrayReader(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         return {key: getattr(value, "array", value) for key, value in entries.items()}
-    except Exception as error:  # a damaged pickle ends in any error
+    except Exception as error:  # a damaged pickle may raise any error
         what = f"{path} is not read: {error}"
         fix = "the files of the data set, as they are distributed; np.savez_compressed keeps arrays of your own"
         raise ValueError(problem(what, fix=fix)) from error

@@ -410,7 +410,7 @@ class _Shuffle(Over):
 class _Slice(Over):
     def __init__(self, source: Dataset, start: int, count: int | None, *, fixed: bool = False) -> None:
         super().__init__(source)
-        self._start, self._count, self._fixed = start, count, fixed  # fixed: always of the first pass
+        self._start, self._count, self._fixed = start, count, fixed  # fixed: always use the first pass
 
     def rows(self, number: int) -> Iterator[Row]:
         return itertools.islice(self._source.rows(0 if self._fixed else number), self._start, self._count)

@@ -28,7 +28,7 @@ from shardwise.mindspore.dataset.values import Array, as_array, named
 
 NUMBERS, TEXTS = ("int32", "int64", "float32", "float64"), ("string", "bytes")
 Schema = Mapping[str, Mapping[str, Any]]
-_FIRSTS = ("", "0", "00", "000")  # behind a name: the first of 1 file, of up to 10, 100 and 1000
+_FIRSTS = ("", "0", "00", "000")  # suffix of the first of 1 file, of up to 10, 100 and 1000
 
 
 class _Field:
@@ -65,7 +65,7 @@ class _Field:
             raise self._refused(row, array, f"numbers that {self.kind} holds, or another type")
         sizes = zip(self.shape, array.shape, strict=False)
         is_as_said = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
-        if not is_as_said and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat ones have no shape
+        if not is_as_said and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat arrays are reshaped
             raise self._refused(row, array, f"the schema says the shape {list(self.shape)}")
         return cast.tobytes()
 
@@ -277,7 +277,7 @@ def _check_column(field: _Field, data: Array, ends: Array, rows: int) -> None:
 
 def _foreign(path: Path, error: Exception) -> RuntimeError:
     what = f"{path} is no file that mindrecord.FileWriter has written here ({error})"
-    return RuntimeError(problem(what, fix="write it anew from its source"))
+    return RuntimeError(problem(what, fix="write it again from its source"))
 
 
 __all__ = ["FileWriter", "MindDataset"]

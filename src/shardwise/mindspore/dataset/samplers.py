@@ -12,8 +12,7 @@ from shardwise.mindspore.named import WithSettings
 
 
 class Sampler(WithSettings, num_samples=None):
-    """Base of samplers: ``__iter__`` yields indices; ``num_rows`` is the number of rows of the source, ``number``
-    counts passes."""
+    """Base of samplers: ``__iter__`` yields indices; ``num_rows``: rows of the source, ``number``: of the pass."""
 
     num_rows = 0
     number = 0

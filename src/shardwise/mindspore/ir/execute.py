@@ -188,8 +188,7 @@ def group_attrs(spmd: SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str
 
 
 def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
-    """Yield the collectives of backward, in order, as comments. Autograd derives them from the operators of the
-    file."""
+    """Yield the collectives of backward, in order, as comments. Autograd derives them from the operators."""
     if spmd.loss is None:
         first = next((output for output in spmd.outputs if isinstance(output, Ref)), None)
         spmd = replace(spmd, loss=None if first is None else first.name)

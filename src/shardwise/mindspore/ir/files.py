@@ -16,8 +16,8 @@ from shardwise.mindspore.ir.execute import Execution
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.programs.program import localize
 
-EXECUTE = 18  # the number of the phase that prints it in the reference
-WITH_PLAN = 3  # the level of save_graphs from which the plan is written, too
+EXECUTE = 18  # the reference's number of the phase that prints it
+WITH_PLAN = 3  # the level of save_graphs from which the plan is also written
 
 HEADER = """\
 # Written by shardwise, in the format of the reference, which it differs from in this:
@@ -29,7 +29,7 @@ HEADER = """\
 #   message, whose number is `fusion`; messages with parameters may leave earlier than they are printed.
 # - only the innermost line of source code is known. UMonad orders nothing: parameters are read where they are used.
 """
-_numbers = count()  # of the files of this process
+_numbers = count()  # of this process's files
 
 
 def save(cell: nn.Module, par: sw.Parallel) -> None:

@@ -9,8 +9,8 @@ from torch._ops import OpOverload
 
 from shardwise.mindspore.communication.management import gnu_hash
 
-# Operators of PyTorch whose name in the reference is not theirs in CamelCase.
-OPERATORS = {  # conv_window: of a part of the rows
+# PyTorch operators whose name in the reference is not their CamelCase name.
+OPERATORS = {  # conv_window: convolution of a part of the rows
     "matmul": "MatMul", "mm": "MatMul", "bmm": "BatchMatMul", "addmm": "MatMul", "linear": "Dense", "relu": "ReLU",
     "gelu": "GeLU", "silu": "SiLU", "convolution": "Conv2D", "conv2d": "Conv2D", "conv_window": "Conv2D",
     "sum": "ReduceSum", "mean": "ReduceMean", "amax": "ReduceMax", "amin": "ReduceMin", "prod": "ReduceProd",
@@ -25,7 +25,7 @@ OPERATORS = {  # conv_window: of a part of the rows
     "cumsum": "CumSum", "max_pool2d": "MaxPool", "avg_pool2d": "AvgPool",
     "cross_entropy_loss": "SparseSoftmaxCrossEntropyWithLogits", "nll_loss": "NLLLoss",
 }  # fmt: skip
-# What the reference calls the inputs of an operator.
+# The reference's names of an operator's inputs.
 INPUTS = {"MatMul": ("x1", "x2"), "BatchMatMul": ("x1", "x2"), "ReLU": ("x",)}
 TYPES = {torch.bfloat16: "BFloat16", torch.uint8: "UInt8"}
 COLLECTIVES = {

@@ -26,7 +26,7 @@ class Origins:
         name = type(cell).__name__
         self.root = (
             f"Default/network-{name}" if cell.training else "Default"
-        )  # in training a TrainOneStepCell's network
+        )  # in training it is the network of a TrainOneStepCell
 
     def scope(self, op: str) -> str:
         """Return the cells around an operator: ``Default/network-WithLossCell/_backbone-Net``."""
@@ -116,7 +116,7 @@ class Origins:
             for base in kind.__mro__[:-1]:
                 try:
                     path = inspect.getsourcefile(base)
-                except TypeError:  # made without a file
+                except TypeError:  # a class without a source file
                     path = None
                 if path is not None:
                     files.setdefault(Path(path).name, str(Path(path).absolute()))

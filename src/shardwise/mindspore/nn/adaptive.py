@@ -72,7 +72,7 @@ class _ByFormula(torch.optim.Optimizer):
         super().__init__(groups, {})
         self._update = update
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, as nobody has one
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -83,10 +83,9 @@ class Adam(
     _Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, use_locking=False, use_nesterov=False,
     weight_decay=0.0, loss_scale=1.0, use_amsgrad=False, use_lazy=False, use_offload=False,
 ):  # fmt: skip
-    """p -= lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps), where ``weight_decay`` times p is added to the
-    gradient. ``use_nesterov`` replaces m by beta1 m + (1 - beta1) g; ``use_amsgrad`` replaces v by its maximum so far.
-    Other switches of the reference (``use_lazy``, ``use_offload``) change no result. (Kingma and Ba, 2015, section
-    2.)"""
+    """p -= lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps), with ``weight_decay`` times p added to the
+    gradient. ``use_nesterov``: m becomes beta1 m + (1 - beta1) g; ``use_amsgrad``: v becomes its maximum. ``use_lazy``
+    and ``use_offload`` change no result. (Kingma and Ba, 2015, section 2.)"""
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, v = self.moments(state, p, g)
@@ -166,8 +165,7 @@ class Adagrad(_Formula, accum=0.1, learning_rate=1e-3, update_slots=True, loss_s
 class ProximalAdagrad(
     _Formula, accum=0.1, learning_rate=1e-3, l1=0.0, l2=0.0, use_locking=False, loss_scale=1.0, weight_decay=0.0
 ):
-    """Adagrad with a proximal step: the result is shrunk by lr ``l1`` and divided by 1 + lr ``l2``, with lr divided by
-    sqrt(a)."""
+    """Adagrad, followed by shrinking by lr ``l1`` and division by 1 + lr ``l2``, with lr divided by sqrt(a)."""
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         (a,) = self.kept(state, p, accum=self.accum)
@@ -227,9 +225,9 @@ class FTRL(
 
 
 class LARS(Optimizer):
-    """A wrapper of an optimizer that scales gradients per parameter by coefficient |p| / (|g| + weight_decay |p| +
-    eps). (You et al. 2017, equation 6.) ``lars_filter`` selects parameters; ``use_clip`` limits the scale to the
-    learning rate."""
+    """A wrapper of an optimizer that scales gradients by coefficient |p| / (|g| + weight_decay |p| + eps) per
+    parameter. (You et al. 2017, equation 6.) ``lars_filter``: which parameters; ``use_clip``: at most by the learning
+    rate."""
 
     def __init__(
         self,

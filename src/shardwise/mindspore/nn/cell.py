@@ -21,7 +21,7 @@ from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import assigned_value, in_words
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of to_float
 
 
 class Cell(nn.Module):
@@ -36,9 +36,9 @@ class Cell(nn.Module):
         flags: accepted without effect.
     """
 
-    is_wrapper = False  # of a network: it does not lengthen the names of parameters
-    casts_parameters = True  # to_float: False where the operator takes them as they are
-    _own_backward: type[torch.autograd.Function] | None = None  # of a class with bprop
+    is_wrapper = False  # a wrapper does not lengthen the names of parameters
+    casts_parameters = True  # by to_float; False if the operator takes uncast parameters
+    _own_backward: type[torch.autograd.Function] | None = None  # set for classes with bprop
 
     def __init__(self, auto_prefix: bool = True, flags: Any = None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Cell(nn.Module):
         self._stage: int | None = None
         self._float: torch.dtype | None = None
         self._again = False  # recomputed
-        self._returns: torch.dtype | None = None  # of floating tensors, with mixed precision
+        self._returns: torch.dtype | None = None  # dtype of floating results in mixed precision
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -83,14 +83,13 @@ class Cell(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if calls.is_outermost():
-            if self._is_step(args, kwargs):  # its parts are
+            if self._is_step(args, kwargs):  # its parts are the outermost calls
                 return self.construct(*args, **kwargs)
             return engine.call(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def _is_step(self, args: Any, kwargs: Any) -> bool:
-        """Return whether the cell is a training step and no network: it updates, differentiates, or has nothing to
-        split."""
+        """Return whether the cell is a training step: it updates, differentiates, or has nothing to split."""
         if any(isinstance(value, Optimizer) or hasattr(value, "get_by_list") for value in vars(self).values()):
             return True
         return not (args or kwargs or self._parameters or self._modules)
@@ -109,7 +108,7 @@ class Cell(nn.Module):
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             tables = (vars(self).get(table, {}) for table in ("_parameters", "_buffers"))
             known = next((table[name] for table in tables if table.get(name) is not None), None)
-            if known is not None:  # what it holds is given a new value
+            if known is not None:  # assign to the existing parameter or buffer
                 assigned_value(known, value)
                 return
         super().__setattr__(name, value)
@@ -118,7 +117,7 @@ class Cell(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         tuples = vars(self).get("_tuples", {})
-        if name in tuples:  # of the parameters that the cell has now: others stand for them where it is captured
+        if name in tuples:  # look them up again: capture replaces the parameters
             return ParameterTuple(getattr(self, parameter_name) for parameter_name in tuples[name])
         return super().__getattr__(name)
 
@@ -317,8 +316,7 @@ class Cell(nn.Module):
 
     @property
     def pipeline_segment(self) -> int | None:
-        """Return the segment, with ``pipeline_interleave``: every stage has two parts of the network, 0 and a later
-        one, 1."""
+        """Return the segment: with ``pipeline_interleave`` every stage has two parts of the network, 0 and 1."""
         segment: int | None = vars(self).get("_segment")
         return segment
 
@@ -405,7 +403,7 @@ class GraphCell(Cell):
 
     def __init__(self, graph: Any, params_init: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__()
-        self._graph = (graph,)  # which can not be set to train
+        self._graph = (graph,)  # in a tuple, so that train() does not reach it
         with torch.no_grad():
             for name, value in (params_init or {}).items():
                 graph.get_parameter(name).copy_(value)

@@ -119,7 +119,7 @@ class EmbeddingLookup(
         if slice_mode == self.FIELD_SLICE or manual_shapes is not None:
             fix = "ops.Gather().add_prim_attr('manual_split', (...))"
             raise NotImplementedError(problem("EmbeddingLookup(manual_shapes=...)", fix=fix))
-        self.embeddinglookup = self.gatherv2 = self.gather  # as versions of the reference call it
+        self.embeddinglookup = self.gatherv2 = self.gather  # names in versions of the reference
         if target == "CPU":
             self.gather.add_prim_attr("primitive_target", "CPU")
         devices = context.options().stage_devices
@@ -191,8 +191,7 @@ class Conv2d(
 
 
 class _OfRows(Layer):
-    """Mixin for convolutions of rows (N, C, W), computed as images of height 1. It precedes the image convolution among
-    the bases of a class."""
+    """Mixin, first among the bases of a class: rows (N, C, W) are computed as images of height 1."""
 
     def _take(self, values: dict[str, Any]) -> None:
         pad = values["padding"]
@@ -334,7 +333,7 @@ class _Pool2d(Cell):
     (``dilation``, ``ceil_mode``, ``count_include_pad``, ``divisor_override``, ``return_indices``) are torch's."""
 
     operator: type[MaxPool] | type[AvgPool]
-    attribute: str  # which holds the operator
+    attribute: str  # name of the attribute of the operator
     function: Any
 
     def __init__(

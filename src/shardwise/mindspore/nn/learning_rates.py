@@ -112,7 +112,7 @@ def _next_multiple(epoch: int, of: int) -> int:
     return of * max(math.ceil(epoch / of), 1)
 
 
-# As the schedules of these names, over epochs in place of steps.
+# The schedules of these names over epochs instead of steps.
 LISTS: dict[str, Callable[..., list[float]]] = {
     "cosine_decay_lr": lambda min_lr, max_lr, total_step, step_per_epoch, decay_epoch: _of_epochs(
         CosineDecayLR(min_lr, max_lr, decay_epoch), total_step, step_per_epoch, decay_epoch),
@@ -122,7 +122,7 @@ LISTS: dict[str, Callable[..., list[float]]] = {
     "inverse_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
     _of_epochs(InverseDecayLR(learning_rate, decay_rate, decay_epoch, is_stair), total_step, step_per_epoch,
                decay_epoch),
-    # of the epoch itself, of which decay_epoch only makes stairs
+    # decays by epoch; decay_epoch is only the width of the stairs
     "natural_exp_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
     _of_epochs(
         lambda epoch: learning_rate * math.exp(-decay_rate * (epoch - (epoch % decay_epoch if is_stair else 0))),
@@ -137,7 +137,7 @@ LISTS: dict[str, Callable[..., list[float]]] = {
         WarmUpLR(learning_rate, warmup_epoch), total_step, step_per_epoch, warmup_epoch),
 }  # fmt: skip
 for _name, _list in LISTS.items():
-    _list.__name__ = _list.__qualname__ = _name  # which errors about arguments say
+    _list.__name__ = _list.__qualname__ = _name  # shown in errors about arguments
 globals().update(LISTS)
 
 __all__ = [

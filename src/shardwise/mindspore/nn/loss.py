@@ -17,7 +17,7 @@ from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
-WEIGHTS = ("weight", "pos_weight")  # settings of losses
+WEIGHTS = ("weight", "pos_weight")  # settings that are stored as buffers
 
 
 class LossBase(Cell):
@@ -45,7 +45,7 @@ class LossBase(Cell):
         return x.mean() if self.reduction == "mean" else x.sum() if self.reduction == "sum" else x
 
 
-_Loss = LossBase  # as older programs import it
+_Loss = LossBase  # older programs import this name
 
 
 class MSELoss(LossBase):
@@ -110,7 +110,7 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return self.get_loss(self.softmax_cross_entropy(logits, labels.to(logits.dtype))[0])
 
 
-# Labels are class numbers over dim 1, of cross entropy also probabilities; of binary cross entropy probabilities.
+# Labels are class indices over dim 1 (cross entropy also takes probabilities), or probabilities in binary ones.
 CLASSES = classes_of({
     "BCELoss": lambda logits, labels, *, weight=None, reduction="mean": F.binary_cross_entropy(
         logits, labels, weight, reduction=reduction),

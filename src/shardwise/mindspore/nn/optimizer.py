@@ -21,7 +21,7 @@ from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
 
-STATES = {"momentum_buffer": "moments"}  # torch's word -> the reference's, in checkpoints
+STATES = {"momentum_buffer": "moments"}  # torch's name -> the reference's name in checkpoints
 ALONE = (ParallelMode.STAND_ALONE, ParallelMode.HYBRID_PARALLEL)
 Rate = Any  # a number, one number per step, or a callable from the step to a number
 
@@ -79,7 +79,7 @@ class Optimizer:
             for group in groups
         ]
         self._torch: torch.optim.Optimizer | None = None
-        self._loaded: list[tuple[str, nn.Parameter, str, Held | None]] = []  # states, before their first step
+        self._loaded: list[tuple[str, nn.Parameter, str, Held | None]] = []  # loaded states, until the first step
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         raise NotImplementedError
@@ -122,7 +122,7 @@ class Optimizer:
         """Return the number of steps made: int32, of shape (1,)."""
         return Tensor([self._steps], torch.int32)
 
-    # For an optimizer of one's own, whose ``construct(gradients)`` updates ``self.parameters``.
+    # For user-defined optimizers whose ``construct(gradients)`` updates ``self.parameters``.
 
     def scale_grad(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Divide gradients by ``loss_scale``."""
@@ -147,7 +147,7 @@ class Optimizer:
         if value != self.target:
             note(f'optimizer.target = "{value}" has no effect here: states are where their parameters are')
 
-    use_parallel = False  # every rank updates what it holds: there is nothing to send
+    use_parallel = False  # every rank updates its own shards: there is nothing to send
     map_ = map_reverse = hyper_map = HyperMap()
 
     def broadcast_params(self, optim_result: Any) -> Any:

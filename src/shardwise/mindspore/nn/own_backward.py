@@ -21,7 +21,7 @@ from shardwise.mindspore import calls, context, planning
 from shardwise.mindspore.ops.primitive import unsplit_operators
 from shardwise.mindspore.tensor_methods import in_words
 
-_HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks")  # torch's, which run around the operator
+_HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks")  # torch runs them around the operator
 
 
 def function_of(kind: type[Any]) -> type[torch.autograd.Function]:
@@ -56,7 +56,7 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
     name = type(cell).__name__
     trained = [path for path, parameter in cell.named_parameters() if parameter.requires_grad]
     if trained:
-        what = f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop can not return"
+        what = f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop cannot return"
         raise TypeError(problem(what, op=name, fix="keep parameters in another cell and hand them in as inputs"))
     if kwargs:
         bound = inspect.signature(cell.construct).bind(*args, **kwargs)
@@ -69,8 +69,7 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
 
 
 def _state(cell: nn.Module) -> str:
-    """Serialise the attributes of a cell as text. Raises CaptureError for tensors, and for values that cannot be
-    pickled."""
+    """Serialise the attributes of a cell as text. Raises CaptureError for tensors and unpicklable values."""
     name = type(cell).__name__
     kept = {attribute: value for attribute, value in vars(cell).items() if attribute not in _HOOKS}
     tensors = [path for path, _ in (*cell.named_parameters(), *cell.named_buffers())]
@@ -81,7 +80,7 @@ def _state(cell: nn.Module) -> str:
     try:
         return base64.b64encode(pickle.dumps(kept)).decode()
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        what = f"{name} has a bprop, and its attributes can not be pickled: {error}"
+        what = f"{name} has a bprop, and its attributes cannot be pickled: {error}"
         raise CaptureError(problem(what, op=name, fix="keep numbers and operators in its attributes")) from error
 
 

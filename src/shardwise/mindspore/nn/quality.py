@@ -24,8 +24,7 @@ def _similar(
     img1: Tensor, img2: Tensor, max_val: float = 1.0, filter_size: int = 11, filter_sigma: float = 1.5,
     k1: float = 0.01, k2: float = 0.03,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the structural similarity per channel [n, c] (Wang et al. 2004, equation 13), and its factor without the
-    means."""
+    """Return the similarity per channel [n, c], and its part without means (Wang et al. 2004, equation 13)."""
     first, second, squares, product = (
         _weighted(x, filter_size, filter_sigma) for x in (img1, img2, img1.square() + img2.square(), img1 * img2)
     )

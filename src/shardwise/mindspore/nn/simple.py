@@ -86,7 +86,7 @@ def _dice(logits: Any, label: Any, smooth: float) -> Any:
     return 1 - 2 * both / (squares + smooth)
 
 
-# Cells and losses that compute a function of ``ops.functions``: its name, and the settings of the constructor.
+# Cells and losses that compute a function of ``ops.functions``: its name, and the constructor's settings.
 _CELLS_OF_FUNCTIONS = {
     "CELU": "celu alpha=1.0", "GLU": "glu axis=-1", "HShrink": "hardshrink lambd=0.5",
     "HardShrink": "hardshrink lambd=0.5", "Hardtanh": "hardtanh min_val=-1.0 max_val=1.0", "LogSigmoid": "logsigmoid",

@@ -255,14 +255,12 @@ VirtualDatasetCellTriple = _VirtualDatasetCell
 
 
 class GradAccumulationCell(PipelineCell):
-    """Gradient accumulation without stages: gradients are summed over ``micro_size`` parts of a batch before one
-    update."""
+    """A step without stages: it sums gradients over ``micro_size`` parts of a batch and updates once."""
 
 
 class PipelineGradReducer(Cell):
-    """Scaling of a ``PipelineCell``'s gradients: ``PipelineGradReducer(parameters)(grads)``. They are already summed
-    over micro-batches and ranks. They are divided by ``scale_sense``, and with ``gradients_mean`` by the number of
-    ranks that sum."""
+    """Scaling of a ``PipelineCell``'s gradients, which are sums over micro-batches and ranks, by ``scale_sense``, and
+    with ``gradients_mean`` by the number of ranks: ``PipelineGradReducer(parameters)(grads)``."""
 
     def __init__(self, parameters: Any, scale_sense: float = 1.0, opt_shard: Any = None) -> None:
         super().__init__()

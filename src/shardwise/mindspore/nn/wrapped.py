@@ -20,8 +20,7 @@ from shardwise.mindspore.tensor import Parameter
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """Make a torch module whose random numbers derive from the dialect's generator, so that they are equal on all
-    ranks."""
+    """Make a torch module with random numbers from the dialect's generator, so that they are equal on all ranks."""
     seed = int(torch.randint(2**31, (), generator=generator()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -83,12 +82,12 @@ class _Recurrent(Wrapped):
         self.batch_first = settings["batch_first"]
         self.module = seeded(type(self).kind, input_size, hidden_size, num_layers, dtype=dtype, **settings)
 
-    leading: tuple[str, ...] = ()  # settings before has_bias
+    leading: tuple[str, ...] = ()  # names of settings before has_bias
 
     def construct(self, x: Any, hx: Any = None, seq_length: Any = None) -> Any:
         if seq_length is None:
             return self.module(x, hx)
-        if torch.compiler.is_exporting():  # packing asks for values
+        if torch.compiler.is_exporting():  # packing needs values
             return _by_steps(self.module, x, hx, seq_length)
         packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), self.batch_first, enforce_sorted=False)
         output, state = self.module(packed, hx)

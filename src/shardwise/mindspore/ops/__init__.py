@@ -43,4 +43,4 @@ if not TYPE_CHECKING:  # as in ``operations``
 else:
 
     def __getattr__(name: str) -> Any:
-        """Names that are made from tables (``simple``, ``functions``)."""
+        """Return names that are made from tables (``simple``, ``functions``)."""

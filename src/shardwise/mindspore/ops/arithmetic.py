@@ -53,7 +53,7 @@ ELEMENTS: dict[str, Callable[..., Any]] = {
     "Equal": operator.eq, "NotEqual": operator.ne, "Greater": operator.gt, "GreaterEqual": operator.ge,
     "Less": operator.lt, "LessEqual": operator.le,
 }  # fmt: skip
-COMPOSED: dict[str, Callable[..., Any]] = {  # of several operators of torch
+COMPOSED: dict[str, Callable[..., Any]] = {  # made of several torch operators
     "DivNoNan": lambda x, y: torch.where(y == 0, 0, x / torch.where(y == 0, 1, y)),
     "Identity": torch.clone,
     "Softsign": lambda x: x / (1 + x.abs()),

@@ -13,7 +13,7 @@ from shardwise.mindspore.checks import one_of
 Tensor = torch.Tensor
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 EVERYTHING = 2**31 - 1
-CAUSAL, CAUSAL_AT_THE_END, BAND = 2, 3, 4  # sparse modes; of the others the mask says all
+CAUSAL, CAUSAL_AT_THE_END, BAND = 2, 3, 4  # sparse modes; in the others only the mask counts
 
 
 def _heads(x: Tensor, width: int, layout: str) -> Tensor:

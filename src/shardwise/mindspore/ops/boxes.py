@@ -13,7 +13,7 @@ from shardwise.mindspore.named import Function
 from shardwise.mindspore.ops.further import overlap
 
 Tensor = torch.Tensor
-Places = list[tuple[Tensor, Tensor]]  # of two elements around each place: which, and its share
+Places = list[tuple[Tensor, Tensor]]  # index and weight of two elements around each position
 
 
 @torch.library.custom_op("shardwise::kept_boxes", mutates_args=())
@@ -30,7 +30,7 @@ def _(close: Tensor) -> Tensor:
     return close.new_empty(len(close))
 
 
-sw.rule(_kept, "a b -> c", whole=("a", "b", "c"))  # which stay depends on all that are better
+sw.rule(_kept, "a b -> c", whole=("a", "b", "c"))  # each result depends on all better boxes
 
 
 def suppressed(bboxes: Tensor, iou_threshold: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,8 +42,7 @@ def suppressed(bboxes: Tensor, iou_threshold: float = 0.5) -> tuple[Tensor, Tens
 
 
 def _around(places: Tensor, size: int, margin: float) -> Places:
-    """Return the two elements around each position and their weights. Positions beyond a dim by more than ``margin``
-    have weight 0."""
+    """Return the two elements around each position with weights: 0 if it is more than ``margin`` outside."""
     inside = (places >= -margin) & (places <= size - 1 + margin)
     held = places.clamp(0, size - 1)
     low = held.floor()
@@ -92,8 +91,7 @@ def _resized(
     image: Tensor, boxes: Tensor, box_indices: Tensor, crop_size: Any, method: str = "bilinear",
     extrapolation_value: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Resize parts of images (b, h, w, c) to one size: [n, height, width, c]. ``boxes`` (y0, x0, y1, x1) range from 0
-    to 1."""
+    """Resize image parts (b, h, w, c): [n, height, width, c]. ``boxes`` (y0, x0, y1, x1) range from 0 to 1."""
     one_of("bilinear", "nearest")("method", method)
 
     def far(low: int, count: int) -> Tensor:

@@ -151,9 +151,9 @@ class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., g
 class NeighborExchange(
     _Communication, send_rank_ids=..., recv_rank_ids=..., recv_shapes=..., send_shapes=..., recv_type=..., group=None
 ):
-    """A point-to-point exchange: tensor i goes to rank ``send_rank_ids[i]``, and tensors from ``recv_rank_ids`` are
-    returned as a tuple. The gradient takes the reverse paths. ``recv_shapes``, ``send_shapes``: one shape each;
-    ``recv_type``: the dtype received."""
+    """A point-to-point exchange: tensor i goes to rank ``send_rank_ids[i]``; tensors from ``recv_rank_ids`` return as a
+    tuple. The gradient takes the reverse paths. ``recv_shapes``, ``send_shapes``: of each; ``recv_type``: their
+    dtype."""
 
     recv_shapes: Any
 

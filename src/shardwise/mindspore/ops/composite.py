@@ -34,8 +34,8 @@ class Map:
 def _known(result: Any, row: tuple[Any, ...]) -> Any:
     """Mark a result computed from a gradient as a gradient of the same parameter, if it has the same shape."""
     if isinstance(result, torch.Tensor):
-        alike = (x for x in row if isinstance(x, torch.Tensor) and x.shape == result.shape)
-        return as_gradient(result, next((parameter for x in alike if (parameter := parameter_of(x)) is not None), None))
+        peers = (x for x in row if isinstance(x, torch.Tensor) and x.shape == result.shape)
+        return as_gradient(result, next((parameter for x in peers if (parameter := parameter_of(x)) is not None), None))
     return result
 
 
@@ -88,7 +88,7 @@ class MultitypeFuncGraph:
         for types, body in self._bodies:
             if len(types) == len(args) and all(isinstance(x, arg) for x, arg in zip(args, types, strict=True)):
                 return body(*args)
-        for types, body in self._bodies:  # numbers are tensors, too: versions give either
+        for types, body in self._bodies:  # versions pass either numbers or tensors
             if len(types) == len(args):
                 converted = [_as_kind(x, kind) for x, kind in zip(args, types, strict=True)]
                 if all(isinstance(x, kind) for x, kind in zip(converted, types, strict=True)):
@@ -99,9 +99,8 @@ class MultitypeFuncGraph:
 
 
 class GradOperation:
-    """A gradient operator: ``GradOperation(get_all, get_by_list, sens_param)(network, weights)(*inputs)`` returns the
-    gradients of the first input, of all inputs, or of the weights. ``sens_param``: the last argument is the initial
-    gradient of the output."""
+    """``GradOperation(get_all, get_by_list, sens_param)(network, weights)(*inputs)``: the gradients of the first input,
+    all inputs, or the weights. ``sens_param``: the last argument is the initial gradient of the output."""
 
     def __init__(self, get_all: bool = False, get_by_list: bool = False, sens_param: bool = False) -> None:
         self.get_all, self.get_by_list, self.sens_param = get_all, get_by_list, sens_param

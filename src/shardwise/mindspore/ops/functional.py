@@ -21,7 +21,7 @@ from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, as_ours, plain
 from shardwise.runtime.hooks import MARKS
 
-# Whether a call is inside of a function that value_and_grad differentiates, or that torch.func transforms.
+# Whether a call is inside a function that value_and_grad differentiates, or that torch.func transforms.
 _DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)
 _TRANSFORMED: ContextVar[bool] = ContextVar("shardwise_transformed", default=False)
 
@@ -106,7 +106,7 @@ def value_and_grad(
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         inputs = [plain(arg) if place in positions else arg for place, arg in enumerate(args)]
-        if _TRANSFORMED.get() and listed is None:  # by torch.func, whose tensors know no requires_grad_
+        if _TRANSFORMED.get() and listed is None:  # torch.func's tensors have no requires_grad_
             result, of_inputs = _transformed(partial(fn, **kwargs), inputs, positions, has_aux)
             return result, labelled(positions, of_inputs, isinstance(grad_position, int))
         is_inner = _DIFFERENTIATED.get() or any(inputs[position].requires_grad for position in positions)
@@ -137,7 +137,7 @@ def value_and_grad(
         grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads_or_none, strict=True))
         overflow.noted((total, *grads))
         for tensor, grad in zip(listed or (), before, strict=True):
-            tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # it may be split by now
+            tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # the tensor may be split by now
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
         input_grads, others = as_tensors[: len(positions)], as_tensors[len(positions) :]
         first = labelled(positions, input_grads, isinstance(grad_position, int)) if positions else ()
@@ -293,8 +293,7 @@ def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """Return the results of ``fn``, and the product of its Jacobian with ``v``. ``has_aux`` appends all other
-    outputs."""
+    """Return the results of ``fn`` and its Jacobian's product with ``v``. ``has_aux`` appends all other outputs."""
     inputs, v = (x if isinstance(x, (tuple, list)) else (x,) for x in (inputs, v))
     plain_fn = _plainly(fn, has_aux)
     result: tuple[Any, ...] = _of_tensors(lambda *both: torch.func.jvp(plain_fn, both[0], both[1], has_aux=has_aux))(
@@ -320,8 +319,7 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
 
 
 def jacrev(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
-    """Return the Jacobian of ``fn`` in reverse mode. With ``has_aux`` it is that of the first output, followed by the
-    others."""
+    """Return the reverse-mode Jacobian of ``fn``; with ``has_aux`` of its first output, and the other outputs."""
     plain_fn = _plainly(fn, has_aux)
     return _of_tensors(torch.func.jacrev(plain_fn, grad_position, has_aux=has_aux))
 

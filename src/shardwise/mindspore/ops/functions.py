@@ -94,7 +94,7 @@ def _binary(function: Any) -> Function:
     return lambda input, other: function(*(x if isinstance(x, Tensor) else torch.as_tensor(x) for x in (input, other)))
 
 
-# One argument, called input; and two, called input and other.
+# Functions of one argument, input, and of two, input and other.
 _UNARY = [
     "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "det",
     "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "inverse", "isfinite",

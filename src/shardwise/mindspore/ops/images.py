@@ -78,7 +78,7 @@ class _Windowed(OfSettings):
                 raise strict.failure(
                     self.title,
                     f"the strategy {counts} splits dim {dim} in {counts[dim]} parts, but in {self.pad_mode} mode with "
-                    f"kernel {kernel} (dilated) and stride {stride} it can not be split",
+                    f"kernel {kernel} (dilated) and stride {stride} it cannot be split",
                     "1 for height and width, pad_mode='same', or set_auto_parallel_context(strict=False)",
                 )
 

@@ -21,10 +21,9 @@ def _numbered(letters: str, shapes: Shapes) -> Names:
 
 
 class Gather(OfSettings, batch_dims=0):
-    """A lookup: ``Gather(batch_dims)(params, indices, axis)`` returns the slices of ``params`` along ``axis`` at
-    ``indices``.
+    """``Gather(batch_dims)(params, indices, axis)``: the slices of ``params`` along ``axis`` at ``indices``.
 
-    ``add_prim_attr("manual_split", (10, 20, 30, 4))`` gives the devices along the first dim these numbers of rows.
+    ``add_prim_attr("manual_split", (10, 20, 30, 4))`` sets the rows per device along the first split dim.
     ``add_prim_attr("primitive_target", "CPU")`` keeps ``params`` on the host.
     """
 
@@ -201,8 +200,7 @@ class SparseGatherV2(Gather):
 
 
 class EmbeddingLookup(Gather):
-    """A lookup: ``EmbeddingLookup()(params, indices, offset)`` returns rows at indices minus ``offset``, and 0 out of
-    range."""
+    """``EmbeddingLookup()(params, indices, offset)``: rows at indices minus ``offset``; 0 out of range."""
 
     def __call__(self, params: Any, indices: Any, offset: int = 0) -> Any:
         shifted = indices - offset
@@ -310,8 +308,7 @@ class TensorScatterUpdate(Primitive):
 
 
 class TensorScatterAdd(TensorScatterUpdate):
-    """An addition: ``TensorScatterAdd()(x, indices, updates)`` returns x with values added at the positions in the
-    indices."""
+    """``TensorScatterAdd()(x, indices, updates)``: x with values added at the positions in the indices."""
 
     def compute(self, x: Any, indices: Any, updates: Any) -> Any:
         return x.index_put(tuple(indices.unbind(-1)), updates, accumulate=True)

@@ -49,9 +49,8 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
         return dim_names(", ".join(texts), [len(shape) for shape in shapes])
 
     def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:
-        """Return the layout notation of a strategy if only the second operand has the batch dims, with the axes of the
-        device matrix in the order batch dims, m, k, n. The library would assign devices in the order in which dims
-        appear."""
+        """Return the layout notation if only the second operand has the batch dims: the device matrix has the order
+        batch dims, m, k, n. The library would assign devices in the order in which dims appear."""
         shapes = self.strategy_shapes(args)
         batch = self._batch(shapes)
         first, second = ((1,) * (len(batch) + 2 - len(shape)) + shape for shape in shapes)

@@ -90,9 +90,8 @@ class BatchNorm(OfSettings, is_training=False, epsilon=1e-5, momentum=0.1, data_
 
 
 class Dropout(OfSettings, keep_prob=0.5, Seed0=0, Seed1=0):
-    """Dropout: ``Dropout(keep_prob)(x)`` keeps each element with probability ``keep_prob`` and divides it by that; the
-    others are 0. It also returns the mask. Devices draw different numbers for different elements, and equal ones for
-    the same element."""
+    """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and the
+    mask. Devices draw different numbers for different elements, and equal ones for the same element."""
 
     lead = 0
 

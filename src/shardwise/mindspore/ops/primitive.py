@@ -38,8 +38,7 @@ def unsplit_operators() -> Iterator[None]:
 
 @contextmanager
 def host_operands() -> Iterator[list[torch.Tensor]]:
-    """Collect the tensors that primitives with ``primitive_target`` "CPU", called within the context, keep on the
-    host."""
+    """Collect the tensors that primitives with ``primitive_target`` "CPU" keep on the host within the context."""
     operands: list[torch.Tensor] = []
     token = _HOST_OPERANDS.set(operands)
     try:
@@ -104,7 +103,7 @@ class Primitive:
         self.attrs: dict[str, Any] = {}
         self.in_strategy: Strategy | None = None
         self.out_strategy: Strategy | None = None
-        self.in_layouts: Layouts | None = None  # where strategies are layouts
+        self.in_layouts: Layouts | None = None  # set if strategies are layouts
         self.out_layouts: Layouts | None = None
         self.instance_name = ""
         self.data_parallel = False
@@ -224,8 +223,7 @@ class Primitive:
         return self.compute(*pytree.tree_unflatten(leaves, spec))
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
-        """Run ``compute`` of several operators with the operand ``lead`` split by its counts. The operators inside
-        follow."""
+        """Run ``compute`` with the operand ``lead`` split by its counts. The operators inside follow."""
         leaves, spec = pytree.tree_flatten(args)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         assert self.lead is not None
@@ -282,8 +280,7 @@ class Primitive:
         return None
 
     def out_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], *, strict: bool) -> Strategy | None:
-        """Return the split of the results. None: as the operator leaves them (in strict mode partial sums are
-        reduced)."""
+        """Return the split of the results; None: as the operator leaves them (strict mode reduces partial sums)."""
         return self.out_strategy
 
     def host_operands(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -313,8 +310,7 @@ class Plain(Primitive):
 
 
 class Simple(OfSettings, Plain):
-    """The operator ``function(*operands, **settings)``. A strategy splits the first operand; the operators inside
-    follow."""
+    """The operator ``function(*operands, **settings)``. A strategy splits its first operand."""
 
     lead = 0
 

@@ -16,10 +16,9 @@ Axes = int | Sequence[int]
 
 
 class Reduce(OfSettings, keep_dims=False):
-    """A reduction: ``ReduceSum(keep_dims)(x, axis)`` over any dims, without ``axis`` over all. Split dims are allowed:
-    results are reduced over the devices."""
+    """``ReduceSum(keep_dims)(x, axis)`` over any dims, by default all. Split dims are reduced over the devices."""
 
-    function: ClassVar[Callable[..., Any]]  # of x, dims and whether they are kept
+    function: ClassVar[Callable[..., Any]]  # takes x, dims and keepdim
 
     def compute(self, x: Any, axis: Axes = ()) -> Any:
         return type(self).function(x, dims_of(x, axis), self.keep_dims)
@@ -41,7 +40,7 @@ def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: 
     return index, value
 
 
-PLACES = classes_of({  # where the largest or smallest element of a dim is
+PLACES = classes_of({  # index of the largest or smallest element of a dim
     "ArgMaxWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.max, x, axis, keep_dims),
     "ArgMinWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.min, x, axis, keep_dims),
     "Argmax": lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type),

@@ -13,7 +13,7 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 
 MODES = ("valid", "same", "pad")
-AVERAGES: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}  # over how many dims
+AVERAGES: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}  # number of dims
 DIMS = {**AVERAGES, F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
 
 

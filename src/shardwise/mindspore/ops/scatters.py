@@ -16,7 +16,7 @@ import torch
 from shardwise.mindspore.named import Function
 
 Tensor = torch.Tensor
-# By name: torch's reduction, and what it is given of the updates.
+# Name -> torch's reduction, and the function applied to the updates.
 _KINDS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "add": ("sum", lambda x: x),
     "sub": ("sum", torch.neg),
@@ -61,7 +61,7 @@ TENSOR_SCATTERS: dict[str, Function] = {
     "unsorted_segment_min": partial(_segments, kind="min"),
     "unsorted_segment_prod": partial(_segments, kind="mul"),
 }
-SCATTERS: dict[str, Function] = {  # which change a parameter
+SCATTERS: dict[str, Function] = {  # these change a parameter
     **{f"scatter_{kind}": partial(_at_rows, kind=kind) for kind in _KINDS if kind != "add"},
     **{f"scatter_nd_{kind}": partial(_at_elements, kind=kind) for kind in _KINDS},
 }

@@ -102,7 +102,7 @@ class _Cut(Primitive):
         (counts,), (shape,) = strategy, shapes
         taken = self.slices(shape, *args[1:])
         plain = [cut for cut in taken if cut is not None and cut is not Ellipsis]
-        if len(plain) < len(taken):  # new dims and ellipses: positions shift
+        if len(plain) < len(taken):  # new dims and ellipses shift positions
             strict.whole(self.title, counts, range(len(shape)), "and a mask is not 0")
         for dim, cut in enumerate(plain):
             if not isinstance(cut, slice) or cut.indices(shape[dim]) != (0, shape[dim], 1):
@@ -111,9 +111,8 @@ class _Cut(Primitive):
 
 
 class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0):
-    """Slices: ``StridedSlice()(x, begin, end, strides)``. Bit i of a mask applies to entry i: ``begin_mask`` and
-    ``end_mask`` ignore it, ``ellipsis_mask`` makes it "...", ``new_axis_mask`` a new dim, ``shrink_axis_mask`` an
-    index."""
+    """``StridedSlice()(x, begin, end, strides)``. Bit i of a mask applies to entry i: ``begin_mask`` and ``end_mask``
+    ignore it, ``ellipsis_mask`` makes it "...", ``new_axis_mask`` a new dim, ``shrink_axis_mask`` an index."""
 
     def slices(self, shape: Sequence[int], *args: Any) -> tuple[Any, ...]:
         begin, end, strides = args
@@ -141,8 +140,8 @@ class Slice(_Cut):
         )
 
 
-# Those of the second table take no strategy: their layout follows from their neighbours', or every device makes what it
-# needs of a new tensor.
+# The operators of the last table take no strategy: their layout follows from their neighbours', or every device makes
+# its part of a new tensor.
 CLASSES = {
     **classes_of({"Squeeze": lambda x, *, axis=(): _squeezed(x, axis)}, Simple, __name__, lead=None),
     **classes_of({

@@ -72,7 +72,7 @@ def _flat(paddings: Any) -> list[int]:
     return [n for pair in reversed(pairs_of(paddings)) for n in pair]
 
 
-# Primitives that compute a function of ``ops.functions``: its name, and the settings that the constructor takes.
+# Primitives that compute a function of ``ops.functions``: its name, and the settings of the constructor.
 _OF_FUNCTIONS = {
     "Acosh": "acosh", "Asinh": "asinh", "Atanh": "atanh", "Addcdiv": "addcdiv", "Addcmul": "addcmul",
     "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor", "Conj": "conj",

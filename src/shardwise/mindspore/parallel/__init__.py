@@ -1,5 +1,4 @@
-"""Names of ``mindspore.parallel``: reports on a program's parallelism, and functions that newer programs import from
-here."""
+"""Names of ``mindspore.parallel``: reports, and functions that newer programs import from here."""
 
 from typing import Any
 

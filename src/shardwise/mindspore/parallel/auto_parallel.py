@@ -28,7 +28,7 @@ class AutoParallel(PipelineCell):
         if parallel_mode not in MODES:
             what = f"AutoParallel(parallel_mode={parallel_mode!r})"
             raise ValueError(problem(what, fix=closest(parallel_mode, MODES)))
-        self._called = [network]  # which a call goes to
+        self._called = [network]  # in a list, so that it is not registered as a submodule
         if isinstance(network, PipelineCell):
             network, self.micro_size = network.network, network.micro_size
         if isinstance(network, nn.Module):

@@ -36,7 +36,7 @@ class CallbackParams:
     epoch_num: int = 0
     batch_num: int = 0
     cur_epoch_num: int = 0
-    begin_epoch: int = 0  # how many are done when a run goes on
+    begin_epoch: int = 0  # epochs already done when a run resumes
     cur_step_num: int = 0
     net_outputs: Any = None
     dataset_sink_mode: bool = False
@@ -122,8 +122,7 @@ def told(callbacks: Iterable[Callback], moment: str, run_context: RunContext) ->
 
 
 class WhileTraining(Callback):
-    """A wrapper that passes evaluation events of ``Model.fit`` to a callback only where it overrides the ``on_eval_*``
-    methods. The old names belong to training there."""
+    """A wrapper that passes evaluation events of ``Model.fit`` to the ``on_eval_*`` methods of a callback."""
 
     def __init__(self, callback: Callback) -> None:
         for moment in ("on_eval_begin", "on_eval_step_begin", "on_eval_step_end", "on_eval_end"):
@@ -142,12 +141,9 @@ def callbacks_of(argument: Any) -> list[Callback]:
 
 
 class LossMonitor(WithSettings, Callback, per_print_times=1):
-    """Printer of the loss: ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times``
-    steps.
-
-    A loss vector is averaged over this rank's part. In a pipeline the ranks of the last stage print (with
-    ``pipeline_result_broadcast`` all). Raises ValueError when the loss is not finite.
-    """
+    """Printer of ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps. A loss
+    vector is averaged over this rank's part. In a pipeline the ranks of the last stage print (with
+    ``pipeline_result_broadcast`` all). Raises ValueError when the loss is not finite."""
 
     def _settle(self, per_print_times: int) -> None:
         self._every = from_on("per_print_times", per_print_times, 0)
@@ -259,7 +255,7 @@ class ModelCheckpoint(Callback):
         self._config = config or CheckpointConfig()
         self._files: list[Path] = []
         self._last_step, self._last_seconds = 0, time.monotonic()
-        self._params: CallbackParams | None = None  # of the training that goes on
+        self._params: CallbackParams | None = None  # of the current training
 
     @property
     def latest_ckpt_file_name(self) -> str:
@@ -298,7 +294,7 @@ class ModelCheckpoint(Callback):
     def __exit__(self, *error: object) -> None:
         params = self._params
         if self._config.exception_save and error[0] is not None and params and params.cur_step_num > self._last_step:
-            self._save(params, integrated=False)  # other ranks may be elsewhere
+            self._save(params, integrated=False)  # other ranks may not come to a collective
 
     def _save(self, params: CallbackParams, integrated: bool | None = None) -> None:
         path = self._directory / f"{self._prefix}-{params.cur_epoch_num}_{params.step_in_epoch}.ckpt"

@@ -27,7 +27,7 @@ class Metric:
     wants_loss = False
     _indexes: Sequence[int] | None = None
     _convert_data = staticmethod(_array)
-    is_told = False  # by Model.eval, which has chosen the inputs of update
+    is_told = False  # True while Model.eval calls update with selected inputs
 
     def clear(self) -> None:
         raise NotImplementedError
@@ -48,8 +48,7 @@ class Metric:
         return self
 
     def update_from(self, outputs: tuple[Any, ...], all_of_them: bool = False) -> None:
-        """Update with the relevant entries of (loss, output, label). ``all_of_them``: use all results of a user's eval
-        network."""
+        """Update with entries of (loss, output, label). ``all_of_them``: with all results of a user's network."""
         if self._indexes is not None:
             self.is_told = True
             self.update(*(outputs[place] for place in self._indexes))

@@ -14,7 +14,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import context
 from shardwise.mindspore.amp import DynamicLossScaleManager, at_level
 from shardwise.mindspore.checks import from_on
-from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import it from here
+from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import this name from here
 from shardwise.mindspore.engine import layouts_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
@@ -70,7 +70,7 @@ class Model:
         inner_optimizer = next((x for x in vars(network).values() if isinstance(x, Optimizer)), None)
         if optimizer is not None:
             self._train_network: nn.Module | None = training_cell(self._loss_network, optimizer, loss_scale_manager)
-        elif loss_fn is None and inner_optimizer is not None:  # a training cell already
+        elif loss_fn is None and inner_optimizer is not None:  # the network is already a training cell
             self._train_network, self._optimizer = network, inner_optimizer
         else:
             self._train_network = None

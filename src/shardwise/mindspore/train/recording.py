@@ -184,7 +184,7 @@ class BackupAndRestore(Callback):
         beside = self._file.with_name("new.ckpt")
         info = {"epoch_num": epochs, "step_num": params.cur_step_num}
         save_checkpoint(params.network, str(beside), append_dict=info, optimizer=params.optimizer)
-        os.replace(beside, self._file)  # the file is whole at every moment
+        os.replace(beside, self._file)  # replace the file atomically
 
 
 class OnRequestExit(
@@ -196,7 +196,7 @@ class OnRequestExit(
     """
 
     _asked = False
-    _before: Any = None  # the handler of the signal
+    _before: Any = None  # the previous signal handler
 
     def _settle(self) -> None:
         if self.sig == signal.SIGKILL:

@@ -105,7 +105,7 @@ def async_ckpt_thread_status() -> bool:
     return False
 
 
-# Settings of the reference that change nothing here, but for the keys, which are refused.
+# Settings of the reference without effect here, except the keys, which are refused.
 _SETTINGS = ("crc_check", "enc_mode", "dec_mode", "format", "remove_redundancy", "enc_key", "dec_key")
 
 
@@ -129,7 +129,7 @@ def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], 
         raise
 
 
-# Attributes by which cells hold the network that they wrap: they lengthen its paths.
+# Attributes in which cells hold the wrapped network: they lengthen its paths.
 WRAPPING = ("network", "_backbone", "_network")
 
 
@@ -216,7 +216,7 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
         content = torch.load(path, weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         fix = "one that save_checkpoint wrote, whole"
-        raise ValueError(problem(f"{path} can not be read as a checkpoint: {error}", fix=fix)) from error
+        raise ValueError(problem(f"{path} cannot be read as a checkpoint: {error}", fix=fix)) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(problem(f"{path} is no checkpoint of this library", fix="one that save_checkpoint wrote"))
     missing = [key for key in ("parameters", "info", "rank") if key not in content]

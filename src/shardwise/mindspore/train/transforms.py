@@ -87,12 +87,9 @@ def transform_checkpoints(
     process_num: int = 1,
     output_format: str = "ckpt",
 ) -> None:
-    """Convert the newest files in ``rank_0``, ``rank_1``, ... to those of the ranks of ``dst_strategy_file``:
-    ``<dst>/rank_<i>/<ckpt_prefix><i>.ckpt``.
-
-    Without ``dst_strategy_file`` write one whole file in ``rank_0``. ``process_num`` is accepted without effect. Raises
-    RuntimeError if a part is missing.
-    """
+    """Convert the newest files in ``rank_0``, ``rank_1``, ... for the ranks of ``dst_strategy_file``:
+    ``<dst>/rank_<i>/<ckpt_prefix><i>.ckpt``; without it to one whole file in ``rank_0``. ``process_num`` has no effect.
+    Raises RuntimeError if a part is missing."""
     if output_format != "ckpt":
         raise NotImplementedError(problem(f"output_format={output_format!r}", fix="ckpt; sw.save_pretrained writes "
                                           "safetensors"))  # fmt: skip
@@ -119,7 +116,7 @@ def _write_part(
     for name, tensor in whole.items():
         holding = _matching(tensor.path, holdings) if tensor.dim() and holdings else None
         if holding is not None and holding.shape != tuple(tensor.shape):
-            holding = None  # a state of another shape
+            holding = None  # a state whose shape differs from its parameter's
         if holding is not None and number not in holding.ranks:
             continue
         part = tensor.detach().as_subclass(torch.Tensor)
@@ -135,8 +132,7 @@ def _ranks(strategy: str | None) -> int:
 
 
 def save_group(plan: sw.Plan, rank: int, file: str) -> None:
-    """Write the ranks that hold the same parts as this one: any of their checkpoints can replace its own if that is
-    lost."""
+    """Write the ranks with the same parts as this one, whose checkpoints can replace its own if that is lost."""
     holdings = _held_by(plan).values()
     parts = {other: [_boxes(holding, other, holding) for holding in holdings] for stage in plan.stages
              for other in stage.placement.ranks}  # fmt: skip

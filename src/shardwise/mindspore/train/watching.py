@@ -14,12 +14,11 @@ from shardwise.mindspore.notes import note
 from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 
 MODES = ("auto", "min", "max")
-GROWS = ("acc", "precision", "recall", "f1", "auc")  # of names whose larger values are better
+GROWS = ("acc", "precision", "recall", "f1", "auc")  # parts of names of metrics that should grow
 
 
 class _Watching(WithSettings, Callback):
-    """Base of callbacks that watch a value. ``monitor``: "loss", or "eval_" and the name of a metric; ``min_delta``:
-    the least improvement."""
+    """Base of watching callbacks. ``monitor``: "loss", or "eval_" and a metric; ``min_delta``: least improvement."""
 
     def _settle(self) -> None:
         if self.mode not in MODES:
