@@ -379,7 +379,7 @@ def connected(backends: list[str | None]) -> tuple[str, str]:
 
 def test_init_takes_what_the_machine_has_and_rank_0_says_so_once(run_ranks: RunRanks) -> None:
     first, second = run_ranks(connected, 2, [None, "gloo", "hccl", "nccl", "hccl"])
-    expected = 'the ranks talk through gloo, which serves the CPU of this machine, not through "hccl"'
+    expected = 'the ranks communicate through gloo, which fits the CPU here, not through "hccl"'
     assert first == ("gloo", f"shardwise.mindspore: {expected}\n")
     assert second == ("gloo", "")
 

@@ -390,13 +390,13 @@ def test_mistakes_are_named() -> None:
         yield 2, np.zeros(3)
 
     mistakes: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: ds.GeneratorDataset(3, ["x"]), TypeError, "int is no source of rows"),
+        (lambda: ds.GeneratorDataset(3, ["x"]), TypeError, "int is not a source of rows"),
         (lambda: ds.GeneratorDataset(source, []), TypeError, "names of columns"),
         (lambda: ds.GeneratorDataset(source, ["x", "x"]), ValueError, "two columns"),
         (
             lambda: ds.GeneratorDataset(source, ["x", "y"], shuffle=True),
             ValueError,
-            "shuffle needs rows by their index",
+            "shuffle needs rows by index",
         ),
         (
             lambda: ds.GeneratorDataset(source, ["x", "y"], num_shards=2, shard_id=0),

@@ -280,7 +280,7 @@ def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> 
     known = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
     options = bound_to(title, known, (), settings)
     if options["boost_level"] != "O0":
-        note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is a whole one")
+        note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is computed in full")
     dtype, keeps = options["cast_model_type"], options["keep_batchnorm_fp32"]
     if level in ("O0", "O2", "O3"):
         dtype = dtype or (torch.float32 if level == "O0" else torch.float16)

@@ -76,7 +76,7 @@ def one_of(*known: str) -> Check:
 
     def check(name: str, value: Any) -> str:
         if text(name, value) not in known:
-            raise ValueError(problem(f'{name} is "{value}", which there is not', fix=closest(value, known)))
+            raise ValueError(problem(f'{name} is "{value}", which does not exist', fix=closest(value, known)))
         return str(value)
 
     return check

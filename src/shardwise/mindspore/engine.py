@@ -92,10 +92,10 @@ def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Run a cell for inputs that require gradients, such as results of another cell. Every rank computes it whole.
     Raises RuntimeError where ranks have rows of their own."""
     if staged.is_on() or fed_counts(context.options(), args, kwargs):
-        what = "the gradient of its input is wanted, which it is given in parts"
-        fix = "full_batch=True, or one cell that holds this one and what computes its input"
+        what = "its input requires a gradient, and ranks feed it in parts"
+        fix = "full_batch=True, or one cell that contains this one and computes its input"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
-    note(f"{type(cell).__name__} is given what was computed with gradients: every rank computes it whole")
+    note(f"{type(cell).__name__} gets inputs that require gradients: every rank computes it whole")
     if cell not in _SPLITS:  # split now, so that parameters are kept the same way in any order of calls
         inputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         _SPLITS[cell] = _split(cell, *inputs)
@@ -202,7 +202,7 @@ def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
 def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
     options = context.options()
     if not dist.is_initialized():
-        what = f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs ranks that can talk"
+        what = f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs connected ranks"
         fix = (
             "call communication.init() first, and start the program with: shardwise run -n "
             f"{options.devices} net.py (or mpirun -n {options.devices} python net.py)"

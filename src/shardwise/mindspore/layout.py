@@ -52,7 +52,7 @@ class Layout:
     def counts(self) -> tuple[int, ...]:
         """Return the number of parts of each dim."""
         if self.tensor_map is None:
-            raise ValueError(problem(f"{self} says nothing of a tensor", fix='call it: layout("dp", "None")'))
+            raise ValueError(problem(f"{self} does not place a tensor", fix='call it: layout("dp", "None")'))
         sizes = dict(zip(self.alias_name, self.device_matrix, strict=True))
         return tuple(prod(sizes[name] for name in names) for names in self.tensor_map)
 

@@ -184,7 +184,7 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         known = {existing.lower(): existing for existing in names() if not existing.startswith("_")}
         near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
         instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "")
-        fix = "; ".join(filter(None, (instead, f"what exists is listed in {page('from-mindspore')}")))
+        fix = "; ".join(filter(None, (instead, f"all names are listed in {page('from-mindspore')}")))
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
         note(text)
         raise AttributeError(text)

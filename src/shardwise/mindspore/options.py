@@ -282,7 +282,7 @@ CHECKS: dict[str, Check] = {
     "all_reduce_fusion_config": _indices,
     "pipeline_stages": whole(1, 4096),
     "pipeline_segments": meaningless(
-        whole(1, 4096), 1, "cell.pipeline_segment, with pipeline_interleave, says which of two a cell is in"
+        whole(1, 4096), 1, "cell.pipeline_segment, with pipeline_interleave, sets which of two segments a cell is in"
     ),
     "pipeline_result_broadcast": flag,
     "pipeline_config": entries({"pipeline_interleave": flag, "pipeline_scheduler": _scheduler}, PIPELINE_CONFIG),
@@ -341,7 +341,7 @@ def _follow(name: str, value: Any) -> bool:
 ALGO_CHECKS: dict[str, Check] = {
     "fully_use_devices": idle(flag, True, "the search prices splits over all devices and over fewer of them"),
     "elementwise_op_strategy_follow": _follow,
-    "enable_algo_approxi": idle(flag, False, "the search keeps what can be best, and a plan tells its gap"),
+    "enable_algo_approxi": idle(flag, False, "the search keeps all candidates that may be best; a plan has its gap"),
     "algo_approxi_epsilon": fraction,
     "tensor_slice_align_enable": idle(flag, False, "no device here computes in units of one slice size"),
     "tensor_slice_align_size": whole(1, 1024),

@@ -51,8 +51,8 @@ def decided(
     load = options.strategy_ckpt_load_file if cell.training else ""
     if options.fusion_cuts:
         what = (
-            f"gradients are to be fused up to the positions {options.fusion_cuts}: in {options.parallel_mode} mode "
-            "they travel in the order in which backward computes them"
+            f"gradients should be fused up to {options.fusion_cuts}, but in {options.parallel_mode} mode "
+            "they are sent in the order in which backward computes them"
         )
         fix = "comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB"
         raise ValueError(problem(what, fix=fix))
@@ -112,7 +112,7 @@ def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return {}
     if strategy == "data_parallel":
         return {name: (options.devices, *(1,) * (x.dim() - 1)) for name, x in tensors if x.dim()}
-    assert not isinstance(strategy, str), "the context knows the words"
+    assert not isinstance(strategy, str), "the context has checked the name"
     if len(strategy) < len(tensors):  # in evaluation the last inputs, the labels, may be missing
         what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(tensors)}"
         fix = f"one tuple for each of the inputs {[list(x.shape) for _, x in tensors]}"

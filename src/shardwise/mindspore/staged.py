@@ -115,7 +115,7 @@ def settings(model: nn.Module, args: tuple[Any, ...], micro_size: int, options: 
     places, scheduler = options.pipeline_stages, options.pipeline_config["pipeline_scheduler"]
     if options.devices % places:
         what = f"pipeline_stages is {places}, and {options.devices} devices do not divide by it"
-        raise ValueError(problem(what, fix="as many devices for every stage"))
+        raise ValueError(problem(what, fix="a number of devices that pipeline_stages divides"))
     if micro_size < places:
         what = f"micro_size is {micro_size}, and pipeline_stages {places}"
         raise ValueError(problem(what, fix="at least one micro-batch per stage"))

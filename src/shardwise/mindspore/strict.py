@@ -58,7 +58,7 @@ def check_form(primitive: Primitive, strategy: Strategy, shapes: Shapes) -> None
         if counts:
             _check_length(name, index, counts, shape)
     if any(shapes) and not any(strategy):
-        what = f"the strategy {strategy} leaves all inputs {list(map(list, shapes))} to the others"
+        what = f"the strategy {strategy} has no split counts for any of the inputs {list(map(list, shapes))}"
         raise failure(name, what, "numbers for one of them; without a strategy the operator splits its batch")
 
 

@@ -244,7 +244,7 @@ def _filled(x: torch.Tensor, value: Any) -> torch.Tensor:
 def assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy the value into ``x`` and return it. Raises ValueError for another shape."""
     if x.shape != value.shape:
-        raise ValueError(problem(f"a tensor {list(x.shape)} is given a value {list(value.shape)}", fix="equal shapes"))
+        raise ValueError(problem(f"a tensor {list(x.shape)} gets a value {list(value.shape)}", fix="equal shapes"))
     with torch.no_grad():
         return x.copy_(value)
 

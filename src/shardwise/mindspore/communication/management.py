@@ -62,7 +62,7 @@ def init(backend_name: str | None = None) -> None:
     if backend_name not in (None, backend()):
         have = "a GPU for every rank" if backend() == "nccl" else "the CPU"
         note(
-            f'the ranks talk through {backend()}, which serves {have} of this machine, not through "{backend_name}"',
+            f'the ranks communicate through {backend()}, which fits {have} here, not through "{backend_name}"',
             context.MACHINE,
         )
     GlobalComm.BACKEND = backend_name or backend()
@@ -228,7 +228,7 @@ def _whole(name: str, value: int) -> None:
 def _only_world(group: str, function: str) -> None:
     if find_group(group) != all_ranks_group():
         fix = f"call {function}() without a group"
-        raise ValueError(problem(f'{function} is asked about the group "{group}", a part of the ranks', fix=fix))
+        raise ValueError(problem(f'{function} got the group "{group}", which is not the group of all ranks', fix=fix))
 
 
 __all__ = [

@@ -114,7 +114,7 @@ def _records(path: Path, compression: str) -> Iterator[bytes]:
     while place < len(data):
         (size,) = struct.unpack_from("<Q", data, place)
         if place + size + 16 > len(data):
-            raise RuntimeError(problem(f"{path} ends inside of a record", fix="a file of TFRecord, compression_type="))
+            raise RuntimeError(problem(f"{path} ends inside a record", fix="a file of TFRecord, compression_type="))
         yield data[place + 12 : place + 12 + size]
         place += size + 16
 
@@ -136,7 +136,7 @@ class TFRecordDataset(Files):
         if not rows:
             raise ValueError(problem(f"{files} have no records", fix="files of TFRecord"))
         if given["shuffle"] == Shuffle.FILES:
-            note("TFRecordDataset(shuffle=Shuffle.FILES) shuffles the rows of several files, and of one none")
+            note("TFRecordDataset(shuffle=Shuffle.FILES) shuffles rows only if there are several files")
             given["shuffle"] = len(files) > 1
         told = schema if isinstance(schema, Schema) or schema is None else Schema(schema)
         kinds = {} if told is None else told.columns
@@ -197,7 +197,7 @@ class VOCDataset(_Annotated):
         folder, is_detection = folder_of(dataset_dir), one_of("Segmentation", "Detection")("task", task) == "Detection"
         listed = folder / "ImageSets" / ("Main" if is_detection else task) / f"{usage}.txt"
         if not listed.is_file():
-            raise ValueError(problem(f"there is no {listed}", fix="a usage whose list the folder has"))
+            raise ValueError(problem(f"there is no {listed}", fix="a usage for which the folder has a list"))
         names = [line.split()[0] for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
         objects = {name: self._objects(folder / "Annotations" / f"{name}.xml") for name in names if is_detection}
         known = sorted({str(entry[0]) for entries in objects.values() for entry in entries})

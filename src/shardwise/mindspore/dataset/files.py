@@ -75,7 +75,7 @@ def _idx(path: Path) -> Array:
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rank = data[3] if len(data) > 3 and data[:3] == b"\0\0\x08" else 0
     if not rank:
-        raise ValueError(problem(f"{path} is no file of bytes in the idx format", fix="the files of MNIST"))
+        raise ValueError(problem(f"{path} is not a file of bytes in the idx format", fix="the files of MNIST"))
     shape = np.frombuffer(data, ">i4", rank, 4)
     return np.frombuffer(data, np.uint8, -1, 4 + 4 * rank).reshape(shape)
 
@@ -155,7 +155,7 @@ class _ArrayReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         place = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins"), name
         if place not in self._harmless:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which would run")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which would be executed")
         return self._harmless[place]
 
 
@@ -165,7 +165,7 @@ def _unpickled(path: Path) -> dict[Any, Any]:
         entries = _ArrayReader(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         return {key: getattr(value, "array", value) for key, value in entries.items()}
     except Exception as error:  # a damaged pickle may raise any error
-        what = f"{path} is not read: {error}"
+        what = f"{path} cannot be read: {error}"
         fix = "the files of the data set, as they are distributed; np.savez_compressed keeps arrays of your own"
         raise ValueError(problem(what, fix=fix)) from error
 
@@ -192,7 +192,7 @@ class Cifar10Dataset(Files):
             try:
                 pixels, labels = entries[b"data"], [np.asarray(entries[key], np.uint32) for key in self.labels]
                 if {pixels.dtype, *map(len, labels)} != {np.dtype(np.uint8), len(pixels.reshape(-1, 3072))}:
-                    raise ValueError("pixels and labels are not of the same images")
+                    raise ValueError("the numbers of pixels and labels differ")
             except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
                 what = f"{path} lacks the images or labels of {type(self).__name__}: {error}"
                 raise ValueError(problem(what, fix="the files of the data set, as they are distributed")) from error

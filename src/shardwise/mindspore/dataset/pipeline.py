@@ -424,5 +424,5 @@ def _tensor(array: Array, column: str) -> torch.Tensor:
     try:
         return Tensor(torch.tensor(array))
     except TypeError as error:
-        what = f'the column "{column}" holds {array.dtype}, which no tensor does'
+        what = f'the column "{column}" holds {array.dtype}, which tensors do not support'
         raise TypeError(problem(what, fix="turn it into numbers with map(), or ask for output_numpy=True")) from error

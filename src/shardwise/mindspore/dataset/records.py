@@ -165,7 +165,7 @@ class _File(Rows[tuple[Array, ...]]):
         self._columns: list[tuple[_Field, Array, Array]] = []
         try:
             if not zipfile.is_zipfile(path):
-                raise ValueError("it is no archive of numpy")
+                raise ValueError("it is not a numpy archive")
             with np.load(path, allow_pickle=False) as archive:
                 for name in self.names:
                     column = _Field(name, self.schema[name]), archive[f"{name}.bytes"], archive[f"{name}.ends"]
@@ -221,7 +221,7 @@ def save(dataset: Any, file_name: str, num_files: int) -> None:
     a column of several types, and if there are no rows."""
     names, rows = dataset.get_col_names(), [tuple(map(as_array, row)) for row in dataset.next_pass()]
     if not rows:
-        raise ValueError(problem("the dataset has no rows, which would say the types of columns", fix="some rows"))
+        raise ValueError(problem("the dataset has no rows, so its types are unknown", fix="at least one row"))
     writer = FileWriter(file_name, num_files, overwrite=True)
     writer.add_schema({name: _entry(name, column) for name, column in zip(names, zip(*rows, strict=True), strict=True)})
     writer.write_raw_data(dict(zip(names, row, strict=True)) for row in rows)
@@ -260,7 +260,7 @@ def _read_index(path: Path) -> tuple[Schema, list[str]]:
         for entry in schema.items():
             _Field(*entry)
         if not schema or path.name not in files or any(Path(name).name != name for name in files):
-            raise ValueError("its .db is of other files")
+            raise ValueError("its .db belongs to other files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _foreign(path, error) from error
     return schema, files
@@ -272,11 +272,11 @@ def _check_column(field: _Field, data: Array, ends: Array, rows: int) -> None:
     is_within = is_formed and bool(((ends >= 0) & (ends <= len(data))).all()) and len(data) == (ends[-1] if rows else 0)
     lengths = np.diff(ends, prepend=0) if is_within else np.array([-1])
     if not ((lengths >= 0) & field.has(lengths)).all():
-        raise ValueError(f"column {field.name!r} is not of {rows} rows")
+        raise ValueError(f"column {field.name!r} does not have {rows} rows")
 
 
 def _foreign(path: Path, error: Exception) -> RuntimeError:
-    what = f"{path} is no file that mindrecord.FileWriter has written here ({error})"
+    what = f"{path} is not a file of mindrecord.FileWriter ({error})"
     return RuntimeError(problem(what, fix="write it again from its source"))
 
 

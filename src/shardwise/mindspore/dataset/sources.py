@@ -51,14 +51,14 @@ class GeneratorDataset(
     def _check(self, shuffle: bool | None, num_shards: int | None) -> None:
         if not (self._by_index or callable(self._source) or isinstance(self._source, Iterable)):
             fix = "give a generator function, an iterable, or an object with __getitem__ and __len__"
-            raise TypeError(problem(f"a {type(self._source).__name__} is no source of rows", fix=fix))
+            raise TypeError(problem(f"a {type(self._source).__name__} is not a source of rows", fix=fix))
         if self._types is not None and len(self._types) != len(self._columns):
             what = f"there are {len(self._columns)} columns and {len(self._types)} column_types"
             raise ValueError(problem(what, fix="give one type for every column"))
         asked = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
         wrong = [name for name, is_asked in asked.items() if is_asked]
         if wrong and not self._by_index:
-            what = f"{wrong[0]} needs rows by their index, which the source (a {type(self._source).__name__}) has not"
+            what = f"{wrong[0]} needs rows by index, but the source (a {type(self._source).__name__}) has none"
             fix = "give an object with __getitem__ and __len__, or call .shuffle(buffer_size)"
             raise ValueError(problem(what, fix=fix))
         if self._sampler is not None and (shuffle or num_shards is not None):

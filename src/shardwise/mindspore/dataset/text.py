@@ -50,7 +50,7 @@ class Vocab:
         words, special = list(word_list), list(special_tokens or ())
         listed = special + words if special_first else words + special
         if twice := [word for word, count in Counter(listed).items() if count > 1]:
-            raise ValueError(problem(f"the word {twice[0]!r} is there twice", fix="every word once"))
+            raise ValueError(problem(f"the word {twice[0]!r} occurs twice", fix="every word once"))
         return cls({word: number for number, word in enumerate(listed)})
 
     @classmethod

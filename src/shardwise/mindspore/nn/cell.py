@@ -54,7 +54,7 @@ class Cell(nn.Module):
         if not hasattr(cls, "bprop"):
             return
         if cls.forward is not Cell.forward:
-            fix = "call it construct: what forward does, bprop could not replace the gradient of"
+            fix = "call it construct: bprop cannot replace the gradient of forward"
             raise TypeError(problem(f"{cls.__name__} has a bprop and a forward", fix=fix))
         cls._own_backward = own_backward.function_of(cls)
 

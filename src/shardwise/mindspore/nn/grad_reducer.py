@@ -65,7 +65,7 @@ class DistributedGradReducer:
             what = f"DistributedGradReducer: gradient {missing[0]} is {grads[missing[0]]!r}, not a tensor"
             raise TypeError(problem(what, fix="give zeros for a parameter that is not used, as all ranks must agree"))
         if calls.is_split() and any(parameter_of(grad) is not None for grad in grads):
-            what = "DistributedGradReducer is given gradients of a plan, which has reduced them: ranks hold their parts"
+            what = "DistributedGradReducer got gradients that a plan has already reduced: each rank holds a part"
             fix = "leave it out in semi_auto_parallel and auto_parallel; data_parallel is the mode that needs it"
             raise ShardwiseError(problem(what, fix=fix))
         options, group = context.options(), find_group(self.group)

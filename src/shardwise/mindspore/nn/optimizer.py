@@ -145,7 +145,7 @@ class Optimizer:
     @target.setter
     def target(self, value: str) -> None:
         if value != self.target:
-            note(f'optimizer.target = "{value}" has no effect here: states are where their parameters are')
+            note(f'optimizer.target = "{value}" has no effect here: states are on the device of their parameters')
 
     use_parallel = False  # every rank updates its own shards: there is nothing to send
     map_ = map_reverse = hyper_map = HyperMap()

@@ -57,13 +57,13 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
     trained = [path for path, parameter in cell.named_parameters() if parameter.requires_grad]
     if trained:
         what = f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop cannot return"
-        raise TypeError(problem(what, op=name, fix="keep parameters in another cell and hand them in as inputs"))
+        raise TypeError(problem(what, op=name, fix="keep parameters in another cell and pass them as inputs"))
     if kwargs:
         bound = inspect.signature(cell.construct).bind(*args, **kwargs)
         args = bound.args
     split = [primitive.title for primitive in planning.primitives(cell) if primitive.in_strategy is not None]
     if split and context.options().distributed:
-        what = f"{name} has a bprop, with which it is one operator, and {split[0]} in it a strategy"
+        what = f"{name} has a bprop, which makes it one operator, and {split[0]} in it has a strategy"
         raise CaptureError(problem(what, op=name, fix="leave the strategy out, or write the cell without bprop"))
     return function.apply(_state(cell) if torch.compiler.is_exporting() else cell, *args)
 
@@ -76,7 +76,7 @@ def _state(cell: nn.Module) -> str:
     tensors += [attribute for attribute, value in kept.items() if isinstance(value, torch.Tensor)]
     if tensors:
         told = f"{name} has a bprop and the tensor {tensors[0]}"
-        raise CaptureError(problem(told, op=name, fix="hand it in as an input"))
+        raise CaptureError(problem(told, op=name, fix="pass it as an input"))
     try:
         return base64.b64encode(pickle.dumps(kept)).decode()
     except (pickle.PicklingError, TypeError, AttributeError) as error:

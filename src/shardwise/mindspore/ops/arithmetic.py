@@ -62,7 +62,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {  # made of several torch operators
 
 
 def _elementwise(name: str, function: Callable[..., Any]) -> type[Elementwise]:
-    doc = f"``{name}``, as the reference has it, of every element."
+    doc = f"The reference's ``{name}``, elementwise."
     body = {"function": staticmethod(function), "lead": 0 if name in COMPOSED else None}
     return type(name, (Elementwise,), {**body, "__doc__": doc, "__module__": __name__})
 

@@ -73,7 +73,7 @@ def _aligned(
     et al. 2017): [n, c, height, width]. ``roi_end_mode``: 1 includes the last pixel, 0 makes boxes at least one pixel
     large."""
     if sample_num < 1:
-        raise NotImplementedError(problem(f"ROIAlign(sample_num={sample_num})", fix="how many a side, from 1"))
+        raise NotImplementedError(problem(f"ROIAlign(sample_num={sample_num})", fix="samples per side, from 1"))
     begin, end = rois[:, 1:3] * spatial_scale, (rois[:, 3:5] + roi_end_mode) * spatial_scale
     size = end - begin if roi_end_mode else (end - begin).clamp(min=1)
 

@@ -58,7 +58,7 @@ class _Communication(WithSettings, Primitive):
 
     def _members(self) -> RankGroup:
         if torch.compiler.is_exporting():
-            what = f"{self.name} is called in a cell that is split by a plan, which inserts what ranks exchange"
+            what = f"{self.name} is called in a cell that a plan splits; the plan inserts the communication itself"
             fix = "leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand"
             raise CaptureError(problem(what, op=self.instance_name, fix=fix))
         return find_group(self.group)

@@ -98,7 +98,7 @@ def value_and_grad(
     positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position or ())
     listed = None if weights is None else ((weights,) if isinstance(weights, nn.Parameter) else tuple(weights))
     if not positions and listed is None:
-        raise ValueError(problem("value_and_grad differentiates by nothing", fix="give grad_position or weights"))
+        raise ValueError(problem("value_and_grad has nothing to differentiate by", fix="give grad_position or weights"))
 
     def labelled(ids: Iterable[Any], grads: tuple[Any, ...], is_one: bool) -> Any:
         pairs = tuple(zip(ids, grads, strict=True)) if return_ids else grads

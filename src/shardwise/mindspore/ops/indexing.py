@@ -57,8 +57,8 @@ class Gather(OfSettings, batch_dims=0):
     def _manual(self) -> tuple[int, ...] | None:
         if "manual_split_with_offset" in self.attrs:
             raise NotImplementedError(
-                f"{self.title}: manual_split_with_offset: give the lengths alone as manual_split; indices of any "
-                "device's rows are found"
+                f"{self.title}: manual_split_with_offset: give only the lengths, as manual_split; indices of any "
+                "device's rows are supported"
             )
         return self.attrs.get("manual_split")
 
@@ -233,7 +233,7 @@ class GatherNd(Primitive):
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         strict.whole(self.title, strategy[0], range(len(shapes[0])), "which is looked up")
-        strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which names a place")
+        strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which addresses an element")
 
 
 class OneHot(OfSettings, axis=-1):
@@ -300,7 +300,7 @@ class TensorScatterUpdate(Primitive):
         return x.index_put(tuple(indices.unbind(-1)), updates)
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.whole(self.title, strategy[0], range(shapes[1][-1]), "in which places are named")
+        strict.whole(self.title, strategy[0], range(shapes[1][-1]), "which the indices address")
 
     def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
         x, indices = _numbered("xi", shapes)

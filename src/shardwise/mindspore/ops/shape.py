@@ -68,7 +68,7 @@ class Pack(Stack):
 class Unstack(_Joined, axis=0, num=None):
     """The slices along ``axis``, as a tuple."""
 
-    why = "which is taken apart"
+    why = "which is cut into parts"
 
     def compute(self, x: Any) -> Any:
         return x.unbind(self.axis)
@@ -77,7 +77,7 @@ class Unstack(_Joined, axis=0, num=None):
 class Split(_Joined, axis=0, output_num=1):
     """The parts of a dim in ``output_num`` equal sizes, as a tuple."""
 
-    why = "which is taken apart"
+    why = "which is cut into parts"
 
     def compute(self, x: Any) -> Any:
         size, count = x.shape[self.axis], self.output_num
@@ -107,7 +107,7 @@ class _Cut(Primitive):
         for dim, cut in enumerate(plain):
             if not isinstance(cut, slice) or cut.indices(shape[dim]) != (0, shape[dim], 1):
                 text = f"{cut.start}:{cut.stop}:{cut.step}" if isinstance(cut, slice) else cut
-                strict.whole(self.title, counts, (dim,), f"of which {text} is taken (a split dim is taken whole)")
+                strict.whole(self.title, counts, (dim,), f"of which {text} is taken (a split dim must be taken whole)")
 
 
 class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0):

@@ -64,7 +64,7 @@ def _hooked(x: Any, hook: Function) -> Any:
 
 
 def _unwritten(name: Any, value: Any) -> None:
-    note("summaries inside of cells write nothing: train.SummaryCollector, and SummaryRecord.add_value, do")
+    note("summary operators in cells write nothing; use train.SummaryCollector or SummaryRecord.add_value")
 
 
 def _flat(paddings: Any) -> list[int]:

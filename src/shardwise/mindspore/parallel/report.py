@@ -12,7 +12,7 @@ from shardwise.plans.quantities import format_bytes
 
 # How the reference makes each collective of a redistribution: collectives, splits and concatenations.
 PARTS = {
-    "all_gather": "AllGather, Split and Concat where it is not dim 0",
+    "all_gather": "AllGather, with Split and Concat if it is not dim 0",
     "all_to_all": "AlltoAll",
     "all_reduce": "AllReduce",
     "reduce_scatter": "ReduceScatter",
@@ -39,7 +39,7 @@ def copies_report(network: Any) -> str:
         whole, stored = whole + num_bytes, stored + num_bytes * devices // parts
         lines.append(f"{entry.name}: {format_bytes(num_bytes)}, {devices // parts} copies, {layout}")
     redundant = f"{stored / whole - 1:.3g} times the parameters" if whole else "nothing"
-    total = f"{devices} devices hold {format_bytes(stored)} of {format_bytes(whole)}: redundant are {redundant}"
+    total = f"{devices} devices hold {format_bytes(stored)} of {format_bytes(whole)}: redundancy: {redundant}"
     return "\n".join((*lines, total))
 
 

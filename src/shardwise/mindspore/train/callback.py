@@ -136,7 +136,7 @@ def callbacks_of(argument: Any) -> list[Callback]:
     listed = [] if argument is None else list(argument) if isinstance(argument, Iterable) else [argument]
     for entry in listed:
         if not isinstance(entry, Callback):
-            raise TypeError(problem(f"{entry!r} is no callback", fix="objects of classes made from train.Callback"))
+            raise TypeError(problem(f"{entry!r} is not a callback", fix="instances of subclasses of train.Callback"))
     return listed
 
 
@@ -199,7 +199,7 @@ class LambdaCallback(Callback):
     def __init__(self, **functions: Any) -> None:
         for name, function in functions.items():
             if not hasattr(Callback, name):
-                raise ValueError(problem(f"there is no moment {name!r}", fix="such as on_train_step_end"))
+                raise ValueError(problem(f"callbacks have no method {name!r}", fix="such as on_train_step_end"))
             if function is not None:
                 setattr(self, name, function)
 

@@ -56,9 +56,9 @@ class Model:
             loss_fn, optimizer = optimizer, loss_fn
         order = "Model(net, loss_fn=loss, optimizer=opt)"
         if not isinstance(network, nn.Module):
-            raise TypeError(problem(f"{_told(network)} is no network", fix=order))
+            raise TypeError(problem(f"{_told(network)} is not a network", fix=order))
         if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(problem(f"{_told(optimizer)} is no optimizer", fix=order))
+            raise TypeError(problem(f"{_told(optimizer)} is not an optimizer", fix=order))
         if isinstance(loss_fn, Optimizer):
             raise TypeError(problem("Model was given two optimizers", fix=order))
         if amp_level == "O2" and loss_scale_manager is None:
@@ -238,7 +238,7 @@ class Model:
         network = getattr(self._train_network, "network", None)
         if network is None:
             what = f"{type(self._train_network).__name__} holds no network to train"
-            fix = "Model(network, loss, optimizer), or a cell made from TrainOneStepCell"
+            fix = "Model(network, loss, optimizer), or a subclass of TrainOneStepCell"
             raise RuntimeError(problem(what, fix=fix))
         network.train()
         return layouts_of(network, next(iter(steps_of(train_dataset, -1))))

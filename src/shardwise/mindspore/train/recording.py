@@ -220,7 +220,7 @@ class OnRequestExit(
         if self.save_ckpt:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             save_checkpoint(params.network, str(self._file), optimizer=params.optimizer)
-        print_line(f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}: training ends as asked")
+        print_line(f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}: training ends on request")
         run_context.request_stop()
 
     def end(self, run_context: RunContext) -> None:

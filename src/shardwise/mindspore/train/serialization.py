@@ -218,13 +218,11 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
         fix = "one that save_checkpoint wrote, whole"
         raise ValueError(problem(f"{path} cannot be read as a checkpoint: {error}", fix=fix)) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(problem(f"{path} is no checkpoint of this library", fix="one that save_checkpoint wrote"))
+        raise ValueError(problem(f"{path} is not a checkpoint of this library", fix="one that save_checkpoint wrote"))
     missing = [key for key in ("parameters", "info", "rank") if key not in content]
     wrong = [name for name, entry in content.get("parameters", {}).items() if not _is_entry(entry)]
     if missing or wrong:
-        what = (
-            f"it lacks {', '.join(missing)}" if missing else f"its entry {wrong[0]} lacks data, or says half a layout"
-        )
+        what = f"it lacks {', '.join(missing)}" if missing else f"its entry {wrong[0]} lacks data, or has half its layout"
         fix = "save it again with this version; torch.load(file) shows what it holds"
         raise ValueError(problem(f"{path} is a checkpoint of another version: {what}", fix=fix))
     parameters: dict[str, Slice] = {}
@@ -285,7 +283,7 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
     layout = first.held.layout
     for pieces, *_ in files:
         if (of := pieces[name].held) is None or of.layout != layout:
-            told = f"{name} is split as {layout} in one file and otherwise in another"
+            told = f"{name} is split as {layout} in one file and differently in another"
             raise RuntimeError(problem(told, fix="the files of one checkpoint, one of every rank"))
     parts = [(writer, pieces[name]) for pieces, _, writer in files if pieces[name].held == first.held]
     whole, missing = joined(first.held, parts)

@@ -45,7 +45,9 @@ class Distribution(Cell):
         }
         for name, value in chosen.items():
             if value is None:
-                raise ValueError(problem(f"{type(self).__name__} has no {name}", fix="give it now or when it is made"))
+                raise ValueError(
+                    problem(f"{type(self).__name__} has no {name}", fix="give it here or in the constructor")
+                )
         tensors = [as_torch(value) if not isinstance(value, Tensor) else value for value in chosen.values()]
         floats = [value if value.is_floating_point() else value.float() for value in tensors]
         is_checked = not torch.compiler.is_exporting()  # capture has no data to check
