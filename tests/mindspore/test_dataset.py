@@ -283,7 +283,7 @@ def test_files_of_rows_that_are_not_as_they_say_are_refused(tmp_path: Path, monk
         return read
 
     data, ends = np.zeros(8, np.uint8), np.array([4, 8])
-    foreign = "no file that mindrecord.FileWriter"
+    foreign = "is not a file of mindrecord.FileWriter"
     (tmp_path / "other").write_bytes(b"not an archive")
     for make, message in (
         (lambda: ds.MindDataset(str(tmp_path / "other")), foreign),

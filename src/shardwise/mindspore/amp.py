@@ -277,8 +277,8 @@ def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> 
     """Apply ``auto_mixed_precision`` with the settings of ``Model`` and ``build_train_network`` beside a level. Under
     O0, O2 and O3 ``cast_model_type`` is the compute dtype, and ``keep_batchnorm_fp32`` keeps batch and layer norms in
     float32. ``boost_level`` is accepted, with a note. Raises TypeError for other settings."""
-    known = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
-    options = bound_to(title, known, (), settings)
+    defaults = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
+    options = bound_to(title, defaults, (), settings)
     if options["boost_level"] != "O0":
         note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is computed in full")
     dtype, keeps = options["cast_model_type"], options["keep_batchnorm_fp32"]

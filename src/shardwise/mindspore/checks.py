@@ -15,15 +15,15 @@ from shardwise.mindspore.notes import note
 Check = Callable[[str, Any], Any]
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def closest(name: str, candidates: Iterable[str]) -> str:
     """Suggest a fix for a misspelled name: the closest known name, or the list of all.
 
     >>> closest("semi_autoparallel", ["auto_parallel", "semi_auto_parallel"])
     'did you mean "semi_auto_parallel"?'
     """
-    known = sorted(known)
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.75)
-    return f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(known)}"
+    candidates = sorted(candidates)
+    near = get_close_matches(name.lower(), candidates, n=1, cutoff=0.75)
+    return f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(candidates)}"
 
 
 def flag(name: str, value: Any) -> bool:
@@ -122,21 +122,21 @@ def idle(inner: Check, default: Any, why: str) -> Check:
     return check
 
 
-def known_name(name: str, known: Iterable[str], where: str) -> None:
+def known_name(name: str, names: Iterable[str], where: str) -> None:
     """Raise ValueError unless ``where`` has an option of this name."""
-    known = tuple(known)
-    if name not in known:
-        raise ValueError(problem(f'{where} has no option "{name}"', fix=closest(name, known)))
+    names = tuple(names)
+    if name not in names:
+        raise ValueError(problem(f'{where} has no option "{name}"', fix=closest(name, names)))
 
 
-def entries(known: dict[str, Check], defaults: dict[str, Any] | None = None) -> Check:
+def entries(checks: dict[str, Check], defaults: dict[str, Any] | None = None) -> Check:
     """Return a check for a dictionary with a check per entry. Missing entries get their defaults."""
 
     def check(name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise TypeError(problem(f"{name} is {value!r}, not a dictionary", fix=f"its keys are {', '.join(known)}"))
+            raise TypeError(problem(f"{name} is {value!r}, not a dictionary", fix=f"its keys are {', '.join(checks)}"))
         for key in value:
-            known_name(text(f"a key of {name}", key), known, name)
-        return {**(defaults or {}), **{key: known[key](f"{name}[{key!r}]", entry) for key, entry in value.items()}}
+            known_name(text(f"a key of {name}", key), checks, name)
+        return {**(defaults or {}), **{key: checks[key](f"{name}[{key!r}]", entry) for key, entry in value.items()}}
 
     return check

@@ -179,8 +179,8 @@ def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
         what = f"parallel_mode {context.options().parallel_mode!r} splits no parameters"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix="semi_auto_parallel or auto_parallel mode"))
     split_of(cell, _fed(cell, tuple(plain(x) for x in inputs), {}), {})
-    held = ((name, holding_of(parameter)) for name, parameter in cell.parameters_dict().items())
-    return {name: holding.layout for name, holding in held if holding is not None}
+    holdings = ((name, holding_of(parameter)) for name, parameter in cell.parameters_dict().items())
+    return {name: holding.layout for name, holding in holdings if holding is not None}
 
 
 def plan_of(cell: nn.Module) -> sw.Plan:
@@ -263,14 +263,15 @@ def _named(cell: nn.Module) -> dict[str, torch.Tensor]:
 def _values(cell: nn.Module) -> Any:
     """Return a function that fills in whole initial values, one tensor at a time. Tensors that were split before, or
     read from ranks' checkpoints, are gathered; the others are rank 0's. Every rank must ask for the same tensors."""
-    named, known = _named(cell), dict[str, Held]()
-    told: list[dict[str, Held]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))})
-    for holdings in told:
-        known |= holdings
+    named, holding_by_name = _named(cell), dict[str, Held]()
+    by_rank: list[dict[str, Held]] = [{}] * dist.get_world_size()
+    own_holdings = {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))}
+    dist.all_gather_object(by_rank, own_holdings)
+    for holdings in by_rank:
+        holding_by_name |= holdings
 
     def value(name: str, tensor: torch.Tensor) -> None:
-        tensor.copy_(gathered(named[name], known.get(name)))
+        tensor.copy_(gathered(named[name], holding_by_name.get(name)))
 
     return value
 

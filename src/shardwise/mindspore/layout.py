@@ -28,13 +28,13 @@ class Layout:
     ) -> None:
         self.device_matrix, self.alias_name = tuple(device_matrix), tuple(alias_name)
         self.tensor_map: tuple[tuple[str, ...], ...] | None = None
-        told = f"Layout({self.device_matrix}, {self.alias_name})"
+        what = f"Layout({self.device_matrix}, {self.alias_name})"
         if len(self.device_matrix) != len(self.alias_name) or len({*self.alias_name}) != len(self.alias_name):
-            raise ValueError(problem(told, fix='one name for each dim: Layout((2, 4), ("dp", "mp"))'))
+            raise ValueError(problem(what, fix='one name for each dim: Layout((2, 4), ("dp", "mp"))'))
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.device_matrix):
-            raise ValueError(problem(told, fix="whole numbers from 1"))
+            raise ValueError(problem(what, fix="whole numbers from 1"))
         if rank_list is not None and list(rank_list) != list(range(prod(self.device_matrix))):
-            raise ValueError(problem(f"{told} on the ranks {list(rank_list)}", fix="all ranks, in order: leave it out"))
+            raise ValueError(problem(f"{what} on the ranks {list(rank_list)}", fix="all ranks, in order: leave it out"))
 
     def __call__(self, *tensor_map: str | tuple[str, ...]) -> Layout:
         placed = copy.copy(self)

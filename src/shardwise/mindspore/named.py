@@ -39,11 +39,11 @@ def settings_of(function: Function) -> dict[str, Any]:
     return {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def signature_of(known: dict[str, Any]) -> inspect.Signature:
+def signature_of(table: dict[str, Any]) -> inspect.Signature:
     """Return the signature of a table: name -> default, or ``...`` where there is none."""
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     return inspect.Signature([
-        inspect.Parameter(name, kind, default=empty if default is ... else default) for name, default in known.items()
+        inspect.Parameter(name, kind, default=empty if default is ... else default) for name, default in table.items()
     ])  # fmt: skip
 
 
@@ -59,9 +59,9 @@ def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
     return parameters
 
 
-def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound_to(title: str, defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Bind constructor arguments to a table's settings, with defaults. Raises TypeError for others."""
-    return _bound(title, signature_of(known), args, kwargs)
+    return _bound(title, signature_of(defaults), args, kwargs)
 
 
 def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -123,21 +123,21 @@ def classes_of(table: dict[str, Function], base: type[Any], module: str, **body:
     """Return a class per function of a table, derived from ``base``, with the function as ``function`` and its
     settings."""
 
-    def made(name: str, function: Function) -> type[Any]:
+    def make_class(name: str, function: Function) -> type[Any]:
         about = {"__module__": module, "__doc__": f"The reference's {name}.", "function": staticmethod(function)}
         return type(name, (base,), {**about, **body}, **settings_of(function))
 
-    return {name: made(name, function) for name, function in table.items()}
+    return {name: make_class(name, function) for name, function in table.items()}
 
 
 def translated(name: str, function: Function) -> Function:
     """Wrap a function so that it also takes its arguments under the names of other versions (``WORDS``)."""
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for word in [word for word in kwargs if word not in known]:
-            same = [p for p in known if any({p, word} <= group for group in WORDS) and p not in kwargs]
+        for word in [word for word in kwargs if word not in parameters]:
+            same = [p for p in parameters if any({p, word} <= group for group in WORDS) and p not in kwargs]
             if same:
                 kwargs[same[0]] = kwargs.pop(word)
         return function(*args, **kwargs)
@@ -181,9 +181,9 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         if is_package and find_spec(f"{module}.{name}") is not None:  # a module that is not imported yet
             return import_module(f"{module}.{name}")
         short = module.removeprefix("shardwise.mindspore").lstrip(".")
-        known = {existing.lower(): existing for existing in names() if not existing.startswith("_")}
-        near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-        instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "")
+        existing_names = {existing.lower(): existing for existing in names() if not existing.startswith("_")}
+        near = get_close_matches(name.lower(), existing_names, n=1, cutoff=0.6)
+        instead = (elsewhere or {}).get(name) or (f"the nearest is {existing_names[near[0]]}" if near else "")
         fix = "; ".join(filter(None, (instead, f"all names are listed in {page('from-mindspore')}")))
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
         note(text)

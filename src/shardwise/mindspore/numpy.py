@@ -16,7 +16,7 @@ from shardwise.mindspore.tensor import Tensor, as_torch
 from shardwise.mindspore.tensor_methods import dtype_of, taken
 
 
-def _made(obj: Any, dtype: Any = None, copy: bool = True, ndmin: int = 0) -> Tensor:
+def _as_tensor(obj: Any, dtype: Any = None, copy: bool = True, ndmin: int = 0) -> Tensor:
     tensor = as_torch(obj, None if dtype is None else dtype_of(dtype))
     return Tensor(tensor.reshape((1,) * max(ndmin - tensor.dim(), 0) + tuple(tensor.shape)))
 
@@ -25,7 +25,7 @@ def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of tensors so that it also takes lists and numbers."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*(_made(x) if isinstance(x, (list, tuple)) and x else x for x in args), **kwargs)
+        return function(*(_as_tensor(x) if isinstance(x, (list, tuple)) and x else x for x in args), **kwargs)
 
     return call
 
@@ -122,9 +122,9 @@ _OWN: dict[str, Callable[..., Any]] = {
     "tril_indices": lambda n, k=0, m=None: tuple(torch.tril_indices(n, m or n, k)),
     "triu_indices": lambda n, k=0, m=None: tuple(torch.triu_indices(n, m or n, k)),
     "vdot": lambda a, b: torch.dot(a.reshape(-1), b.reshape(-1)),
-    "array": _made,
-    "asarray": _made,
-    "asfarray": lambda a, dtype=torch.float32: _made(a, dtype),
+    "array": _as_tensor,
+    "asarray": _as_tensor,
+    "asfarray": lambda a, dtype=torch.float32: _as_tensor(a, dtype),
     "copy": lambda a: a.clone(),
     "dot": lambda a, b: a * b if not (a.dim() and b.dim()) else torch.tensordot(a, b, ([-1], [max(b.dim() - 2, 0)])),
     "empty": FUNCTIONS["zeros"],
@@ -135,7 +135,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "split": lambda x, indices_or_sections, axis=0: list(torch.tensor_split(x, indices_or_sections, axis)),
     "sum": lambda a, axis=None, dtype=None, keepdims=False: FUNCTIONS["sum"](a, axis, keepdims, dtype=dtype),
     "append": lambda arr, values, axis=None: torch.cat(
-        (arr.reshape(-1), _made(values).reshape(-1)) if axis is None else (arr, values), axis or 0),
+        (arr.reshape(-1), _as_tensor(values).reshape(-1)) if axis is None else (arr, values), axis or 0),
     "array_split": lambda x, indices_or_sections, axis=0: list(torch.tensor_split(x, indices_or_sections, axis)),
     "average": lambda x, axis=None, weights=None: FUNCTIONS["mean"](x, axis) if weights is None else
     FUNCTIONS["sum"](x * weights, axis) / FUNCTIONS["sum"](torch.as_tensor(weights).broadcast_to(x.shape), axis),
@@ -147,7 +147,7 @@ _OWN: dict[str, Callable[..., Any]] = {
         constant_values),
     "select": lambda condlist, choicelist, default=0: reduce(
         lambda rest, case: torch.where(case[0], case[1], rest),
-        reversed(list(zip(condlist, choicelist, strict=True))), _made(default).to(choicelist[0])),
+        reversed(list(zip(condlist, choicelist, strict=True))), _as_tensor(default).to(choicelist[0])),
     "sort": lambda a, axis=-1: FUNCTIONS["sort"](a, axis)[0],
     "take": lambda a, indices, axis=None: taken(a, indices, axis),
     "tensordot": lambda a, b, axes=2: torch.tensordot(a, b, axes),
@@ -184,7 +184,7 @@ FUNCTIONS_HERE: dict[str, Callable[..., Any]] = {
     **{name: _in_words(FUNCTIONS[same]) for name, same in _SAME.items()},
     **{name: FUNCTIONS[same] for name, same in _LISTS.items()},
     **{name: _in_words(function) for name, function in _OWN.items()},
-    **dict.fromkeys(("array", "asarray"), _made),
+    **dict.fromkeys(("array", "asarray"), _as_tensor),
     **{name: _OWN[name] for name in ("full", "indices", "pad", "select")},
 }
 for _name in ("reshape", "zeros", "ones", "broadcast_to", "tile", "rand", "randint"):  # tuples are shapes here

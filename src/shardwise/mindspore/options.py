@@ -45,9 +45,9 @@ CKPT_CONFIG = {"load_file": "", "save_file": "", "only_trainable_params": True}
 
 class _Modes(type):
     def __getattr__(cls, name: str) -> str:
-        known = [mode for mode in vars(cls) if mode.isupper() and mode != "MODE_LIST"]
-        near = get_close_matches(name.upper(), known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        modes = [mode for mode in vars(cls) if mode.isupper() and mode != "MODE_LIST"]
+        near = get_close_matches(name.upper(), modes, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(modes)}"
         raise AttributeError(problem(f"ParallelMode has no mode {name}", fix=fix))
 
 

@@ -53,7 +53,7 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_exporting():
             result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            return result if func in get_default_nowrap_functions() else _made(result)
+            return result if func in get_default_nowrap_functions() else _wrapped(result)
         args, kwargs = pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -97,10 +97,10 @@ def _kind(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").capitalize()
 
 
-def _made(result: Any) -> Any:
+def _wrapped(result: Any) -> Any:
     """Give the tensors of an operator's result, in tuples or lists, the reference's methods."""
     if isinstance(result, (tuple, list)):
-        return type(result)(_made(item) for item in result)
+        return type(result)(_wrapped(item) for item in result)
     return as_ours(result)
 
 
@@ -201,8 +201,8 @@ class Parameter(nn.Parameter):
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's __repr__ takes tensor_contents
-        told = f"shape={tuple(self.shape)}, dtype={_kind(self.dtype)}, requires_grad={self.requires_grad}"
-        return f"Parameter (name={self.name}, {told})"
+        details = f"shape={tuple(self.shape)}, dtype={_kind(self.dtype)}, requires_grad={self.requires_grad}"
+        return f"Parameter (name={self.name}, {details})"
 
     __str__ = __repr__
 

@@ -113,8 +113,8 @@ def split(x: torch.Tensor, sections: Any = None, axis: int = 0, output_num: int 
     along = axis if dim is None else dim
     if sections is None and output_num is not None:
         if x.shape[along] % output_num:
-            told = f"{x.shape[along]} elements in {output_num} parts"
-            raise ValueError(problem(told, fix="a number that divides them"))
+            what = f"{x.shape[along]} elements in {output_num} parts"
+            raise ValueError(problem(what, fix="a number that divides them"))
         sections = x.shape[along] // output_num
     return TORCHS["split"](x, sections, along)  # torch.split would call this method again
 

@@ -208,10 +208,10 @@ def initializer(
         raise ValueError(problem(f"initializer({init!r}) has no shape", fix="give one: initializer(init, [32, 16])"))
     drawn = torch.empty(_shape(shape), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     with torch.no_grad():
-        return _found(init).fill(drawn, generator()).to(dtype).as_subclass(DialectTensor)
+        return _initializer_of(init).fill(drawn, generator()).to(dtype).as_subclass(DialectTensor)
 
 
-def _found(init: str | Initializer | float) -> Initializer:
+def _initializer_of(init: str | Initializer | float) -> Initializer:
     if isinstance(init, Initializer):
         return init
     if isinstance(init, str):

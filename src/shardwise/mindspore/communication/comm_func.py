@@ -28,24 +28,24 @@ class Done:
 Pair = Any  # a tensor, and a Done or None
 
 
-def _told(result: Any, async_op: bool) -> Any:
+def _with_handle(result: Any, async_op: bool) -> Any:
     return result, Done() if async_op else None
 
 
 def all_reduce(tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False) -> Pair:
-    return _told(C.AllReduce(op, group)(tensor), async_op)
+    return _with_handle(C.AllReduce(op, group)(tensor), async_op)
 
 
 def all_gather_into_tensor(tensor: Tensor, group: str | None = None, async_op: bool = False) -> Pair:
     """Concatenate the ranks' tensors along dim 0."""
-    return _told(C.AllGather(group)(tensor), async_op)
+    return _with_handle(C.AllGather(group)(tensor), async_op)
 
 
 def reduce_scatter_tensor(
     tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
 ) -> Pair:
     """Return this rank's part, along dim 0, of the reduction."""
-    return _told(C.ReduceScatter(op, group)(tensor), async_op)
+    return _with_handle(C.ReduceScatter(op, group)(tensor), async_op)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: str | None = None) -> Any:
@@ -78,13 +78,13 @@ def all_to_all_single_with_output_shape(
     """Exchange equal parts along dim 0 among all ranks, or parts of the given sizes."""
     members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
     if input_split_sizes is None and output_split_sizes is None:
-        return _told(C.AlltoAll(members.size, 0, 0, group)(tensor), async_op)
+        return _with_handle(C.AlltoAll(members.size, 0, 0, group)(tensor), async_op)
     rest, shape = tuple(tensor.shape[1:]), tuple(output_shape)
     sent = input_split_sizes or [tensor.shape[0] // members.size] * members.size
     received = output_split_sizes or [shape[0] // members.size] * members.size
     ways, shapes = list(members.ranks), [(size, *rest) for size in received]
     parts = C.NeighborExchange(ways, ways, shapes, None, tensor.dtype, group)(tensor.split(list(sent)))
-    return _told(torch.cat(parts).reshape(shape), async_op)
+    return _with_handle(torch.cat(parts).reshape(shape), async_op)
 
 
 def barrier(group: str | None = None) -> None:

@@ -126,29 +126,29 @@ class TFRecordDataset(Files):
     def __init__(
         self, dataset_files: Any, schema: Any = None, columns_list: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        known = {**_ROWS, "num_shards": None, "shard_id": None, "shard_equal_rows": False, "cache": None,
+        defaults = {**_ROWS, "num_shards": None, "shard_id": None, "shard_equal_rows": False, "cache": None,
                  "compression_type": None}  # fmt: skip
-        given = bound_to("TFRecordDataset", known, args, kwargs)
-        compression = one_of("", "GZIP", "ZLIB")("compression_type", given.pop("compression_type") or "")
-        del given["shard_equal_rows"]
+        settings = bound_to("TFRecordDataset", defaults, args, kwargs)
+        compression = one_of("", "GZIP", "ZLIB")("compression_type", settings.pop("compression_type") or "")
+        del settings["shard_equal_rows"]
         files = [dataset_files] if isinstance(dataset_files, (str, Path)) else list(dataset_files)
         rows = [record for file in files for record in _records(Path(file), compression)]
         if not rows:
             raise ValueError(problem(f"{files} have no records", fix="files of TFRecord"))
-        if given["shuffle"] == Shuffle.FILES:
+        if settings["shuffle"] == Shuffle.FILES:
             note("TFRecordDataset(shuffle=Shuffle.FILES) shuffles rows only if there are several files")
-            given["shuffle"] = len(files) > 1
-        told = schema if isinstance(schema, Schema) or schema is None else Schema(schema)
-        kinds = {} if told is None else told.columns
+            settings["shuffle"] = len(files) > 1
+        parsed_schema = schema if isinstance(schema, Schema) or schema is None else Schema(schema)
+        kinds = {} if parsed_schema is None else parsed_schema.columns
         names = list(columns_list or kinds or _example(rows[0]))
 
         def read(record: bytes) -> tuple[Array, ...]:
-            found = _example(record)
-            if missing := [name for name in names if name not in found]:
-                raise RuntimeError(problem(f"a record has no {missing[0]}", fix=f"one of {', '.join(found)}"))
-            return tuple(_as_told(found[name], *kinds.get(name, (None, None))) for name in names)
+            features = _example(record)
+            if missing := [name for name in names if name not in features]:
+                raise RuntimeError(problem(f"a record has no {missing[0]}", fix=f"one of {', '.join(features)}"))
+            return tuple(_as_told(features[name], *kinds.get(name, (None, None))) for name in names)
 
-        super().__init__(rows, read, names, **given)
+        super().__init__(rows, read, names, **settings)
 
 
 def _as_told(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Array:
@@ -164,9 +164,9 @@ def _as_told(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tu
 class _Annotated(Files):
     """Images with their annotations, and with ``extra_metadata`` their names: "_meta-filename"."""
 
-    def _fill(self, rows: Sequence[Any], read: Any, columns: Sequence[str], given: dict[str, Any]) -> None:
-        decode, named = given.pop("decode"), given.pop("extra_metadata")
-        if given.pop("decrypt") is not None:
+    def _fill(self, rows: Sequence[Any], read: Any, columns: Sequence[str], settings: dict[str, Any]) -> None:
+        decode, named = settings.pop("decode"), settings.pop("extra_metadata")
+        if settings.pop("decrypt") is not None:
             raise NotImplementedError(problem("decrypt=", fix="files that are not encrypted"))
 
         def row(entry: Any) -> tuple[Any, ...]:
@@ -175,7 +175,7 @@ class _Annotated(Files):
             name = (np.array(path.stem),) if named else ()
             return (Decode()(data) if decode else data, *(self._read(value, decode) for value in rest), *name)
 
-        super().__init__(rows, row, (*columns, "_meta-filename") if named else columns, **given)
+        super().__init__(rows, row, (*columns, "_meta-filename") if named else columns, **settings)
 
     def _read(self, value: Any, decode: bool) -> Any:
         if not isinstance(value, Path):
@@ -193,15 +193,15 @@ class VOCDataset(_Annotated):
         self, dataset_dir: Any, task: str = "Segmentation", usage: str = "train", class_indexing: Any = None,
         *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        given = bound_to("VOCDataset", _IMAGES, args, kwargs)
+        settings = bound_to("VOCDataset", _IMAGES, args, kwargs)
         folder, is_detection = folder_of(dataset_dir), one_of("Segmentation", "Detection")("task", task) == "Detection"
         listed = folder / "ImageSets" / ("Main" if is_detection else task) / f"{usage}.txt"
         if not listed.is_file():
             raise ValueError(problem(f"there is no {listed}", fix="a usage for which the folder has a list"))
         names = [line.split()[0] for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
         objects = {name: self._objects(folder / "Annotations" / f"{name}.xml") for name in names if is_detection}
-        known = sorted({str(entry[0]) for entries in objects.values() for entry in entries})
-        self._numbers = dict(class_indexing or {name: number for number, name in enumerate(known)})
+        class_names = sorted({str(entry[0]) for entries in objects.values() for entry in entries})
+        self._numbers = dict(class_indexing or {name: number for number, name in enumerate(class_names)})
 
         def read(name: str) -> tuple[Any, ...]:
             image = folder / "JPEGImages" / f"{name}.jpg"
@@ -213,16 +213,16 @@ class VOCDataset(_Annotated):
             return image, np.array([entry[1] for entry in kept], np.float32), classes, *flags
 
         columns = ("image", "bbox", "label", "difficult", "truncate") if is_detection else ("image", "target")
-        self._fill(names, read, columns, given)
+        self._fill(names, read, columns, settings)
 
     def _objects(self, path: Path) -> list[tuple[str, list[float], int, int]]:
         """Return name, box, difficult and truncated of each object."""
-        found = []
+        objects = []
         for entry in ElementTree.parse(path).getroot().iter("object"):
             x0, y0, x1, y1 = (float(entry.findtext(f"bndbox/{side}", "0")) for side in ("xmin", "ymin", "xmax", "ymax"))
             difficult, cut = (int(entry.findtext(flag, "0")) for flag in ("difficult", "truncated"))
-            found.append((entry.findtext("name", ""), [x0, y0, x1 - x0, y1 - y0], difficult, cut))
-        return found
+            objects.append((entry.findtext("name", ""), [x0, y0, x1 - x0, y1 - y0], difficult, cut))
+        return objects
 
     def get_class_indexing(self) -> dict[str, int]:
         """Return class name -> class index."""
@@ -236,12 +236,12 @@ class CocoDataset(_Annotated):
     def __init__(
         self, dataset_dir: Any, annotation_file: Any, task: str = "Detection", *args: Any, **kwargs: Any
     ) -> None:
-        given = bound_to("CocoDataset", _IMAGES, args, kwargs)
+        settings = bound_to("CocoDataset", _IMAGES, args, kwargs)
         folder, kind = folder_of(dataset_dir), one_of("Detection", "Keypoint")("task", task)
-        told = json.loads(Path(annotation_file).read_text(encoding="utf-8"))
-        self._classes = {entry["name"]: [int(entry["id"])] for entry in told.get("categories", [])}
+        annotations = json.loads(Path(annotation_file).read_text(encoding="utf-8"))
+        self._classes = {entry["name"]: [int(entry["id"])] for entry in annotations.get("categories", [])}
         of_image: dict[int, list[Any]] = {}
-        for entry in told["annotations"]:
+        for entry in annotations["annotations"]:
             of_image.setdefault(entry["image_id"], []).append(entry)
 
         def read(image: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ class CocoDataset(_Annotated):
 
         columns = {"Detection": ("image", "bbox", "category_id", "iscrowd"),
                    "Keypoint": ("image", "keypoints", "num_keypoints")}[kind]  # fmt: skip
-        self._fill([image for image in told["images"] if image["id"] in of_image], read, columns, given)
+        self._fill([image for image in annotations["images"] if image["id"] in of_image], read, columns, settings)
 
     def get_class_indexing(self) -> dict[str, list[int]]:
         """Return class name -> class index, in a list."""

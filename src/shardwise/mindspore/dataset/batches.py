@@ -115,8 +115,8 @@ class PaddedBatch(Batch):
             return super()._stacked(name, parts)
         shape, value = (None, 0) if self._info is None else self._info[name]
         longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
-        asked = [self.filled(size) for size in shape or [None] * 9]
-        sizes = [length if size is None else size for length, size in zip(longest, asked, strict=False)]
+        padded_sizes = [self.filled(size) for size in shape or [None] * 9]
+        sizes = [length if size is None else size for length, size in zip(longest, padded_sizes, strict=False)]
         return np.stack([PadEnd([int(size) for size in sizes], value)(part) for part in parts])
 
     def filled(self, size: int | None) -> int | None:

@@ -135,8 +135,8 @@ def _cut_and_pasted(
 def turned(image: Image.Image, part: float) -> Image.Image:
     """Shift the hues of an image along the colour circle."""
     hue, *others = image.convert("HSV").split()
-    further = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
-    return Image.merge("HSV", (further, *others)).convert(image.mode)
+    shifted = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
+    return Image.merge("HSV", (shifted, *others)).convert(image.mode)
 
 
 def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resample: Any, fill_value: Any) -> Any:

@@ -63,7 +63,7 @@ def folder_of(dataset_dir: Any) -> Path:
     return folder
 
 
-def _found(folder: Path, names: Sequence[str], what: str) -> list[Path]:
+def _matching(folder: Path, names: Sequence[str], what: str) -> list[Path]:
     paths = [path for name in names for path in sorted(folder.glob(name))]
     if not paths:
         raise ValueError(problem(f"{folder} has no {what}: {', '.join(names)}", fix="the files of the data set"))
@@ -84,9 +84,9 @@ class MnistDataset(Files):
     """MNIST's files: images (28, 28, 1) of bytes and labels. ``usage``: "train", "test" or "all"."""
 
     def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
-        folder, wanted = folder_of(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
+        folder, prefixes = folder_of(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
         images, labels = (
-            np.concatenate([_idx(path) for path in _found(folder, [f"{part}-{kind}*ubyte*" for part in wanted], kind)])
+            np.concatenate([_idx(path) for path in _matching(folder, [f"{p}-{kind}*ubyte*" for p in prefixes], kind)])
             for kind in ("images", "labels")
         )
         rows = list(zip(images[..., None], labels.astype(np.uint32), strict=True))
@@ -97,13 +97,13 @@ class FashionMnistDataset(MnistDataset):
     """Fashion-MNIST, in the same format."""
 
 
-def _usage(usage: str | None, known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    every = tuple(dict.fromkeys(name for names in known.values() for name in names))
+def _usage(usage: str | None, usages: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    every = tuple(dict.fromkeys(name for names in usages.values() for name in names))
     if usage in (None, "all"):
         return every
-    if usage not in known:
-        raise ValueError(problem(f"usage is {usage!r}", fix=f"one of {', '.join(known)}, all"))
-    return known[str(usage)]
+    if usage not in usages:
+        raise ValueError(problem(f"usage is {usage!r}", fix=f"one of {', '.join(usages)}, all"))
+    return usages[str(usage)]
 
 
 class _Dtype:
@@ -178,7 +178,7 @@ class Cifar10Dataset(Files):
 
     def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
         rows: list[tuple[Array, ...]] = []
-        for path in _found(folder_of(dataset_dir), _usage(usage, self.names), "batch"):
+        for path in _matching(folder_of(dataset_dir), _usage(usage, self.names), "batch"):
             rows += self._rows(path)
         super().__init__(rows, None, None, *args, **kwargs)
 

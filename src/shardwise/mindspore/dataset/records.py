@@ -233,8 +233,8 @@ def _entry(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
     kinds = {_kind(array) for array in arrays}
     ranks = {array.ndim for array in arrays}
     if len(kinds) > 1 or len(ranks) > 1:
-        told = ", ".join(sorted({f"{_kind(array)} {list(array.shape)}" for array in arrays}))
-        raise ValueError(problem(f"column {name!r} has {told}", fix="one type, and shapes of as many dims: map()"))
+        seen = ", ".join(sorted({f"{_kind(array)} {list(array.shape)}" for array in arrays}))
+        raise ValueError(problem(f"column {name!r} has {seen}", fix="one type, and shapes of as many dims: map()"))
     kind = kinds.pop()
     sizes = [{*lengths} for lengths in zip(*(array.shape for array in arrays), strict=True)]
     shape = [lengths.pop() if len(lengths) == 1 else -1 for lengths in sizes]

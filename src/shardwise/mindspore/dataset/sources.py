@@ -38,15 +38,15 @@ class GeneratorDataset(
 
     def _take(self, values: dict[str, Any]) -> None:
         Dataset.__init__(self, names_of(values["column_names"]))
-        types, samples, asked = values["column_types"], values["num_samples"], values["shuffle"]
+        types, samples, shuffle = values["column_types"], values["num_samples"], values["shuffle"]
         self._source, self._sampler = values["source"], values["sampler"]
         self._types = None if types is None else tuple(_numpy_dtype(column_type) for column_type in types)
         self._samples = None if samples is None else count_of("num_samples", samples)
         self._by_index = hasattr(self._source, "__getitem__") and hasattr(self._source, "__len__")
-        self._shuffle = self._by_index and self._sampler is None if asked is None else asked
+        self._shuffle = self._by_index and self._sampler is None if shuffle is None else shuffle
         self._shards = _shards(values["num_shards"], values["shard_id"])
         self._counted: int | None = None
-        self._check(asked, values["num_shards"])
+        self._check(shuffle, values["num_shards"])
 
     def _check(self, shuffle: bool | None, num_shards: int | None) -> None:
         if not (self._by_index or callable(self._source) or isinstance(self._source, Iterable)):
@@ -55,8 +55,8 @@ class GeneratorDataset(
         if self._types is not None and len(self._types) != len(self._columns):
             what = f"there are {len(self._columns)} columns and {len(self._types)} column_types"
             raise ValueError(problem(what, fix="give one type for every column"))
-        asked = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
-        wrong = [name for name, is_asked in asked.items() if is_asked]
+        requested = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
+        wrong = [name for name, is_asked in requested.items() if is_asked]
         if wrong and not self._by_index:
             what = f"{wrong[0]} needs rows by index, but the source (a {type(self._source).__name__}) has none"
             fix = "give an object with __getitem__ and __len__, or call .shuffle(buffer_size)"

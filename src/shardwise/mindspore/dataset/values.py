@@ -43,11 +43,11 @@ def once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def named(columns: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+def named(columns: str | Sequence[str], column_names: Sequence[str]) -> tuple[str, ...]:
     """Check column names against those of a dataset and return them."""
     names = names_of(columns)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], known)))
+    if unknown := [name for name in names if name not in column_names]:
+        raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], column_names)))
     return names
 
 

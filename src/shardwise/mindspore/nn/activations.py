@@ -76,10 +76,10 @@ def get_activation(name: str) -> Cell:
     from shardwise.mindspore.nn.simple import CLASSES as FURTHER
 
     cells = {**CLASSES, "GELU": GELU, "PReLU": PReLU, **{n: FURTHER[n] for n in ("CELU", "LogSigmoid", "SeLU")}}
-    known: dict[str, type[Cell]] = {n.lower(): cell for n, cell in cells.items()}
-    if name not in known:
-        raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, known)))
-    return known[name]()
+    classes_by_name: dict[str, type[Cell]] = {n.lower(): cell for n, cell in cells.items()}
+    if name not in classes_by_name:
+        raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, classes_by_name)))
+    return classes_by_name[name]()
 
 
 __all__ = [*CLASSES, "GELU", "PReLU", "get_activation"]

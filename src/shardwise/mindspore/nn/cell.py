@@ -107,9 +107,9 @@ class Cell(nn.Module):
             return
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             tables = (vars(self).get(table, {}) for table in ("_parameters", "_buffers"))
-            known = next((table[name] for table in tables if table.get(name) is not None), None)
-            if known is not None:  # assign to the existing parameter or buffer
-                assigned_value(known, value)
+            existing = next((table[name] for table in tables if table.get(name) is not None), None)
+            if existing is not None:  # assign to the existing parameter or buffer
+                assigned_value(existing, value)
                 return
         super().__setattr__(name, value)
         if isinstance(value, Parameter) and value.param_name is None:
@@ -124,9 +124,9 @@ class Cell(nn.Module):
     def _takes(self, parameters: ParameterTuple) -> bool:
         """Return whether these are the cell's own parameters. Parameters that belong to no inner cell become its
         own."""
-        known = {id(parameter) for parameter in self.parameters()}
+        ids = {id(parameter) for parameter in self.parameters()}
         for p in parameters:
-            if id(p) not in known and p.name and "." not in p.name and not hasattr(self, p.name):
+            if id(p) not in ids and p.name and "." not in p.name and not hasattr(self, p.name):
                 setattr(self, p.name, p)
         return bool(parameters) and all(self._parameters.get(p.name) is p for p in parameters)
 
@@ -236,7 +236,7 @@ class Cell(nn.Module):
         """Compute in ``float16``, ``bfloat16`` or ``float32`` in this cell and all cells inside. Inputs and parameters
         are cast where they are used. The parameters, their gradients and their updates keep their dtype."""
         if dtype not in FLOATS:
-            names = ", ".join(str(known).removeprefix("torch.") for known in FLOATS)
+            names = ", ".join(str(allowed).removeprefix("torch.") for allowed in FLOATS)
             fix = f"one of {names}; net.to(dtype) converts the parameters"
             raise ValueError(problem(f"to_float({dtype})", op=type(self).__name__, fix=fix))
         for module in self.modules():

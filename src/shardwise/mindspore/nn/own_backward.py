@@ -75,8 +75,8 @@ def _state(cell: nn.Module) -> str:
     tensors = [path for path, _ in (*cell.named_parameters(), *cell.named_buffers())]
     tensors += [attribute for attribute, value in kept.items() if isinstance(value, torch.Tensor)]
     if tensors:
-        told = f"{name} has a bprop and the tensor {tensors[0]}"
-        raise CaptureError(problem(told, op=name, fix="pass it as an input"))
+        what = f"{name} has a bprop and the tensor {tensors[0]}"
+        raise CaptureError(problem(what, op=name, fix="pass it as an input"))
     try:
         return base64.b64encode(pickle.dumps(kept)).decode()
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -44,9 +44,9 @@ def suppressed(bboxes: Tensor, iou_threshold: float = 0.5) -> tuple[Tensor, Tens
 def _around(places: Tensor, size: int, margin: float) -> Places:
     """Return the two elements around each position with weights: 0 if it is more than ``margin`` outside."""
     inside = (places >= -margin) & (places <= size - 1 + margin)
-    held = places.clamp(0, size - 1)
-    low = held.floor()
-    share = held - low
+    clamped = places.clamp(0, size - 1)
+    low = clamped.floor()
+    share = clamped - low
     return [(low.long(), (1 - share) * inside), ((low + 1).clamp(max=size - 1).long(), share * inside)]
 
 
@@ -100,8 +100,8 @@ def _resized(
         return (begin + shares.to(boxes) * (end - begin)) * (image.shape[1 + low] - 1)
 
     places = [far(dim, int(crop_size[dim])) for dim in (0, 1)]
-    held = [place.round() if method == "nearest" else place for place in places]
-    around = [_around(place, image.shape[1 + dim], 0.0) for dim, place in enumerate(held)]
+    positions = [place.round() if method == "nearest" else place for place in places]
+    around = [_around(place, image.shape[1 + dim], 0.0) for dim, place in enumerate(positions)]
     rows, columns = ((place >= 0) & (place <= image.shape[1 + dim] - 1) for dim, place in enumerate(places))
     inside = (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(-1)
     return torch.where(inside, _sampled(image.movedim(-1, 1), box_indices, *around), extrapolation_value)
@@ -117,8 +117,8 @@ def _within(bboxes: Tensor, img_metas: Tensor) -> Tensor:
 def _chosen(x: Tensor, count: int = 256) -> tuple[Tensor, Tensor]:
     """Choose up to ``count`` true positions of a mask at random: [count, dims], and a mask of the valid rows."""
     chances = torch.rand(x.shape) * x
-    found, places = torch.topk(torch.nn.functional.pad(chances.flatten(), (0, max(count - x.numel(), 0))), count)
-    is_any = found > 0
+    scores, places = torch.topk(torch.nn.functional.pad(chances.flatten(), (0, max(count - x.numel(), 0))), count)
+    is_any = scores > 0
     index = torch.stack(torch.unravel_index(places * is_any, x.shape), -1)
     return index.to(torch.int32), is_any
 

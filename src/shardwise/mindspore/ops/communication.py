@@ -161,15 +161,15 @@ class NeighborExchange(
         self.ways = (tuple(self.send_rank_ids), tuple(self.recv_rank_ids))
         self.recv_shapes = tuple(map(tuple, self.recv_shapes))
         if len(self.ways[1]) != len(self.recv_shapes):
-            told = f"NeighborExchange: {len(self.recv_shapes)} recv_shapes of {len(self.ways[1])} ranks"
-            raise ValueError(problem(told, fix="one for each"))
+            what = f"NeighborExchange: {len(self.recv_shapes)} recv_shapes of {len(self.ways[1])} ranks"
+            raise ValueError(problem(what, fix="one for each"))
 
     def __call__(self, inputs: Any) -> tuple[Tensor, ...]:
         self._members()
         tensors = tuple(inputs)
         if len(tensors) != len(self.ways[0]):
-            told = f"NeighborExchange: {len(tensors)} tensors for the ranks {list(self.ways[0])}"
-            raise ValueError(problem(told, fix="one for each"))
+            what = f"NeighborExchange: {len(tensors)} tensors for the ranks {list(self.ways[0])}"
+            raise ValueError(problem(what, fix="one for each"))
         empty = torch.zeros((), requires_grad=any(tensor.requires_grad for tensor in tensors))
         return _exchanged(*self.ways, self.recv_shapes, self.recv_type, empty, *tensors)
 

@@ -24,14 +24,14 @@ class Map:
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         function, lists = (self.ops, args) if self.ops is not None else (args[0], args[1:])
         rows = list(zip(*lists, strict=True))
-        results = [_known(self.apply(function, row), row) for row in (reversed(rows) if self.reverse else rows)]
+        results = [_marked(self.apply(function, row), row) for row in (reversed(rows) if self.reverse else rows)]
         return tuple(reversed(results) if self.reverse else results)
 
     def apply(self, function: Callable[..., Any], row: tuple[Any, ...]) -> Any:
         return function(*row)
 
 
-def _known(result: Any, row: tuple[Any, ...]) -> Any:
+def _marked(result: Any, row: tuple[Any, ...]) -> Any:
     """Mark a result computed from a gradient as a gradient of the same parameter, if it has the same shape."""
     if isinstance(result, torch.Tensor):
         peers = (x for x in row if isinstance(x, torch.Tensor) and x.shape == result.shape)

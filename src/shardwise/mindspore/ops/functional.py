@@ -113,9 +113,9 @@ def value_and_grad(
         for position in positions:
             if not (is_inner and inputs[position].requires_grad):
                 inputs[position] = inputs[position].detach().requires_grad_()
-        wanted = [*(inputs[position] for position in positions), *(listed or ())]
+        targets = [*(inputs[position] for position in positions), *(listed or ())]
         before = [tensor.grad for tensor in listed or ()]
-        for tensor in wanted:
+        for tensor in targets:
             tensor.grad = None
         token = _DIFFERENTIATED.set(True)
         try:
@@ -126,15 +126,15 @@ def value_and_grad(
         losses = outputs[:1] if has_aux else outputs
         for loss in losses:
             if not isinstance(loss, torch.Tensor):
-                told = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
-                raise TypeError(problem(told, fix="return tensors, or the loss first, with has_aux=True"))
+                what = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
+                raise TypeError(problem(what, fix="return tensors, or the loss first, with has_aux=True"))
         total = torch.stack([loss.sum() for loss in losses]).sum()
         if is_inner:
-            grads_or_none = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
+            grads_or_none = torch.autograd.grad(total, targets, create_graph=True, allow_unused=True)
         else:
             total.backward()
-            grads_or_none = tuple(tensor.grad for tensor in wanted)
-        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads_or_none, strict=True))
+            grads_or_none = tuple(tensor.grad for tensor in targets)
+        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(targets, grads_or_none, strict=True))
         overflow.noted((total, *grads))
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # the tensor may be split by now
@@ -167,7 +167,7 @@ def grad(
 
 def get_grad(gradients: Any, identifier: Any) -> Any:
     """Return one gradient of ``grad(..., return_ids=True)``: that of an input, by its position, or of a parameter."""
-    wanted = getattr(identifier, "name", identifier)
+    key = getattr(identifier, "name", identifier)
     pairs, pending = [], [gradients]
     while pending:
         entry = pending.pop()
@@ -176,10 +176,10 @@ def get_grad(gradients: Any, identifier: Any) -> Any:
         elif isinstance(entry, tuple):
             pending += entry
     for name, gradient in pairs:
-        if name == wanted:
+        if name == key:
             return gradient
-    known = ", ".join(str(name) for name, _ in pairs) or "none: give grad return_ids=True"
-    raise RuntimeError(problem(f"there is no gradient of {wanted!r}", fix=f"one of {known}"))
+    names = ", ".join(str(name) for name, _ in pairs) or "none: give grad return_ids=True"
+    raise RuntimeError(problem(f"there is no gradient of {key!r}", fix=f"one of {names}"))
 
 
 def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: Any = None, **settings: Any) -> Any:
@@ -277,14 +277,14 @@ def _transformed(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return a function's results and gradients by torch.func, which can differentiate them again."""
 
-    def total(*wanted: Any) -> tuple[Any, Any]:
-        places = dict(zip(positions, wanted, strict=True))
+    def total(*targets: Any) -> tuple[Any, Any]:
+        places = dict(zip(positions, targets, strict=True))
         result = fn(*(places.get(place, value) for place, value in enumerate(inputs)))
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         return torch.stack([loss.sum() for loss in (outputs[:1] if has_aux else outputs)]).sum(), result
 
-    wanted = (inputs[position] for position in positions)
-    grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*wanted)
+    targets = (inputs[position] for position in positions)
+    grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*targets)
     return result, grads
 
 

@@ -48,8 +48,8 @@ def _blocks_to_batch(x: Tensor, block_shape: Any, paddings: Any) -> Tensor:
     n, c, h, w = (x := F.pad(x, (left, right, top, bottom))).shape
     if h % rows or w % columns:
         raise ValueError(problem(f"{h} by {w} in blocks of {rows} by {columns}", fix="paddings that make them divide"))
-    apart = x.reshape(n, c, h // rows, rows, w // columns, columns).permute(3, 5, 0, 1, 2, 4)
-    return apart.reshape(n * rows * columns, c, h // rows, w // columns)
+    blocks = x.reshape(n, c, h // rows, rows, w // columns, columns).permute(3, 5, 0, 1, 2, 4)
+    return blocks.reshape(n * rows * columns, c, h // rows, w // columns)
 
 
 def _batch_to_blocks(x: Tensor, block_shape: Any, crops: Any) -> Tensor:
@@ -57,8 +57,8 @@ def _batch_to_blocks(x: Tensor, block_shape: Any, crops: Any) -> Tensor:
     rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
     (top, bottom), (left, right) = pairs_of(crops)
     n, c, h, w = x.shape
-    apart = x.reshape(rows, columns, n // rows // columns, c, h, w).permute(2, 3, 4, 0, 5, 1)
-    whole = apart.reshape(n // rows // columns, c, h * rows, w * columns)
+    blocks = x.reshape(rows, columns, n // rows // columns, c, h, w).permute(2, 3, 4, 0, 5, 1)
+    whole = blocks.reshape(n // rows // columns, c, h * rows, w * columns)
     return whole[:, :, top : h * rows - bottom, left : w * columns - right]
 
 
@@ -133,8 +133,8 @@ def _centres(boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 def _encoded(anchor_box: Tensor, groundtruth_box: Tensor, means: Any = (0.0,) * 4, stds: Any = (1.0,) * 4) -> Tensor:
     """Encode boxes as offsets from anchors and logarithms of size ratios (Ren et al. 2015, equation 2)."""
-    (at, size), (to, wanted) = _centres(anchor_box), _centres(groundtruth_box)
-    far = torch.cat(((to - at) / size, torch.log(wanted / size)), -1)
+    (at, size), (to, target_size) = _centres(anchor_box), _centres(groundtruth_box)
+    far = torch.cat(((to - at) / size, torch.log(target_size / size)), -1)
     return (far - torch.tensor(means).to(far)) / torch.tensor(stds).to(far)
 
 
@@ -149,8 +149,8 @@ def _decoded(
     """Decode the boxes of ``_encoded`` and clip them to an image (height, width)."""
     far = deltas * torch.tensor(stds).to(deltas) + torch.tensor(means).to(deltas)
     limit, (at, size) = abs(math.log(wh_ratio_clip)), _centres(anchor_box)
-    centre, wanted = at + far[..., :2] * size, size * far[..., 2:].clamp(-limit, limit).exp()
-    boxes = torch.cat((centre - (wanted - 1) * 0.5, centre + (wanted - 1) * 0.5), -1)
+    centre, box_size = at + far[..., :2] * size, size * far[..., 2:].clamp(-limit, limit).exp()
+    boxes = torch.cat((centre - (box_size - 1) * 0.5, centre + (box_size - 1) * 0.5), -1)
     height, width = max_shape
     return torch.minimum(boxes.clamp(min=0), torch.tensor([width - 1, height - 1] * 2).to(boxes))
 

@@ -93,10 +93,10 @@ class Gather(OfSettings, batch_dims=0):
         rows, *columns = strategy[0]
         axis = self._axis(args, self.strategy_shapes(args))
         names = {2: ("v", "e")} if axis == 0 else {2: ("d0", "v0")}
-        wanted = dict(zip(names[2], (rows, *columns), strict=True))
-        axes = axes_of_counts(wanted, sw.Mesh({AXIS: options.stage_devices}))
+        counts_by_axis = dict(zip(names[2], (rows, *columns), strict=True))
+        axes = axes_of_counts(counts_by_axis, sw.Mesh({AXIS: options.stage_devices}))
         words = []
-        for name in wanted:
+        for name in counts_by_axis:
             sub_axes = [sub for sub, choice in axes.items() if choice == name]
             cut = "{" + ",".join(map(str, lengths)) + "}" if name.startswith("v") else ""
             if sub_axes or cut:

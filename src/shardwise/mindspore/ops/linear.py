@@ -57,11 +57,11 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
         if strategy is None or not any(a < b for a, b in zip(first[:-2], second[:-2], strict=True)):
             return None
         counts = self.counts_by_name(strategy, shapes, args)
-        wanted = dict(
+        counts_by_axis = dict(
             zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
         )
         mesh = sw.Mesh({AXIS: context.options().stage_devices})
-        choices = axes_of_counts(wanted, mesh)
+        choices = axes_of_counts(counts_by_axis, mesh)
         return " ".join(
             f"{name}@({','.join(axis for axis in choices if choices[axis] == name)})"
             for name in dict.fromkeys(choices.values())

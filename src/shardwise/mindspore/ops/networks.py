@@ -74,15 +74,15 @@ def classes_loss(
     count, blank = x.shape[1], x.shape[2] - 1
     targets = torch.zeros(count, width, dtype=torch.int64).index_put((rows, places), as_int(labels_values))
     lengths = torch.zeros(count, dtype=torch.int64).index_add(0, rows, torch.ones_like(rows))
-    given = (targets, as_int(sequence_length), lengths, blank)
+    arguments = (targets, as_int(sequence_length), lengths, blank)
     logarithms = x.log_softmax(2)
-    losses = F.ctc_loss(logarithms, *given, reduction="none", zero_infinity=ignore_longer)
+    losses = F.ctc_loss(logarithms, *arguments, reduction="none", zero_infinity=ignore_longer)
     if torch.compiler.is_exporting():
         return losses, None
-    found = torch._ctc_loss(logarithms.detach(), *given, ignore_longer)
+    results = torch._ctc_loss(logarithms.detach(), *arguments, ignore_longer)
     call = torch.ops.aten._ctc_loss_backward.Tensor
     one = torch.ones_like(losses.detach())
-    return losses, call(one, logarithms.detach(), *given[:3], *found, blank, ignore_longer)
+    return losses, call(one, logarithms.detach(), *arguments[:3], *results, blank, ignore_longer)
 
 
 def _best_classes(inputs: Tensor, sequence_length: Tensor, merge_repeated: bool = True) -> tuple[Tensor, ...]:

@@ -73,16 +73,16 @@ def transposed(
     whole = function(x, weight, None, stride, 0, 0, group, dilation)
     for dim in range(dims):
         size, reach = x.shape[2 + dim], (weight.shape[2 + dim] - 1) * dilation[dim] + 1
-        begin, wanted = 0, size * stride[dim] + max(reach - stride[dim], 0)
+        begin, length = 0, size * stride[dim] + max(reach - stride[dim], 0)
         if mode == "same":
-            wanted = size * stride[dim]
-            begin = same_padding(wanted, reach, stride[dim])[0]
+            length = size * stride[dim]
+            begin = same_padding(length, reach, stride[dim])[0]
         elif mode == "pad":
             begin = sides[2 * dim]
-            wanted = (size - 1) * stride[dim] + reach - begin - sides[2 * dim + 1] + more[dim]
-        missing = max(begin + wanted - whole.shape[2 + dim], 0)
+            length = (size - 1) * stride[dim] + reach - begin - sides[2 * dim + 1] + more[dim]
+        missing = max(begin + length - whole.shape[2 + dim], 0)
         whole = F.pad(whole, (0, 0) * (dims - 1 - dim) + (0, missing)) if missing else whole
-        whole = whole.narrow(2 + dim, begin, wanted)
+        whole = whole.narrow(2 + dim, begin, length)
     return whole
 
 
@@ -114,9 +114,9 @@ def mirrored(x: Any, paddings: Any, mode: str) -> Any:
     return x
 
 
-def _between(size: int, wanted: int, like: torch.Tensor) -> torch.Tensor:
+def _between(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
     """Return interpolation weights [wanted, size]: row i has those of the elements around i * size / wanted."""
-    places = torch.arange(wanted, dtype=torch.float64) * (size / wanted)
+    places = torch.arange(count, dtype=torch.float64) * (size / count)
     low = places.long()
     rows = torch.eye(size, dtype=torch.float64)
     shares = (places - low).unsqueeze(1)
@@ -138,8 +138,8 @@ def nearest(x: Any, size: Sequence[int], align_corners: bool) -> Any:
     sizes = tuple(int(n) for n in size)
     if not align_corners:
         return F.interpolate(x, sizes)
-    for dim, wanted in zip((2, 3), sizes, strict=True):
-        scale = (x.shape[dim] - 1) / max(wanted - 1, 1)
-        places = torch.arange(wanted, dtype=torch.float64, device=x.device)
+    for dim, length in zip((2, 3), sizes, strict=True):
+        scale = (x.shape[dim] - 1) / max(length - 1, 1)
+        places = torch.arange(length, dtype=torch.float64, device=x.device)
         x = x.index_select(dim, places.mul(scale).add(0.5).long())
     return x

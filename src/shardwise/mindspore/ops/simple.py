@@ -33,8 +33,8 @@ def _print(*values: Any) -> Any:
 
 def _depth_to_space(x: Any, block: int) -> Any:
     n, c, h, w = x.shape
-    apart = x.reshape(n, block, block, c // block**2, h, w).permute(0, 3, 4, 1, 5, 2)
-    return apart.reshape(n, c // block**2, h * block, w * block)
+    blocks = x.reshape(n, block, block, c // block**2, h, w).permute(0, 3, 4, 1, 5, 2)
+    return blocks.reshape(n, c // block**2, h * block, w * block)
 
 
 def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, nesterov: bool) -> Any:

@@ -14,13 +14,13 @@ class _AutoParallelContext:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         verb, _, name = method.partition("_")
-        asked = name.removesuffix("_is_set")
-        if verb not in ("get", "set") or (ALIASES.get(asked, asked) not in CHECKS):
+        option = name.removesuffix("_is_set")
+        if verb not in ("get", "set") or (ALIASES.get(option, option) not in CHECKS):
             raise AttributeError(method)
         if verb == "set":
             return lambda value: context.set_auto_parallel_context(**{name: value})
-        if asked != name:
-            return lambda: ALIASES.get(asked, asked) in context.options().names_set
+        if option != name:
+            return lambda: ALIASES.get(option, option) in context.options().names_set
         return lambda: context.get_auto_parallel_context(name)
 
 

@@ -49,8 +49,8 @@ def redistribution_report(network: Any) -> str:
     plan, lines = _plan_of(network), []
     for entry in plan.conversions:
         moves = [move.split("(")[0].split("@")[0].strip() for move in entry.path] or [c.kind for c in entry.forward]
-        said = "; ".join(f"{PARTS[word]}" for word in (c.kind for c in entry.forward) if word in PARTS)
-        lines.append(f"{entry} [{', '.join(moves)}]" + (f" ({said})" if said else ""))
+        names = "; ".join(f"{PARTS[word]}" for word in (c.kind for c in entry.forward) if word in PARTS)
+        lines.append(f"{entry} [{', '.join(moves)}]" + (f" ({names})" if names else ""))
     return "\n".join(lines) or "no redistribution"
 
 

@@ -115,7 +115,7 @@ class Callback:
     def __exit__(self, *error: object) -> None: ...
 
 
-def told(callbacks: Iterable[Callback], moment: str, run_context: RunContext) -> None:
+def notify(callbacks: Iterable[Callback], moment: str, run_context: RunContext) -> None:
     """Call a method of all callbacks."""
     for callback in callbacks:
         getattr(callback, moment)(run_context)
@@ -126,9 +126,9 @@ class WhileTraining(Callback):
 
     def __init__(self, callback: Callback) -> None:
         for moment in ("on_eval_begin", "on_eval_step_begin", "on_eval_step_end", "on_eval_end"):
-            own = getattr(callback, moment)
-            if getattr(own, "__func__", own) is not getattr(Callback, moment):
-                setattr(self, moment, own)
+            method = getattr(callback, moment)
+            if getattr(method, "__func__", method) is not getattr(Callback, moment):
+                setattr(self, moment, method)
 
 
 def callbacks_of(argument: Any) -> list[Callback]:

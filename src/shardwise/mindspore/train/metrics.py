@@ -145,10 +145,10 @@ class _Typed(_Kept, eval_type="classification"):
         if self.eval_type == "multilabel":
             dims = tuple(dim for dim in range(output.ndim) if dim != 1)
             return (output * label).sum(dims), output.sum(dims), label.sum(dims)
-        number, wanted = output.shape[1], _classes(output, label).reshape(-1).astype(int)
+        number, labels = output.shape[1], _classes(output, label).reshape(-1).astype(int)
         guess = output.argmax(1).reshape(-1)
-        right, every, wanted = (np.bincount(x, minlength=number) for x in (guess[guess == wanted], guess, wanted))
-        return right, every, wanted
+        right, every, labels = (np.bincount(x, minlength=number) for x in (guess[guess == labels], guess, labels))
+        return right, every, labels
 
 
 class Accuracy(_Typed):
@@ -173,22 +173,22 @@ class _OfClasses(_Typed):
         score = self.score(*self.counts())
         return score.mean() if average else score
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
         raise NotImplementedError
 
 
 class Precision(_OfClasses):
     """The fraction of each class's predictions that are right; with ``average`` the mean over classes."""
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
         return _ratio(right, predicted)
 
 
 class Recall(_OfClasses):
     """The fraction of each class's labels that were predicted; with ``average`` the mean over classes."""
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
-        return _ratio(right, wanted)
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
+        return _ratio(right, labels)
 
 
 class Fbeta(_OfClasses, beta=...):
@@ -196,8 +196,8 @@ class Fbeta(_OfClasses, beta=...):
 
     eval_type = "classification"
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
-        return _ratio((1 + self.beta**2) * right, self.beta**2 * wanted + predicted)
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
+        return _ratio((1 + self.beta**2) * right, self.beta**2 * labels + predicted)
 
 
 class F1(Fbeta):

@@ -18,7 +18,7 @@ from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs
 from shardwise.mindspore.engine import layouts_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
-from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, told
+from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, notify
 from shardwise.mindspore.train.metrics import metrics_of
 from shardwise.mindspore.train.rows import size_of, steps_of
 
@@ -56,9 +56,9 @@ class Model:
             loss_fn, optimizer = optimizer, loss_fn
         order = "Model(net, loss_fn=loss, optimizer=opt)"
         if not isinstance(network, nn.Module):
-            raise TypeError(problem(f"{_told(network)} is not a network", fix=order))
+            raise TypeError(problem(f"{_description(network)} is not a network", fix=order))
         if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(problem(f"{_told(optimizer)} is not an optimizer", fix=order))
+            raise TypeError(problem(f"{_description(optimizer)} is not an optimizer", fix=order))
         if isinstance(loss_fn, Optimizer):
             raise TypeError(problem("Model was given two optimizers", fix=order))
         if amp_level == "O2" and loss_scale_manager is None:
@@ -164,29 +164,29 @@ class Model:
         with ExitStack() as opened:
             for callback in listed:
                 opened.enter_context(callback)
-            told(listed, "on_train_begin", run)
+            notify(listed, "on_train_begin", run)
             first = max(initial_epoch, params.begin_epoch) + 1
             done = max(params.cur_step_num - params.begin_epoch * params.batch_num, 0)  # steps of the first epoch
             for number in range(first, epoch + 1):
                 params.cur_epoch_num = number
-                told(listed, "on_train_epoch_begin", run)
+                notify(listed, "on_train_epoch_begin", run)
                 for inputs in islice(steps_of(train_dataset, sink_size), done if number == first else 0, None):
                     params.cur_step_num += 1
                     params.train_dataset_element = inputs
-                    told(listed, "on_train_step_begin", run)
+                    notify(listed, "on_train_step_begin", run)
                     params.net_outputs = network(*inputs)
-                    told(listed, "on_train_step_end", run)
+                    notify(listed, "on_train_step_end", run)
                     if run.get_stop_requested():
                         break
                 params.eval_results = {}
                 if evaluated is not None and evaluated[1](number):
-                    told_too = [WhileTraining(callback) for callback in listed]
-                    params.eval_results = params.metrics = self._evaluated(evaluated[0], told_too, number)
+                    wrapped_callbacks = [WhileTraining(callback) for callback in listed]
+                    params.eval_results = params.metrics = self._evaluated(evaluated[0], wrapped_callbacks, number)
                     network.train()
-                told(listed, "on_train_epoch_end", run)
+                notify(listed, "on_train_epoch_end", run)
                 if run.get_stop_requested():
                     break
-            told(listed, "on_train_end", run)
+            notify(listed, "on_train_end", run)
 
     def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
         """Evaluate over a dataset and return the metrics: name -> value."""
@@ -206,10 +206,10 @@ class Model:
                 opened.enter_context(callback)
             for metric in self._metrics.values():
                 metric.clear()
-            told(listed, "on_eval_begin", run)
+            notify(listed, "on_eval_begin", run)
             for inputs in steps_of(valid_dataset, -1):
                 params.cur_step_num += 1
-                told(listed, "on_eval_step_begin", run)
+                notify(listed, "on_eval_step_begin", run)
                 with torch.no_grad():
                     params.net_outputs = network(*inputs)
                 outputs = params.net_outputs if isinstance(params.net_outputs, tuple) else (params.net_outputs,)
@@ -217,9 +217,9 @@ class Model:
                     outputs = tuple(outputs[place] for place in self._eval_indexes if place >= 0)
                 for metric in self._metrics.values():
                     metric.update_from(outputs, self._is_own and self._eval_indexes is None)
-                told(listed, "on_eval_step_end", run)
+                notify(listed, "on_eval_step_end", run)
             params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
-            told(listed, "on_eval_end", run)
+            notify(listed, "on_eval_end", run)
         return params.metrics
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:
@@ -274,7 +274,7 @@ def data_sink(fn: Callable[..., Any], dataset: Any, sink_size: int = 1, **settin
     return run
 
 
-def _told(argument: Any) -> str:
+def _description(argument: Any) -> str:
     return type(argument).__name__ if isinstance(argument, (Optimizer, nn.Module)) else repr(argument)
 
 

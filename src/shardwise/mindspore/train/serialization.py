@@ -222,7 +222,7 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     missing = [key for key in ("parameters", "info", "rank") if key not in content]
     wrong = [name for name, entry in content.get("parameters", {}).items() if not _is_entry(entry)]
     if missing or wrong:
-        what = f"it lacks {', '.join(missing)}" if missing else f"its entry {wrong[0]} lacks data, or has half its layout"
+        what = f"it lacks {', '.join(missing)}" if missing else f"its entry {wrong[0]} lacks data, or half its layout"
         fix = "save it again with this version; torch.load(file) shows what it holds"
         raise ValueError(problem(f"{path} is a checkpoint of another version: {what}", fix=fix))
     parameters: dict[str, Slice] = {}
@@ -238,8 +238,8 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
 
 
 def _is_entry(entry: Any) -> bool:
-    said = {"layout", "mesh", "shape"} & set(entry) if isinstance(entry, dict) else set()
-    return isinstance(entry, dict) and isinstance(entry.get("data"), torch.Tensor) and len(said) in (0, 3)
+    layout_keys = {"layout", "mesh", "shape"} & set(entry) if isinstance(entry, dict) else set()
+    return isinstance(entry, dict) and isinstance(entry.get("data"), torch.Tensor) and len(layout_keys) in (0, 3)
 
 
 def load_distributed_checkpoint(
@@ -270,8 +270,8 @@ def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]
     files = [read(file) for file in names]
     if not files:
         raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
-    known = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
-    return {name: of_parts(name, [file for file in files if name in file[0]]) for name in known}, files[0][1]
+    parameter_names = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
+    return {name: of_parts(name, [file for file in files if name in file[0]]) for name in parameter_names}, files[0][1]
 
 
 def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
@@ -283,14 +283,14 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
     layout = first.held.layout
     for pieces, *_ in files:
         if (of := pieces[name].held) is None or of.layout != layout:
-            told = f"{name} is split as {layout} in one file and differently in another"
-            raise RuntimeError(problem(told, fix="the files of one checkpoint, one of every rank"))
+            what = f"{name} is split as {layout} in one file and differently in another"
+            raise RuntimeError(problem(what, fix="the files of one checkpoint, one of every rank"))
     parts = [(writer, pieces[name]) for pieces, _, writer in files if pieces[name].held == first.held]
     whole, missing = joined(first.held, parts)
     if missing.any():
         writers = ", ".join(str(writer) for *_, writer in files)
-        told = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
-        raise RuntimeError(problem(told, fix=f"the files of all {layout.mesh.num_devices} ranks"))
+        what = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
+        raise RuntimeError(problem(what, fix=f"the files of all {layout.mesh.num_devices} ranks"))
     parameter = Slice(whole, name, requires_grad=first.requires_grad)
     parameter.is_state, parameter.path = first.is_state, first.path
     return parameter

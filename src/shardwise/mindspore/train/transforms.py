@@ -28,10 +28,10 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> 
     files = sorted(path for path in Path(src_strategy_dirs).glob("*") if path.is_file())
     plans = {path: sw.Plan.load(path) for path in files}
     if len({plan.digest for plan in plans.values()}) != 1:
-        told = (
+        what = (
             f"{src_strategy_dirs} has {len({plan.digest for plan in plans.values()})} strategies in {len(files)} files"
         )
-        raise ValueError(problem(told, fix="a folder with the files of one job"))
+        raise ValueError(problem(what, fix="a folder with the files of one job"))
     Path(dst_strategy_file).parent.mkdir(parents=True, exist_ok=True)
     plans[files[0]].save(dst_strategy_file)
 
@@ -46,11 +46,11 @@ def rank_list_for_transform(
     source, target = _holdings(src_strategy_file), _holdings(dst_strategy_file)
     needed: set[int] = set()
     for path, holding in source.items():
-        wanted = _boxes(_matching(path, target) if target else None, rank_id, holding)
+        target_boxes = _boxes(_matching(path, target) if target else None, rank_id, holding)
         covered: set[tuple[Box, ...]] = set()
         for rank in holding.ranks:
             parts = _boxes(holding, rank, holding)
-            if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in wanted):
+            if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in target_boxes):
                 covered.add(parts)
                 needed.add(rank)
     return sorted(needed)

@@ -39,8 +39,8 @@ class _Watching(WithSettings, Callback):
         if self.monitor in results:
             return float(np.mean(results[self.monitor]))
         if params.eval_results or params.mode == "train":
-            known = ", ".join(("loss", *results))
-            note(f"{type(self).__name__} watches {self.monitor!r}, which is not among {known}")
+            choices = ", ".join(("loss", *results))
+            note(f"{type(self).__name__} watches {self.monitor!r}, which is not among {choices}")
         return None
 
     def is_better(self, value: float) -> bool:

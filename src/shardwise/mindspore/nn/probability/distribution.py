@@ -97,28 +97,28 @@ _OF_ALL: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _answer(self: Distribution, asked: str, function: Callable[..., Any], *operands: Any) -> Any:
+def _answer(self: Distribution, name: str, function: Callable[..., Any], *operands: Any) -> Any:
     try:
         return outside(function(*operands))
     except NotImplementedError as error:
-        what = f"{type(self).__name__} has no {asked}: torch.distributions does not compute it"
+        what = f"{type(self).__name__} has no {name}: torch.distributions does not compute it"
         raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
 
 
-def _of_value(asked: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _of_value(name: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda self, value, *parameters, **named: _answer(
-        self, asked, function, self.of(*parameters, **named), as_torch(value)
+        self, name, function, self.of(*parameters, **named), as_torch(value)
     )
 
 
-def _of_all(asked: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda self, *parameters, **named: _answer(self, asked, function, self.of(*parameters, **named))
+def _of_all(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self, *parameters, **named: _answer(self, name, function, self.of(*parameters, **named))
 
 
-for _name, _asked in _OF_VALUE.items():
-    setattr(Distribution, _name, _of_value(_name, _asked))
-for _name, _told in _OF_ALL.items():
-    setattr(Distribution, _name, _of_all(_name, _told))
+for _name, _method in _OF_VALUE.items():
+    setattr(Distribution, _name, _of_value(_name, _method))
+for _name, _property in _OF_ALL.items():
+    setattr(Distribution, _name, _of_all(_name, _property))
 
 _KINDS: dict[str, tuple[str, Made]] = {
     "Bernoulli": ("probs", distributions.Bernoulli),
