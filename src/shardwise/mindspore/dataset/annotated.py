@@ -146,12 +146,12 @@ class TFRecordDataset(Files):
             features = _example(record)
             if missing := [name for name in names if name not in features]:
                 raise RuntimeError(problem(f"a record has no {missing[0]}", fix=f"one of {', '.join(features)}"))
-            return tuple(_as_told(features[name], *kinds.get(name, (None, None))) for name in names)
+            return tuple(_as_schema(features[name], *kinds.get(name, (None, None))) for name in names)
 
         super().__init__(rows, read, names, **settings)
 
 
-def _as_told(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Array:
+def _as_schema(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Array:
     if isinstance(values, list):
         texts = dtype is not None and dtype.kind == "U"
         array = np.array([text.decode() for text in values]) if texts else np.frombuffer(b"".join(values), np.uint8)

@@ -38,7 +38,7 @@ class Batch(Over):
         self._size = 0 if callable(size) else count_of("batch_size", size)
         self._drop = drop_remainder
 
-    def _asked(self, info: BatchInfo) -> int:
+    def _batch_size(self, info: BatchInfo) -> int:
         """Return the number of items of a batch."""
         return self._size if self._sizes is None else count_of("what batch_size returns", self._sizes(info))
 
@@ -47,7 +47,7 @@ class Batch(Over):
         rows = self._source.rows(number)
         for place in itertools.count():
             info = BatchInfo(place, number)
-            size = self._asked(info)
+            size = self._batch_size(info)
             members = list(itertools.islice(rows, size))
             if not members or (len(members) < size and self._drop):
                 return
@@ -70,13 +70,13 @@ class Batch(Over):
         if self._sizes is None:
             full, rest = divmod(left, self._size)
             return full + (rest > 0 and not self._drop)
-        while left > 0 and (left >= (size := self._asked(BatchInfo(batches, 0))) or not self._drop):
+        while left > 0 and (left >= (size := self._batch_size(BatchInfo(batches, 0))) or not self._drop):
             left, batches = left - size, batches + 1
         return batches
 
     def get_batch_size(self) -> int:
         """Return the batch size; if sizes differ, that of the first batch."""
-        return self._asked(BatchInfo(0, 0)) * super().get_batch_size()
+        return self._batch_size(BatchInfo(0, 0)) * super().get_batch_size()
 
 
 class MappedBatch(Batch):

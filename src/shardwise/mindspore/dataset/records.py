@@ -64,8 +64,8 @@ class _Field:
         if not np.all(kept):
             raise self._refused(row, array, f"numbers that {self.kind} holds, or another type")
         sizes = zip(self.shape, array.shape, strict=False)
-        is_as_said = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
-        if not is_as_said and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat arrays are reshaped
+        matches_schema = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
+        if not matches_schema and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat arrays are reshaped
             raise self._refused(row, array, f"the schema says the shape {list(self.shape)}")
         return cast.tobytes()
 

@@ -56,7 +56,7 @@ class GeneratorDataset(
             what = f"there are {len(self._columns)} columns and {len(self._types)} column_types"
             raise ValueError(problem(what, fix="give one type for every column"))
         requested = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
-        wrong = [name for name, is_asked in requested.items() if is_asked]
+        wrong = [name for name, is_set in requested.items() if is_set]
         if wrong and not self._by_index:
             what = f"{wrong[0]} needs rows by index, but the source (a {type(self._source).__name__}) has none"
             fix = "give an object with __getitem__ and __len__, or call .shuffle(buffer_size)"

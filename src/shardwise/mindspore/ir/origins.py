@@ -75,7 +75,7 @@ class Origins:
         for op in self.graph.ops:
             if op.scope.startswith(f"{op.module}/"):
                 name = op.scope.removeprefix(f"{op.module}/")
-                attributes = self._held(op.module)
+                attributes = self._primitives_of(op.module)
                 name = name if name in attributes else re.sub(r"_\d+$", "", name)
                 primitive = attributes.get(name)
                 is_own = primitive is not None and (names.operator(op.target) == primitive.name or self._is_alone(op))
@@ -83,7 +83,7 @@ class Origins:
             elif op.source:
                 lines.setdefault((op.module, op.source), []).append(op)
         for (module, source), ops in lines.items():
-            attributes = self._held(module)
+            attributes = self._primitives_of(module)
             called = [(name, attributes[name]) for name in self._called(source) if name in attributes]
             called = [item for item in called if item[1].in_strategy is None]
             for op in ops:
@@ -98,7 +98,7 @@ class Origins:
     def _is_alone(self, op: Op) -> bool:
         return sum(other.scope == op.scope for other in _shown(self.graph.ops)) == 1
 
-    def _held(self, module: str) -> dict[str, Primitive]:
+    def _primitives_of(self, module: str) -> dict[str, Primitive]:
         """Return the primitives of a cell by attribute."""
         return {k: v for k, v in vars(self.cell.get_submodule(module)).items() if isinstance(v, Primitive)}
 

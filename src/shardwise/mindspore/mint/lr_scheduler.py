@@ -64,7 +64,7 @@ _NAMES = """
     MultiplicativeLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"""
 CLASSES = {
     name: type(name, (LRScheduler,), {
-        "make": getattr(torch.optim.lr_scheduler, name), "__module__": __name__, "__doc__": "Torch's.",
+        "make": getattr(torch.optim.lr_scheduler, name), "__module__": __name__, "__doc__": "Torch's schedule.",
         "settings": {"cycle_momentum": False} if name == "CyclicLR" else {},
     })
     for name in _NAMES.split()

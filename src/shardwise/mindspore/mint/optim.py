@@ -44,7 +44,9 @@ def _rate_of(group: dict[str, Any]) -> Callable[[int], float]:
 
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 CLASSES = {
-    name: type(name, (OfTorch,), {"make": getattr(torch.optim, name), "__module__": __name__, "__doc__": "Torch's."})
+    name: type(
+        name, (OfTorch,), {"make": getattr(torch.optim, name), "__module__": __name__, "__doc__": "Torch's optimizer."}
+    )
     for name in _NAMES.split()
 }
 globals().update(CLASSES)

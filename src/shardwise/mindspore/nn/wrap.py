@@ -214,11 +214,11 @@ class ParameterUpdate(Cell):
 
     def __init__(self, param: Any) -> None:
         super().__init__()
-        self._held = (param,)
+        self._parameter = (param,)
 
     def construct(self, x: Any) -> Any:
         with torch.no_grad():
-            return self._held[0].copy_(x)
+            return self._parameter[0].copy_(x)
 
 
 class PipelineCell(Cell):

@@ -115,7 +115,7 @@ def mirrored(x: Any, paddings: Any, mode: str) -> Any:
 
 
 def _between(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
-    """Return interpolation weights [wanted, size]: row i has those of the elements around i * size / wanted."""
+    """Return interpolation weights [count, size]: row i has those of the elements around i * size / count."""
     places = torch.arange(count, dtype=torch.float64) * (size / count)
     low = places.long()
     rows = torch.eye(size, dtype=torch.float64)

@@ -27,7 +27,7 @@ class Metric:
     wants_loss = False
     _indexes: Sequence[int] | None = None
     _convert_data = staticmethod(_array)
-    is_told = False  # True while Model.eval calls update with selected inputs
+    has_selected_inputs = False  # True while Model.eval calls update with selected inputs
 
     def clear(self) -> None:
         raise NotImplementedError
@@ -50,9 +50,9 @@ class Metric:
     def update_from(self, outputs: tuple[Any, ...], all_of_them: bool = False) -> None:
         """Update with entries of (loss, output, label). ``all_of_them``: with all results of a user's network."""
         if self._indexes is not None:
-            self.is_told = True
+            self.has_selected_inputs = True
             self.update(*(outputs[place] for place in self._indexes))
-            self.is_told = False
+            self.has_selected_inputs = False
         else:
             self.update(*(outputs[:1] if self.wants_loss else outputs if all_of_them else outputs[1:] or outputs))
 
@@ -63,7 +63,7 @@ def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(update)
     def ordered(metric: Metric, *inputs: Any) -> Any:
-        if metric.indexes is not None and len(inputs) > max(metric.indexes) and not metric.is_told:
+        if metric.indexes is not None and len(inputs) > max(metric.indexes) and not metric.has_selected_inputs:
             inputs = tuple(inputs[place] for place in metric.indexes)
         return update(metric, *inputs)
 

@@ -109,7 +109,7 @@ class SummaryCollector(Callback):
         due = params.cur_step_num == 1 or params.cur_step_num % self._every == 0
         if params.mode != "train" or not due or self._record is None:
             return
-        if self._asked("collect_metric"):
+        if self._is_enabled("collect_metric"):
             self._record.add_value("scalar", "loss", loss_value(params.net_outputs))
             if params.optimizer is not None:
                 self._record.add_value("scalar", "learning_rate", params.optimizer.rate_now())
@@ -118,7 +118,7 @@ class SummaryCollector(Callback):
             self._add_parameters(params.network, str(pattern))
         self._record.record(params.cur_step_num)
 
-    def _asked(self, name: str) -> bool:
+    def _is_enabled(self, name: str) -> bool:
         return bool(self._wanted.get(name, self._default))
 
     def _add_parameters(self, network: Any, pattern: str) -> None:
@@ -195,7 +195,7 @@ class OnRequestExit(
     ``save_ckpt``: write a checkpoint ``<directory>/<file_name>_train.ckpt`` then. ``save_mindir`` is not supported.
     """
 
-    _asked = False
+    _is_requested = False
     _before: Any = None  # the previous signal handler
 
     def _settle(self) -> None:
@@ -211,11 +211,11 @@ class OnRequestExit(
         self._before = signal.signal(self.sig, self._request) or signal.SIG_DFL
 
     def _request(self, number: int, frame: Any) -> None:
-        self._asked = True
+        self._is_requested = True
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        if params.mode != "train" or not _on_any_rank(self._asked):
+        if params.mode != "train" or not _on_any_rank(self._is_requested):
             return
         if self.save_ckpt:
             self._file.parent.mkdir(parents=True, exist_ok=True)
