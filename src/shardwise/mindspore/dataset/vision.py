@@ -235,7 +235,7 @@ class RandomRotation(Rotate):
 
 
 class RandomColorAdjust(WithSettings, brightness=(1, 1), contrast=(1, 1), saturation=(1, 1), hue=0):
-    """Random changes of colours. Factors of brightness, contrast and saturation come from a range, or from 1 - x to 1 + x.
+    """Random changes of colours. Factors of brightness, contrast and saturation are from a range, or 1 - x to 1 + x.
     ``hue`` shifts by a part of the colour circle from a range, or from -x to x."""
 
     hue: Any

@@ -90,8 +90,8 @@ def value_and_grad(
     losses are summed (with ``gradients_mean`` averaged).
 
     Args:
-        grad_position: positions of the inputs to differentiate.
-        weights: parameters to differentiate.
+        grad_position: positions of the inputs by which to differentiate.
+        weights: parameters by which to differentiate.
         has_aux: differentiate only the first output; else the sum of all outputs.
         return_ids: return each gradient as a pair with its input's position or its parameter's name (``get_grad``).
     """
