@@ -288,10 +288,10 @@ def test_files_of_rows_that_are_not_as_they_say_are_refused(tmp_path: Path, monk
     for make, message in (
         (lambda: ds.MindDataset(str(tmp_path / "other")), foreign),
         (broken(n_bytes=data), "n.ends"),
-        (broken(n_bytes=data, n_ends=np.array([4, 9])), "not of 2 rows"),
-        (broken(n_bytes=data, n_ends=np.array([8, 4])), "not of 2 rows"),
-        (broken(n_bytes=data, n_ends=np.array([3, 8])), "not of 2 rows"),  # a row of three bytes
-        (broken(n_bytes=data.astype(np.int64), n_ends=ends), "not of 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([4, 9])), "does not have 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([8, 4])), "does not have 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([3, 8])), "does not have 2 rows"),  # a row of three bytes
+        (broken(n_bytes=data.astype(np.int64), n_ends=ends), "does not have 2 rows"),
         (broken(n_bytes=data, n_ends=np.array([Evil(trace)])), "allow_pickle=False"),
         (lambda: ds.MindDataset(str(tmp_path / "none")), "there is no file"),
         (lambda: ds.MindDataset([]), "names no file"),

@@ -227,7 +227,7 @@ def test_checkpoints_of_other_versions_and_broken_ones_say_so(tmp_path: Any) -> 
     path = tmp_path / "net.ckpt"
     good = {"format": "shardwise-rank-checkpoint", "rank": 0, "info": {}, "parameters": {"w": {"data": torch.ones(2)}}}
     for content, message in (
-        ({**good, "format": "other"}, "no checkpoint of this library"),
+        ({**good, "format": "other"}, "not a checkpoint of this library"),
         ({key: value for key, value in good.items() if key != "rank"}, "another version: it lacks rank"),
         ({**good, "parameters": {"w": torch.ones(2)}}, "its entry w lacks data"),
         ({**good, "parameters": {"w": {"data": torch.ones(2), "layout": "[2]"}}}, "lacks data, or half its layout"),
