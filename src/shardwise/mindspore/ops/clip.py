@@ -76,9 +76,8 @@ def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
     unknown = next((place for place, parameter in enumerate(parameters) if parameter is None), None)
     if unknown is not None:
         what = (
-            f"a tensor (number {unknown}, of shape {list(x[unknown].shape)}) is to be clipped by a norm, and is "
-            "not known as the gradient of a parameter, while parameters are split: of which whole it is a part, "
-            "its norm on this rank does not say"
+            f"tensor {unknown}, of shape {list(x[unknown].shape)}, cannot be clipped by a norm: it is not known as the "
+            "gradient of a parameter. Parameters are split, so the norm of this rank's part is not that of the whole"
         )
         fix = "clip what value_and_grad, a HyperMap over it or unscale returned, or clip_by_global_norm with use_norm"
         raise ShardwiseError(problem(what, fix=fix))
