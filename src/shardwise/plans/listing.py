@@ -1,4 +1,4 @@
-"""From a program to what a plan lists of it, and the comparison of the two."""
+"""The plan entries of a program, and the comparison of a program with what its plan lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _LONGEST = 2000  # characters of a conversion in a message: what a file says may
 
 
 def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: SpmdProgram) -> Stage:
-    """The stage that a program is: ``graph`` the model's (not lowered), ``choice`` what the program was built for."""
+    """Return the stage entry of a program. ``graph``: the model's (not lowered); ``choice``: what the program was built
+    for."""
 
     def described(source: Source) -> tuple[str, str, tuple[int, ...], str]:
         value = graph.by_name[source.value]
@@ -73,7 +74,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
 
 
 def conversion_entries(spmd: SpmdProgram) -> tuple[ConversionEntry, ...]:
-    """All conversions of a program in order; buckets of several are numbered from 1."""
+    """Return all conversions of a program in order; buckets of several are numbered from 1."""
     entries: list[ConversionEntry] = []
     number = 0
     for step in spmd.steps:
@@ -107,8 +108,8 @@ def _conversion_entry(conversion: Conversion, spmd: SpmdProgram, bucket: int, ov
 
 
 def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
-    """Raise PlanError where the program of a stage is not the one that the stage lists. ``widened``: the program
-    computes in float64, whatever the stage says: dtypes and bytes are not compared."""
+    """Raise PlanError if the program of a stage is not the one that the stage lists. ``widened``: the program computes
+    in float64, whatever the stage says, so dtypes and bytes are not compared."""
     listed, emitted = stage.conversions or (), conversion_entries(spmd)
     if not stage.has_paths:  # of an older file, which lists neither paths nor what overlaps
         emitted = tuple(replace(entry, overlaps=False, path=()) for entry in emitted)
@@ -135,8 +136,8 @@ def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
 def _differences(
     listed: tuple[ConversionEntry, ...], emitted: tuple[ConversionEntry, ...]
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(operator, what plan and program say) of every conversion that only one of them has, or that differs; if there is
-    none, of the first that stands elsewhere."""
+    """Yield (operator, texts of plan and program) for every conversion that only one of them has, or that differs; if
+    there is none, for the first in another position."""
     known = {(entry.value, entry.target): entry for entry in listed}
     after = {(entry.value, entry.target): entry for entry in emitted}
     changed = [key for key in dict.fromkeys((*known, *after)) if known.get(key) != after.get(key)]
