@@ -44,7 +44,7 @@ from shardwise.search.constants import (
 from shardwise.search.memory_policy import blocks_of, ends_of
 from shardwise.search.micro_batch import MicroBatchOptions
 
-SCHEDULES = (  # where the user names none
+SCHEDULES = (  # if the user names none
     "1F1B",
     "GPipe",
     "Interleaved1F1B",
@@ -215,13 +215,13 @@ def _least_flops(op: Op, graph: Graph) -> float:
         return forward_flops * (1.0 + min(sum(flowing), 2))
     query, key, value = flowing[:3]
     backward = (query + key + value + (query or key)) / 2  # products, of which forward has two
-    return forward_flops * _seen(op, graph) * (1.0 + backward)
+    return forward_flops * _visible_share(op, graph) * (1.0 + backward)
 
 
-def _seen(op: Op, graph: Graph) -> float:
+def _visible_share(op: Op, graph: Graph) -> float:
     """Return the share of its scores that attention has to compute."""
     named, (query, key) = arguments(op), (graph.by_name[name].shape for name in op.operands[:2])
-    if op.target is ATTENTION_WITHIN:  # whose blocks are counted
+    if op.target is ATTENTION_WITHIN:  # its blocks are counted
         counted = num_pairs(named["rows"], named["firsts"], named["ends"]) / (query[-2] * key[-2])
         return min(1.0, band_between(named["first"], named["end"], graph).share(query[-2], key[-2]) / counted)
     mask = named.get("attn_mask")
@@ -325,8 +325,8 @@ def joint_search(
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
             continue
         seconds, num_bytes = figures(plan)
-        told = f"step {format_step_interval(plan)}, memory {format_bytes_interval(num_bytes, cluster)}"
-        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, said=told))
+        text = f"step {format_step_interval(plan)}, memory {format_bytes_interval(num_bytes, cluster)}"
+        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, said=text))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan
     if best is None:
@@ -386,12 +386,12 @@ class _Queue:
     def _simplest(self, number: int, seconds: float, done: int) -> tuple[StageConfig, float]:
         """Return the setting with the fewest stages of the fully estimated ones about as fast as ``seconds``. The
         others stay queued."""
-        alike = [
+        candidates = [
             item
             for item in self.heap
             if not item[0] and item[3] == len(self.estimates) and item[1] <= EQUAL_ESTIMATE_RATIO * seconds
         ]
-        fewest = min(alike, key=lambda item: (self.settings[item[2]].stages, item[1]), default=None)
+        fewest = min(candidates, key=lambda item: (self.settings[item[2]].stages, item[1]), default=None)
         if fewest is None or self.settings[fewest[2]].stages >= self.settings[number].stages:
             return self.settings[number], seconds
         self.heap.remove(fewest)

@@ -45,36 +45,36 @@ class AxisUsage:
 def mesh_by_roles(mesh: Mesh, of: Iterable[AxisUsage]) -> Mesh:
     """Return the mesh with its axes named by their roles in all of these graphs."""
     roles_of: dict[bool, dict[str, set[str]]] = {True: defaultdict(set), False: defaultdict(set)}
-    for doing in of:
-        for is_product, axis, role in _roles(doing):
+    for usage in of:
+        for is_product, axis, role in _roles(usage):
             roles_of[is_product][axis].add(role)
-    wanted = []
+    new_names = []
     for name, size in mesh.axes:
         parts = mesh.expand(name) if size > 1 else ()
         products, tables = (set().union(*(roles_of[kind][part] for part in parts)) for kind in (True, False))
         roles = products or tables
-        wanted.append("_".join(filter(roles.__contains__, _ROLES)) if roles and "other" not in roles else name)
-    same, so_far = Counter(wanted), Counter[str]()
+        new_names.append("_".join(filter(roles.__contains__, _ROLES)) if roles and "other" not in roles else name)
+    same, so_far = Counter(new_names), Counter[str]()
     names = []
-    for name in wanted:
+    for name in new_names:
         so_far[name] += 1
         names.append(name if same[name] == 1 else f"{name}{so_far[name]}")
-    if len(set(names)) < len(names):  # a level that is called dp1
+    if len(set(names)) < len(names):  # a level is already called dp1
         return mesh
     return Mesh(zip(names, (size for _, size in mesh.axes), strict=True))
 
 
-def _roles(doing: AxisUsage) -> Iterator[tuple[bool, str, str]]:
+def _roles(usage: AxisUsage) -> Iterator[tuple[bool, str, str]]:
     """Yield (whether this is a product and no lookup, sub-axis, role) for every operator that reads a weight."""
-    graph = doing.graph
+    graph = usage.graph
     weights = {s.value for s in graph.sources if s.kind == "parameter" and len(graph.by_name[s.value].shape) > 1}
     for op in graph.ops:
         weights_read = weights.intersection(op.operands)
         if weights_read and weights_read.issuperset(op.operands):
-            weights.update(op.results)  # a weight in another dtype, or turned
+            weights.update(op.results)  # a weight in another dtype, or transposed
         elif weights_read:
             is_product = all(graph.by_name[name].dtype.is_floating_point for name in op.operands)
-            for axis, role in _roles_in(op, weights_read, doing.rules[op.name], doing.strategies[op.name]):
+            for axis, role in _roles_in(op, weights_read, usage.rules[op.name], usage.strategies[op.name]):
                 yield is_product, axis, role
 
 
@@ -86,7 +86,7 @@ def _roles_in(op: Op, weights: set[str], rule: OpRule, strategy: Strategy) -> It
             many = dims[0] if len(dims) == 3 and "conv" not in str(op.target) else ()
             roles.update((factor, "ep" if factor in many else "tp") for factors in dims for factor in factors)
     if roles.keys() <= {factor for dims in rule.results for factors in dims for factor in factors}:
-        return  # something is added to weights, say
+        return  # for example an addition to weights
     for name, dims in zip(op.operands, rule.operands, strict=True):
         others = [factors for factors in dims if not roles.keys() & set(factors)] if name not in weights else []
         for number, factors in enumerate(others):
@@ -171,8 +171,8 @@ def name_axes_by_role(stages: Sequence[Stage], of: Sequence[AxisUsage]) -> tuple
     """Return the stages with mesh axes named by role. Equal meshes get equal names."""
     known: dict[Mesh, _RenamedEntries] = {}
     for mesh in dict.fromkeys(stage.mesh for stage in stages):
-        alike = (doing for stage, doing in zip(stages, of, strict=True) if stage.mesh == mesh)
-        known[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, alike)))
+        usages = (usage for stage, usage in zip(stages, of, strict=True) if stage.mesh == mesh)
+        known[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, usages)))
     return tuple(known[stage.mesh].stage(stage) for stage in stages)
 
 

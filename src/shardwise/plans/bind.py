@@ -125,7 +125,7 @@ def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
     for entries in members.values():
         keys = [(entry.value, format_layout(parse_layout(entry.target, stage.mesh))) for entry in entries]
         conversions = tuple(by_entry[key] for key in keys if key in by_entry)
-        if conversions:  # where one is missing, the comparison says so
+        if conversions:  # check_program reports missing ones
             buckets.append(Bucket(conversions, entries[0].overlaps))
     return buckets
 
@@ -137,17 +137,17 @@ def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
     operators = lowered_operators({entry.name for entry in stage.operators if entry.again}, graph, spmd.graph)
     waiting = lowered_operators({entry.name for entry in stage.operators if entry.offloaded}, graph, spmd.graph)
     listed_again = [entry for entry in stage.conversions or () if entry.again]
-    wanted = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
+    repeated = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
     keys = {c.result: (value_name(c.origin, spmd.graph), format_layout(c.target)) for c in spmd.conversions}
-    said = {result for result, key in keys.items() if key in wanted}
+    repeats = {result for result, key in keys.items() if key in repeated}
     if listed:
-        return Lifetimes(operators, frozenset(said), waiting)
+        return Lifetimes(operators, frozenset(repeats), waiting)
     parameters = {source.value: source.names[0] for source in graph.sources if source.kind == "parameter"}
     gathered = {entry.name for entry in stage.parameters if entry.again}
     results = {
         c.result
         for c in spmd.conversions
-        if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators or c.result in said)
+        if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators or c.result in repeats)
     }
     return Lifetimes(operators, frozenset(results), waiting)
 
@@ -155,12 +155,12 @@ def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
 def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> SpmdProgram:
     """Return the program with the parameters that the stage converts once a step, as far as possible. ``listed`` (as in
     ``_lifetimes``): raise PlanError unless all of them can be."""
-    said = {entry.name for entry in stage.parameters if entry.once}
-    if not said:
+    listed_once = {entry.name for entry in stage.parameters if entry.once}
+    if not listed_once:
         return spmd
     named = {source.value: source.names[0] for source in graph.sources}
-    once = converted_once(spmd, lambda value, _: named[value] in said)
-    left = sorted(said - {named[value] for value in once})
+    once = converted_once(spmd, lambda value, _: named[value] in listed_once)
+    left = sorted(listed_once - {named[value] for value in once})
     if left and listed:
         what = (
             f"the plan converts {', '.join(left[:3])} once a step, which is used in several layouts or gathered again"
@@ -256,11 +256,11 @@ def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
 
 def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
     """Return the shared layouts of a plan, for values that have the plan's shape."""
-    wanted = {entry.name: parse_layout(entry.layout, plan.mesh) for entry in plan.shared}
-    names = {value_name(value.name, graph): value for value in graph.values} if wanted else {}
+    planned = {entry.name: parse_layout(entry.layout, plan.mesh) for entry in plan.shared}
+    names = {value_name(value.name, graph): value for value in graph.values} if planned else {}
     return {
         names[name].name: layout
-        for name, layout in wanted.items()
+        for name, layout in planned.items()
         if name in names and names[name].shape == layout.shape
     }
 

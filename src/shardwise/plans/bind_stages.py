@@ -89,7 +89,7 @@ def check_last(cut: GraphCut, graph: Graph) -> None:
         op = graph.producer.get(graph.loss or "")
         raise PlanError(
             problem(
-                f"the loss is made in stage {home}, and the last stage is {len(cut.parts) - 1}",
+                f"the loss is computed in stage {home}, and the last stage is {len(cut.parts) - 1}",
                 op="" if op is None else op.name,
                 fix="cut earlier, so that the loss is in the last stage",
             )
@@ -150,7 +150,7 @@ def _check_sends(stage: Stage, number: int, cut: GraphCut, spmd: SpmdProgram) ->
             problem(
                 f"the program is not the one that the plan lists: stage {number} sends {name} "
                 f"{sent.get(name, 'nowhere')}, and lists {listed.get(name, 'none')}",
-                fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives conversions anew",
+                fix="make the plan again with sw.plan, or derive conversions again with Plan.load(path, edited=True)",
             )
         )
 
@@ -166,12 +166,12 @@ def meeting(cut: GraphCut, bindings: Sequence[tuple[Factored, Choice]], meshes: 
         for name in cut.sends(number):
             passed_on = later.delivered.get(name)
             is_carried = passed_on is not None and not cut.parts[number + 1].consumers[name]
-            wanted = boundary_layout(passed_on if is_carried and passed_on is not None else sources[name])
-            fitted = _fitted(wanted, bindings[number][0].atoms[name], meshes[number])
+            target = boundary_layout(passed_on if is_carried and passed_on is not None else sources[name])
+            fitted = _fitted(target, bindings[number][0].atoms[name], meshes[number])
             if fitted is None:
-                wanted = Layout.whole(meshes[number + 1], wanted.shape)
-                fitted = Layout.whole(meshes[number], wanted.shape)
-            sources[name] = refined(wanted, bindings[number + 1][0].atoms[name]) or wanted
+                target = Layout.whole(meshes[number + 1], target.shape)
+                fitted = Layout.whole(meshes[number], target.shape)
+            sources[name] = refined(target, bindings[number + 1][0].atoms[name]) or target
             delivered[name] = fitted
         choices[number + 1] = replace(later, sources=sources)
         choices[number] = replace(choices[number], delivered=delivered)

@@ -102,8 +102,8 @@ class ConversionEntry:
     def communication(self) -> str:
         """Return the forward and backward collectives as text."""
         sides = (" ".join(map(str, side)) or "none" for side in (self.forward, self.backward))
-        said = " / ".join(sides) if self.forward or self.backward else "no communication"
-        return f"{said}, again in backward" if self.again else said
+        text = " / ".join(sides) if self.forward or self.backward else "no communication"
+        return f"{text}, again in backward" if self.again else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Stage:
             if number and len(sides) > 1:
                 yield f"bucket {number} has conversions with different numbers of collectives"
             if number and len({entry.again for entry in members}) > 1:
-                yield f"bucket {number} has conversions that backward makes again, and others"
+                yield f"bucket {number} mixes conversions that backward repeats with others"
 
 
 def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:

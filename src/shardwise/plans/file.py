@@ -50,7 +50,7 @@ _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _MOST_PASSES = 2**20
-_LINES = "pricing.cluster"  # the text of several lines
+_LINES = "pricing.cluster"  # the only text of several lines
 _SETTINGS = (
     "mode",
     "search",
@@ -163,12 +163,12 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
             )
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
-    said = str(data.get("digest"))[:12]
+    listed_digest = str(data.get("digest"))[:12]
     if not edited and data.get("digest") != plan_digest(body):
         raise PlanError(
             problem(
                 f"{name} was changed after it was saved: its content has digest {plan_digest(body)[:12]}, it says "
-                f"{said if is_line(said) else shorten_repr(said)}",
+                f"{listed_digest if is_line(listed_digest) else shorten_repr(listed_digest)}",
                 fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
             )
         )
@@ -205,10 +205,10 @@ def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any
     if body.get("pricing") is not None and not edited:
         raise PlanError(
             problem(
-                f"{name} has plan version {BEFORE_STAGES}: it does not say by which layouts its conversions go, which "
-                "prices decided",
-                fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives the conversions "
-                "anew, by the bytes they send",
+                f"{name} has plan version {BEFORE_STAGES}: it does not list the paths of its conversions, which were "
+                "chosen by price",
+                fix="make the plan again with sw.plan, or derive its conversions again, by the bytes they send, with "
+                "Plan.load(path, edited=True)",
             )
         )
     stage = {key: body[key] for key in _STAGE_KEYS if key in body}
@@ -219,7 +219,7 @@ def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any
         ]
     rest = {key: value for key, value in body.items() if key not in _STAGE_KEYS}
     if edited:
-        rest["prediction"] = None  # it was one of the conversions that prices decided
+        rest["prediction"] = None  # it was that of the conversions chosen by price
     return {**rest, "stages": [{"ranks": None, **stage}]}
 
 
@@ -378,8 +378,8 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     if data is None:
         return plan_fields
     listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
-    younger = {"weight": 0.0, "send": 0.0, "update": 0.0}  # than the version; so are bound and memory
-    stages_seen = [{**younger, **entry} if isinstance(entry, dict) else entry for entry in listed]
+    defaults = {"weight": 0.0, "send": 0.0, "update": 0.0}  # added later in this version; so were bound and memory
+    stages_seen = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in listed]
     predictions = tuple(_entry(StagePrediction, entry, f"pipeline.stages[{i}]") for i, entry in enumerate(stages_seen))
     if isinstance(data, dict) and len(predictions) != len(stages):
         raise PlanError(f"pipeline.stages has {len(predictions)} entries, and the plan {len(stages)} stages")

@@ -27,7 +27,7 @@ from shardwise.programs.spmd import Choice, SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.rule import OpRule
 
-_LONGEST = 2000  # characters of a conversion in a message: what a file says may be of any length
+_LONGEST = 2000  # characters of a conversion in a message: texts of a file may have any length
 
 
 def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: SpmdProgram) -> Stage:
@@ -128,7 +128,7 @@ def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
             op=op,
             source=source,
             facts=[*first, *more],
-            fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives its conversions anew",
+            fix="make the plan again with sw.plan, or derive its conversions again with Plan.load(path, edited=True)",
         )
     )
 

@@ -129,7 +129,7 @@ class MicroBatchSearch:
                     passes = self.call.passes(whole, micro_batch, staged=False)
                 except PlanError as error:
                     self.refuse(error)
-                    return  # so it is for all sizes
+                    return  # it fails for all sizes
                 self._of_passes = passes.statistics
                 yield passes.graphs[micro_batch], step // micro_batch
 
@@ -179,8 +179,8 @@ def announce_statistics(buffers: list[str], *, stacklevel: int) -> None:
     if buffers:
         more = f" and {len(buffers) - 3} more" if len(buffers) > 3 else ""
         warnings.warn(
-            f"running statistics ({', '.join(buffers[:3])}{more}) are taken of every micro-batch, one after another, "
-            "as one device does that accumulates gradients: results differ from those of one pass over the whole batch",
+            f"running statistics ({', '.join(buffers[:3])}{more}) are updated by every micro-batch, one after another, "
+            "as in gradient accumulation on one device: results differ from those of one pass over the whole batch",
             PlanWarning,
             stacklevel=stacklevel,
         )

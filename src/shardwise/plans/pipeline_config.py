@@ -18,7 +18,7 @@ from shardwise.search.memory_policy import Offload
 from shardwise.search.recompute_spec import Gathered
 from shardwise.search.zero import Zero
 
-# The actions of a schedule on so many places, for so many micro-batches.
+# Returns the actions of a schedule for a number of pipeline ranks and of micro-batches.
 OrderOf = Callable[[Schedule, int, int], Order]
 
 

@@ -111,7 +111,7 @@ def plan_captured_pipeline(
     )
     MemoryPolicy.of(
         captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload
-    )  # or it refuses
+    )  # raises if the policy is impossible
     kinds = VjpCache() if call.known is None else call.known.kinds
     best: PipelineResult | None = None
     others: list[Plan] = []
@@ -253,8 +253,8 @@ def plan_pipeline(
             break
         if not left:
             raise _too_much(how, cut, flying, over)
-        # Its stages divide what a place has too much; if that is not enough, each gives way to all of it. Each is sent
-        # to as the next one was chosen now.
+        # The stages of a pipeline rank first share its excess; if that is not enough, each is reduced by all of it. A
+        # stage sends in the layouts of the latest choice for the next one.
         sharing = how.schedule.stages_per_place if left == MAX_BOUNDARY_TRIES - 1 else 1
         for number, num_bytes in sorted(over.items(), reverse=True):
             limits[number] -= num_bytes / sharing
@@ -276,7 +276,7 @@ def plan_pipeline(
     lines = format_order(schedule.actions)
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    asked = replace(how, settings=replace(how.settings, known=inf))  # also for slower ones
+    asked = replace(how, settings=replace(how.settings, known=inf))  # plan slower ones to the end, too
     again = partial(plan_pipeline, asked, graph, passes, template, kinds)
     searched = tuple(part_choice.searched for part_choice in chosen)
     return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
@@ -329,7 +329,7 @@ def _together(
     cut: GraphCut, chosen: Sequence[StagePlan], settings: SearchConfig
 ) -> tuple[list[Choice], list[SpmdProgram]]:
     """Return choices and programs that agree on the values that cross and on parameters of several stages."""
-    stored = _stored_alike(cut, chosen)
+    stored = _equally_stored(cut, chosen)
     choices = meeting(
         cut,
         [(part_choice.factored, choice) for part_choice, choice in zip(chosen, stored, strict=True)],
@@ -339,7 +339,7 @@ def _together(
     return choices, [_rebuilt(part, part_choice, choice, settings) for part, part_choice, choice in ends]
 
 
-def _stored_alike(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
+def _equally_stored(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
     """Return the choices with every parameter of several stages in the layout of the last of them, device by device. It
     is stored whole if one of the stages cannot have that layout."""
     choices = [part_choice.choice for part_choice in chosen]
@@ -351,9 +351,9 @@ def _stored_alike(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
         fitted: dict[int, Layout] = {}
         for stage in stages:
             there = on_mesh(layout, chosen[stage].mesh)
-            alike = None if there is None else refined(there, chosen[stage].factored.atoms[name])
-            if alike is not None:
-                fitted[stage] = alike
+            layout_there = None if there is None else refined(there, chosen[stage].factored.atoms[name])
+            if layout_there is not None:
+                fitted[stage] = layout_there
         for stage in stages:
             stored = fitted[stage] if len(fitted) == len(stages) else Layout.whole(chosen[stage].mesh, layout.shape)
             choices[stage] = replace(choices[stage], sources={**choices[stage].sources, name: stored})
@@ -402,7 +402,7 @@ def _work(
     """Return the ordering problem. The room of a pipeline rank is its limit less parameters and what a single
     micro-batch takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
-    fixed = _besides(how, stages)
+    fixed = _fixed_bytes(how, stages)
     kept = tuple(stage.kept for stage in stages)
     room = tuple(how.limit - num_bytes for num_bytes in fixed)
     work = OrderProblem(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
@@ -410,7 +410,7 @@ def _work(
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
 
-def _besides(how: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
+def _fixed_bytes(how: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
     """Return, for every pipeline rank, the bytes of its device that are not kept for backward: what its stages hold
     between micro-batches, and the largest working memory of one of them, as they take turns."""
     rests, moments = [0.0] * how.num_places, [0.0] * how.num_places
@@ -433,9 +433,9 @@ def _too_much(how: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: M
     """Return the error for stages that do not fit once their ends agree."""
     number = max(over, key=over.__getitem__)
     return NothingFits(
-        f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
-        f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "
-        f"and has {format_bytes(int(how.limit))}",
+        f"stage {number} fits alone, but its pipeline rank needs {format_bytes(int(how.limit + over[number]))} per "
+        f"device with {flying[number]} micro-batches in flight (limit {format_bytes(int(how.limit))}): boundary "
+        "activations and tied weights add the rest",
         [("begins", f"with {cut.parts[number].ops[0].name}")],
         "choose a smaller micro_batch, more stages, or a mesh of fewer axes",
     )
@@ -444,10 +444,10 @@ def _too_much(how: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: M
 def _solved(how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int) -> Schedule:
     """Return the schedule with an order solved for these stages, starting from torch's orders for the same
     placement."""
-    alike = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
-    known = [how.order(schedule, how.num_places, num_passes) for schedule in alike]
-    work = _work(how, stages, num_passes, () if how.by_price else known)
-    return replace(how.schedule, actions=solve_order(work, known).order)
+    others = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
+    orders = [how.order(schedule, how.num_places, num_passes) for schedule in others]
+    work = _work(how, stages, num_passes, () if how.by_price else orders)
+    return replace(how.schedule, actions=solve_order(work, orders).order)
 
 
 def _predicted(how: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int) -> PipelinePrediction:
@@ -467,8 +467,8 @@ def _predicted(how: PipelineConfig, timed: Sequence[StageTiming], order: Order, 
         for number, stage in enumerate(timed)
     )
     work = _work(how, timed, num_passes)
-    bound = min(least_seconds(work), step.seconds)  # sums in another order
-    peaks = [sum(parts) for parts in zip(work.peaks(order), _besides(how, timed), strict=True)]
+    bound = min(least_seconds(work), step.seconds)  # their sums round differently
+    peaks = [sum(parts) for parts in zip(work.peaks(order), _fixed_bytes(how, timed), strict=True)]
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
 
 

@@ -69,8 +69,8 @@ class Plan:
         schedule: Of a pipeline, the order in which its stages work on micro-batches (``plans.schedule``).
         order: That order, if it was solved for the stages: a line per pipeline rank (``plans.schedule.format_order``).
         pipeline: The prediction of a pipeline.
-        constants: What the plan's call passes beside tensors (``graph.trees.constants_of``). A call with others may have
-            other operators.
+        constants: What the plan's call passes beside tensors (``graph.trees.constants_of``). A call with others may
+            have other operators.
     """
 
     stages: tuple[Stage, ...]
@@ -232,8 +232,8 @@ class Plan:
         """Return the plan with other entries of its only stage.
 
         Args:
-            changes: Fields of ``Stage`` by name. If strategies or layouts change, also pass ``conversions=None``: they are
-                then derived again.
+            changes: Fields of ``Stage`` by name. If strategies or layouts change, also pass ``conversions=None``: they
+                are then derived again.
         """
         entries = {entry.name: getattr(self, entry.name) for entry in fields(Plan)}
         return Plan(**{**entries, "stages": (replace(self.only_stage, **changes),)})
@@ -324,7 +324,7 @@ class Plan:
 
         Args:
             ranks_per_machine: Ranks that are lost together. It must divide the ranks.
-            peer_copies: Assume the extra copies (``sw.Recovery(peer_copy=...)``): training goes on from the newest of them.
+            peer_copies: Assume the extra copies (``sw.Recovery(peer_copy=...)``): training goes on from these.
 
         Raises:
             PlanError: ``ranks_per_machine`` does not divide the ranks.
@@ -350,8 +350,8 @@ class Plan:
 
         Args:
             path: A file that ``save``, or ``shardwise plan -o``, has written.
-            edited: Accept that the file was changed by hand. Its strategies and layouts are checked when the plan meets its
-                model; the listed conversions are dropped and derived again.
+            edited: Accept that the file was changed by hand. Its strategies and layouts are checked when the plan meets
+                its model; the listed conversions are dropped and derived again.
 
         Returns:
             The plan.

@@ -28,9 +28,9 @@ def precision_body(precision: Precision) -> dict[str, Any]:
     if precision.is_models:
         return {}
     autocast = precision.autocast
-    said = {name: _text(getattr(precision, name)) for name in DTYPES}
+    dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
     return {
-        "precision": said | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
+        "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
     }
 
 
@@ -46,7 +46,7 @@ def precision_of(data: Any) -> Precision:
     except ShardwiseError as error:
         raise PlanError(f"precision: {error}") from error
     if precision.is_models:
-        raise PlanError("precision says nothing: leave the entry out for the dtypes of the model")
+        raise PlanError("precision is empty: leave the entry out for the dtypes of the model")
     return precision
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
-_OUTPUTS = 4  # that are named
+_OUTPUTS = 4  # named outputs
 
 
 def format_plan(plan: Plan) -> str:
@@ -145,10 +145,10 @@ def of_outputs(plan: Plan) -> list[str]:
     if not sizes:
         return []
     ordered = sizes.most_common()
-    said = ", ".join(f"{value} {format_bytes(size)}" for value, size in ordered[:_OUTPUTS])
+    largest = ", ".join(f"{value} {format_bytes(size)}" for value, size in ordered[:_OUTPUTS])
     more = f" and {len(ordered) - _OUTPUTS} more" if len(ordered) > _OUTPUTS else ""
     total = format_bytes(sizes.total())
-    return [f"of forward, {total} bring a call's outputs together ({said}{more}); no step does, nor has its price"]
+    return [f"of forward, {total} bring a call's outputs together ({largest}{more}); no step does, nor has its price"]
 
 
 def _not_kept(plan: Plan) -> list[str]:
@@ -156,7 +156,7 @@ def _not_kept(plan: Plan) -> list[str]:
     operators = sum(entry.again for entry in plan.operators)
     parameters = {entry.name for entry in plan.parameters if entry.again}
     values = sum(entry.again and entry.value not in parameters for entry in plan.conversions)
-    said = [
+    counts = [
         f"{count:,} of {len(of):,} {what}"
         for count, of, what in (
             (operators, plan.operators, "operators"),
@@ -165,7 +165,7 @@ def _not_kept(plan: Plan) -> list[str]:
         )
         if count
     ]
-    lines = [f"  again in backward: {', '.join(said)}"] if said else []
+    lines = [f"  again in backward: {', '.join(counts)}"] if counts else []
     if once := sum(entry.once for entry in plan.parameters):
         many = f"{once:,} of {len(plan.parameters):,} parameters"
         lines.append(f"  once a step: casts and gathers of {many}, and the reductions of their gradients")
@@ -208,9 +208,9 @@ def _stage(stage: Stage) -> list[str]:
 
 def _limit(plan: Plan) -> str:
     """Return the memory limit of a device; empty if there is none, or if it is not known."""
-    said = "" if plan.pricing is None else plan.pricing.limit
-    if said:
-        return "" if said == NO_LIMIT else said
+    listed_limit = "" if plan.pricing is None else plan.pricing.limit
+    if listed_limit:
+        return "" if listed_limit == NO_LIMIT else listed_limit
     cluster = priced_cluster(plan)
     return "" if cluster is None else format_bytes(cluster.device.usable_bytes)
 

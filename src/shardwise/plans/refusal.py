@@ -24,11 +24,11 @@ class NothingFits(PlanError):
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.what, self.facts, self.fix), self.__dict__
 
-    def naming(self, mends: Sequence[str], why_none: str) -> NothingFits:
+    def naming(self, fixes: Sequence[str], why_none: str) -> NothingFits:
         """Return the error with suggested fixes, the best first; ``why_none``: the text if there are none."""
-        if not mends:
-            return NothingFits(self.what, [*self.facts, ("mends", why_none)], self.fix)
-        facts = [*self.facts, *((f"mend {number}", mend) for number, mend in enumerate(mends, 1))]
+        if not fixes:
+            return NothingFits(self.what, [*self.facts, ("fixes", why_none)], self.fix)
+        facts = [*self.facts, *((f"fix {number}", fix) for number, fix in enumerate(fixes, 1))]
         return NothingFits(self.what, facts, "one of these; sw.fits takes more time and tries other changes")
 
 
@@ -48,7 +48,7 @@ def nothing_fits(least: CandidateRanking) -> NothingFits:
             ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
         ],
         "use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer states or with "
-        'its states on the host ("adamw on host"), or recompute="auto" (the default); sw.fits plans such mends and '
+        'its states on the host ("adamw on host"), or recompute="auto" (the default); sw.fits plans such fixes and '
         "names the three cheapest",
     )
 

@@ -89,11 +89,11 @@ def schedule_of(name: object, order: Sequence[str] = ()) -> Schedule:
     """Return the schedule of a name, in any capitalisation. A looped schedule may state the stages of a rank:
     ``Interleaved1F1B:4`` has four, and without a number two. ``order``: of a solved one, as ``format_order`` wrote it.
     Raises PlanError listing the known names, and for an order that cannot be read."""
-    known = {known_name.lower(): known_name for known_name in SCHEDULES}
+    names = {known_name.lower(): known_name for known_name in SCHEDULES}
     base, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if base.lower() not in known:
+    if base.lower() not in names:
         raise PlanError(problem(f"unknown schedule {name!r}", fix=f"one of {', '.join(SCHEDULES)}"))
-    schedule = SCHEDULES[known[base.lower()]]
+    schedule = SCHEDULES[names[base.lower()]]
     if colon:
         schedule = _with_stages(schedule, number)
     return replace(schedule, actions=tuple(map(_parsed, order))) if order else schedule
@@ -136,7 +136,7 @@ def _parsed(line: str) -> tuple[Action, ...]:
 def check_order(schedule: Schedule, num_places: int, num_micro_batches: int) -> None:
     """Raise PlanError unless a solved order runs every action once, on its pipeline rank, and ends. A whole backward
     counts as its two parts."""
-    wanted = {
+    required = {
         (place, Action(stage, kind, number))
         for stage in range(num_places * schedule.stages_per_place)
         for place in [schedule.place_of(stage, num_places)]
@@ -149,12 +149,12 @@ def check_order(schedule: Schedule, num_places: int, num_micro_batches: int) -> 
         for action in actions
         for kind in (_SOLVED_KINDS[1:] if action.kind == "backward" else (action.kind,))
     ]
-    if len(have) != len(wanted) or set(have) != wanted:
-        wrong = next(iter(sorted(wanted.symmetric_difference(have), key=str)), None)
-        said = "" if wrong is None else f": {format_order(((wrong[1],),))[0]} on place {wrong[0]}"
+    if len(have) != len(required) or set(have) != required:
+        wrong = next(iter(sorted(required.symmetric_difference(have), key=str)), None)
+        example = "" if wrong is None else f": {format_order(((wrong[1],),))[0]} on place {wrong[0]}"
         raise PlanError(
             f"order has {len(have):,} actions; {num_micro_batches} micro-batches in {num_places} places have "
-            f"{len(wanted):,}, each once{said}"
+            f"{len(required):,}, each once{example}"
         )
     try:
         simulate_pipeline(schedule.actions, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * num_places * 2)

@@ -42,7 +42,7 @@ from shardwise.search.recompute_spec import Gathered
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-# What is made again, and whether gathered parameters are.
+# What is recomputed, and whether parameters are gathered again.
 Rung = tuple[How | None, Gathered]
 EstimatedPolicies = tuple[Rung, ...]
 ESTIMATED_POLICIES: EstimatedPolicies = (
@@ -208,7 +208,7 @@ class StageEstimator:
         runs = folding.runs(lambda number: 0)
         short = folding.without({number for run in runs for number in run[1:-1]})
         self.short = self.whole if short is None else short
-        # Of every block, those that stand for it: the ends of its run.
+        # For every block the blocks that represent it: the ends of its run.
         self.ends = [(self.blocks[run[0]].path, self.blocks[run[-1]].path) for run in runs for _ in run]
         if short is None:
             self.ends = [(block.path, block.path) for block in self.blocks]

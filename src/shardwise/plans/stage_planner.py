@@ -55,7 +55,7 @@ class StagePlan:
         return self.spmd.mesh
 
 
-# What the user says of operators that a cut has parted from others of their scope -> the operators that are meant.
+# Annotations whose scope a cut divides -> the operators of the whole graph that they apply to.
 Meant = Mapping[Annotation, frozenset[str]]
 
 
@@ -114,8 +114,8 @@ class StagePlanner:
         segments = [
             (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.how.segments
         ]
-        said = self.how.settings.layouts
-        kept = [next((said[name] for name in s.names if name in said), None) for s in part.sources]
+        layouts = self.how.settings.layouts
+        kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
         ends = tuple(taken.get(name) for name in part.cotangents or ())
         annotations = self._annotations(part)
         key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
@@ -189,7 +189,7 @@ def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> 
     names, annotations = set(part.op_by_name), how.annotations
     segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
     known = {name for source in part.sources for name in source.names}
-    has_blocks = bool(blocks_of(part))  # an embedding by itself has none
+    has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
     offload = "auto" if how.offload == "all" and not has_blocks else how.offload
     recompute = how.recompute if has_blocks or segments else None
     levers = MemoryPolicy.of(part, segments, recompute, how.gathered or "held", offload)

@@ -43,7 +43,7 @@ def timed_stages(
         if key not in known:
             known[key] = _timed(how, part, spmd, cut.sends(number), kinds)
         timed = known[key]
-        if not number and how.schedule.splits_backward:  # nobody waits for cotangents of the first stage
+        if not number and how.schedule.splits_backward:  # no stage waits for cotangents of the first
             seconds = timed.seconds
             timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
         stages.append(timed)

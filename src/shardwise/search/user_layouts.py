@@ -48,11 +48,11 @@ def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, fac
             fix = f"a layout of shape {list(shape)} on {mesh}"
             if inside is not None:
                 fix = f'its blocks are used apart: split each of them, "{inside}"'
-            raise type(error)(problem(f"{name} can not be kept as {requested!r}: {error}", fix=fix)) from error
+            raise type(error)(problem(f"{name} cannot be kept as {requested!r}: {error}", fix=fix)) from error
         layout = layout_of(where, atoms, mesh)
         first = kept.setdefault(values[name], name)
         if first != name and layout != sources[values[name]]:
-            what = f"{first} and {name} are one tensor, and can not be kept as {layouts[first]!r} and as {requested!r}"
+            what = f"{first} and {name} are one tensor, and cannot be kept as {layouts[first]!r} and as {requested!r}"
             raise LayoutError(problem(what, fix=f"name {first} only"))
         sources[values[name]] = layout
     return replace(choice, sources=sources)

@@ -83,7 +83,7 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                     f"split count {count!r} of dim {d} of operand {i} {list(shape)} must be a whole number from 1"
                 )
             if count > shape[d]:
-                raise LayoutError(f"dim {d} of operand {i} has {shape[d]} elements: it can not be split {count} ways")
+                raise LayoutError(f"dim {d} of operand {i} has {shape[d]} elements: it cannot be split {count} ways")
     shares: dict[str, int] = {}
     seen_in: dict[str, tuple[int, int]] = {}
     sizes = {factor.name: factor for factor in rule.factors}
@@ -100,7 +100,7 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                 left //= share
                 if share > 1 and sizes[name].kind == "whole":
                     raise LayoutError(
-                        f"dim {d} of operand {i} {list(shapes[i])} can not be split ({count} ways asked for)"
+                        f"dim {d} of operand {i} {list(shapes[i])} cannot be split ({count} ways asked for)"
                     )
                 if shares.setdefault(name, share) != share:
                     j, e = seen_in[name]
@@ -111,7 +111,7 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                 seen_in.setdefault(name, (i, d))
             if not factors and count > 1:
                 raise LayoutError(
-                    f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it can not be split {count} ways"
+                    f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it cannot be split {count} ways"
                 )
     needed = prod(shares.values())
     if needed > mesh.num_devices or mesh.num_devices % needed:
@@ -171,7 +171,7 @@ def _divide_choices(
             near = get_close_matches(name, known, 1)
             raise LayoutError(f"the operator has no factor {name!r}" + (f", but {near[0]!r}" if near else ""))
         if divided.factor(parts.get(name, [name])[0]).kind == "whole":
-            raise LayoutError(f"factor {name} can not be split")
+            raise LayoutError(f"factor {name} cannot be split")
         open_parts = [part for part in parts.get(name, ()) if divided.factor(part).kind != "whole"]
         candidates = [name] if name in left else sorted(open_parts, key=lambda part: blockers.get(part, 0))
         size = mesh.sizes[axis]
