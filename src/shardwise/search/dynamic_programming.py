@@ -32,7 +32,7 @@ from shardwise.search.solving import Solver, minimise
 
 
 def step_seconds(components: Floats) -> float:
-    """Seconds of a step from its components."""
+    """Return the seconds of a step from its components."""
     return float(components[EXPOSED] + max(components[COMPUTE], components[TRAFFIC]))
 
 
@@ -64,7 +64,7 @@ class SearchOutcome:
 
 
 class DoesNotFit(Exception):
-    """No assignment needs so little memory; ``assignment`` needs the least."""
+    """Raised if every assignment needs more memory than allowed; ``assignment`` needs the least."""
 
     def __init__(self, assignment: list[int], num_bytes: float) -> None:
         super().__init__(f"no plan needs less than {num_bytes:.0f} bytes")
@@ -74,9 +74,9 @@ class DoesNotFit(Exception):
 def search(
     cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise, cutoff: float = inf
 ) -> SearchOutcome:
-    """The fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is known
-    elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far will do (``stopped``).
-    Raises DoesNotFit."""
+    """Return the fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is
+    known elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far is returned
+    (``stopped``). Raises DoesNotFit."""
     run = _ExactSearch(cost, memory_bytes, solver, cutoff)
     bound = run.overlapped(BYTE_TIE_BREAK)
     if memory_bytes is not None and not run.fits(run.best_of_last):
@@ -187,13 +187,13 @@ class _ExactSearch:
         )
 
     def _is_beaten(self, bound: float, per_byte: float) -> bool:
-        """Return whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties
-        (bytes that have a price are in the bound, too)."""
+        """Return whether a better step is known elsewhere, by more than the weight of the bytes that breaks ties (bytes
+        that have a price are in the bound, too)."""
         return per_byte == BYTE_TIE_BREAK and bound > self.cutoff * (1 + EXACT_GAP)
 
     @staticmethod
     def _without_ties(value: float, item: _VisitedAssignments, per_byte: float) -> float:
-        """Return a bound without what the bytes were weighed with to settle ties."""
+        """Return a bound without the weight of the bytes that breaks ties."""
         return value if per_byte > BYTE_TIE_BREAK else value - float(item.components[BYTES]) * BYTE_TIE_BREAK
 
     def within_memory(self) -> float:
@@ -229,8 +229,8 @@ class _ExactSearch:
         return bound
 
     def improve(self, bound: float) -> None:
-        """Close the gap: mixtures of the two assignments around the bound, the variables that decide most traffic held
-        as either has them, then single variables."""
+        """Close the gap by mixtures of the two assignments around the bound, then with the variables that decide most
+        traffic held as either has them, then by changing single variables."""
         if self.best is None or self.best.seconds <= bound * (1 + EXACT_GAP):
             return
         low, high = self.bracket
@@ -259,8 +259,8 @@ class _ExactSearch:
         return sorted(moved, key=lambda variable: -moved[variable])[:MAX_BRANCHES]
 
     def mix(self, first: _VisitedAssignments, second: _VisitedAssignments) -> None:
-        """Try all assignments that follow one up to some variable and the other from there; the best that fits.
-        The last column counts what is forbidden."""
+        """Try all assignments that follow one up to some variable and the other from there, and keep the best that
+        fits. The last column counts what is forbidden."""
         if first is second:
             return
         count = len(self.cost.variables)
@@ -324,8 +324,8 @@ class _ExactSearch:
         self.add(assignment)
 
     def _components_beside(self, beside: Iterable[tuple[int, ...]], size: int) -> Floats:
-        """[values, components] of a variable: the sum over its tables (number, values of their variables; -1: its
-        own)."""
+        """Return [values, components] of a variable: the sum over its tables (number, values of their variables; -1:
+        its own)."""
         components = np.zeros((size, 4))
         for number, *values in beside:
             index = tuple(slice(None) if value < 0 else value for value in values)

@@ -30,7 +30,7 @@ Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...]]
 
 
 class TooWide(Exception):
-    """An elimination would take too long or too much memory; its largest joint table is over ``scope``."""
+    """Raised if an elimination would take too long or too much memory; its largest joint table is over ``scope``."""
 
     def __init__(self, scope: Scope, cause: str) -> None:
         super().__init__(cause)
@@ -38,7 +38,7 @@ class TooWide(Exception):
 
 
 class Interner:
-    """Tables by number; equal tables have equal numbers, but for ``tables``, which it begins with."""
+    """Tables by number. Equal tables have equal numbers, except for ``tables``, which it begins with."""
 
     def __init__(self, tables: Sequence[Table] = ()) -> None:
         self.tables = list(tables)
@@ -90,14 +90,14 @@ class Solution:
 
     @property
     def lower(self) -> float:
-        """No assignment has a lower value."""
+        """Return a lower bound of the value of all assignments."""
         return self.value if self.bound is None else self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """Minimising over the values of a variable. ``size``: how many these are; ``shape``: the numbers of values of its
-    neighbours; ``parts``: the tables that mention it, per axis the neighbour's place or OWN."""
+    """A minimisation over the values of a variable. ``size``: how many there are; ``shape``: the numbers of values of
+    its neighbours; ``parts``: the tables that mention it, per axis the neighbour's place or OWN."""
 
     size: int
     shape: tuple[int, ...]
@@ -109,7 +109,7 @@ OWN = -1  # the place of the variable itself
 
 @dataclass
 class _Class:
-    """Variables whose tables are the same, in the same places: eliminating one tells what the others give.
+    """Variables whose tables are the same, in the same places: the elimination of one gives that of the others.
     ``joint``: combinations of the joint table."""
 
     step: _Least
@@ -121,8 +121,8 @@ class _Class:
 
 
 class Elimination:
-    """In which order the variables of a problem are eliminated, and what is computed for that: always those next that
-    have the smallest joint table per variable of the same signature.
+    """The order in which the variables of a problem are eliminated, and the tables that are computed for that. The next
+    variables are always those with the smallest joint table per variable of the same signature.
 
     ``widest``, ``largest``: the variables of the largest joint table, and its combinations; ``num_bytes``: of all
     tables that are computed.
@@ -227,7 +227,7 @@ class Elimination:
         return tables
 
     def marginal(self, tables: Sequence[Table]) -> Table:
-        """Per value of the last variable the least value of an assignment that gives it this value."""
+        """Return, per value of the last variable, the least value of an assignment that has it."""
         assert self.last is not None, "no variable was left"
         least = np.full(self.sizes[self.last], float(sum(float(tables[number]) for number in self.constants)))
         for number in self._at[self.last].values():
@@ -251,8 +251,8 @@ class Elimination:
 
 
 def eliminated_minimum(step: _Least, tables: Sequence[Table], neighbours: Sequence[int]) -> Table:
-    """Per value of an eliminated variable the least sum of its tables, and of all eliminated before it, where its
-    neighbours have given values."""
+    """Return, per value of an eliminated variable, the least sum of its tables and of all eliminated before it, with
+    its neighbours at fixed values."""
     total = np.zeros(step.size)
     for part, places in step.parts:
         total = total + tables[part][tuple(slice(None) if p == OWN else neighbours[p] for p in places)]

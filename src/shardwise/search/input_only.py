@@ -1,8 +1,8 @@
 """Values that depend on no parameter: masks, positions, rotary tables, labels, and the inputs themselves.
 
-They have no price worth a choice, unless they are ``Choosing.heavy``. Each is made as its consumers want it, where
-these agree, and whole on every device otherwise, so that what a consumer needs is a slice of what is there and nothing
-is communicated.
+They have no price worth a choice, unless they are ``Choosing.heavy``. Each is made in the layout that its consumers
+want if these agree, and whole on every device otherwise. A consumer then needs a slice of what is there, and nothing is
+communicated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Wanted = Callable[[str, str], ShardPosition | None]  # (value, axis) -> where al
 def assign_input_only_ops(
     graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh, decided: Mapping[str, Strategy]
 ) -> tuple[dict[str, Strategy], dict[str, dict[str, Where]]]:
-    """The strategies of all operators, those in ``decided`` and the others; and where every input is delivered."""
+    """Return the strategies of all operators, those in ``decided`` and the others, and where every input is
+    delivered."""
     choices: Choices = {name: strategy.choice_of for name, strategy in decided.items()}
     places = {op.name: ShardPositions.of(rules[op.name]) for op in graph.ops}
     whole = {out.name for out in graph.outputs if isinstance(out, Ref)} | {value for _, value in graph.mutations}
@@ -29,7 +30,7 @@ def assign_input_only_ops(
         whole.add(graph.loss)
 
     def wanted(value: str, axis: str) -> ShardPosition | None:
-        """Return the position at which all consumers want a value on an axis, or None: whole."""
+        """Return the position at which all consumers want a value on an axis, or None for whole."""
         needs: set[ShardPosition | None] = {None} if value in whole else set()
         for op in graph.consumers[value]:
             choice = choices[op.name].get(axis, INVARIANT)
@@ -50,7 +51,7 @@ def assign_input_only_ops(
 
 
 def _choices_of(op: Op, rule: OpRule, mesh: Mesh, places: ShardPositions, wanted: Wanted) -> dict[str, AxisChoice]:
-    """Per axis the factor that all results are wanted split on, or none."""
+    """Return, per axis, the factor that all results are wanted split on, or none."""
     choices: dict[str, AxisChoice] = {}
     num_parts: dict[Split, int] = {}
     for axis in mesh.sub_axes:

@@ -42,7 +42,8 @@ def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
 
 @dataclass
 class _AssignmentDecoder:
-    """Variables from the last eliminated to the first; what is known of a variable beside its neighbours is kept."""
+    """Decoder of variables from the last eliminated to the first. It caches the sums of a variable beside its
+    neighbours."""
 
     elimination: Elimination
     tables: list[Table]
@@ -55,7 +56,7 @@ class _AssignmentDecoder:
         self, parent: list[int], position: int, value: int, count: int
     ) -> tuple[list[int], list[tuple[float, int, int]]]:
         """Return the least assignment that agrees with ``parent`` before a position of the order and has ``value``
-        there; and the ``count`` cheapest ways to leave it later: (what it costs more, position, value)."""
+        there, and the ``count`` cheapest ways to leave it later: (extra cost, position, value)."""
         assignment = list(parent)
         if position >= 0:
             assignment[self.order[position][0]] = value

@@ -1,5 +1,5 @@
-"""What the user decides after everything else is chosen: layouts in which tensors are kept or delivered, and values
-that are summed at once."""
+"""The choices of the user that apply after everything else is chosen: layouts in which tensors are kept or delivered,
+and values that are summed at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is s
 
 
 def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Factored, mesh: Mesh) -> Choice:
-    """The choice with some inputs, parameters or buffers in given layouts, from which operators convert them. Split
-    counts take the mesh's axes in order, the first dim the outermost; where a dim is used in blocks (heads, parts of a
-    fused projection) whose number they do not divide, each block is split. Raises LayoutError for what does not fit,
-    and for two layouts of one parameter that has several names."""
+    """Return the choice with some inputs, parameters or buffers in given layouts, from which operators convert them.
+    Split counts take the mesh's axes in order, the first dim the outermost; where a dim is used in blocks (heads, parts
+    of a fused projection) whose number they do not divide, each block is split. Raises LayoutError for what does not
+    fit, and for two layouts of one parameter that has several names."""
     values = {name: source.value for source in graph.sources for name in source.names if source.kind != "constant"}
     sources = dict(choice.sources)
     kept: dict[str, str] = {}  # value -> the name that it was kept by

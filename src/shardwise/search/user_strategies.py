@@ -1,11 +1,11 @@
-"""What the user fixed: strategies as texts (``"m@dp n@tp"``) or split counts (``((2, 4), (4, 1))``), mapped to
-sub-axes and atoms.
+"""The strategies of the user, as texts (``"m@dp n@tp"``) or split counts (``((2, 4), (4, 1))``), mapped to sub-axes and
+atoms.
 
 Split counts, one per dim of every tensor operand, are mapped in the order of the operator's factors (first appearance
 in the operands): each factor takes, major first, the earliest free sub-axes of the mesh whose sizes multiply to its
 count. What is left of the mesh repeats the work. ``()`` for an operand leaves it to the others: it gets the counts of
-the factors that it shares with them. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix
-product are ``m@dp k@tp``.
+the factors that it shares with them. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix product are
+``m@dp k@tp``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def choices_for(
     graph: Graph,
     blockers: Mapping[str, int],
 ) -> dict[str, AxisChoice]:
-    """Sub-axis -> choice of the divided rule, for one operator. ``blockers``: divided factor -> how many operators keep
-    it whole.
+    """Return the choice of each sub-axis in the divided rule of one operator. ``blockers``: divided factor -> how many
+    operators keep it whole.
 
     A text fixes the axes it names, split counts fix them all. Raises LayoutError naming the operator.
     """
@@ -61,7 +61,8 @@ def splittable(rule: OpRule) -> str:
 
 
 def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int, ...]], mesh: Mesh) -> dict[str, int]:
-    """Split counts per operand dim -> count per factor. The checks are those of the specification, in its order."""
+    """Return the count per factor from split counts per operand dim. The checks are those of the specification, in its
+    order."""
     if len(counts) != len(shapes):
         hint = ""
         if len(shapes) == 1 and all(isinstance(c, int) for c in counts):
@@ -126,7 +127,7 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
-    """Count per factor -> the factor that each sub-axis splits; those of the others are left out."""
+    """Return the factor that each sub-axis splits, from the count per factor; sub-axes of the others are left out."""
     free = list(mesh.sub_axes)
     factor_of: dict[str, str] = {}
     for name, count in counts.items():
@@ -149,7 +150,7 @@ def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
 def _divide_choices(
     rule: OpRule, divided: OpRule, wanted: Mapping[str, AxisChoice], mesh: Mesh, blockers: Mapping[str, int]
 ) -> dict[str, AxisChoice]:
-    """Choices of the undivided rule -> choices of its divided factors.
+    """Return choices of the divided factors, from choices of the undivided rule.
 
     Each axis goes to a part that no other operator must keep whole (or the fewest), there to the first that it divides;
     a size that does not divide is split unevenly: four heads over three devices, rather than query, key and value
@@ -188,8 +189,8 @@ def _divide_choices(
 def num_blockers(
     graph: Graph, rules: Mapping[str, OpRule], kinds: tuple[FactorKind, ...] = ("whole",)
 ) -> dict[tuple[str, str], int]:
-    """(op, divided factor) -> in how many operators the same atom is a factor of one of these kinds: by default, must
-    be kept whole. Atoms are followed through all operators."""
+    """Return, for each (op, divided factor), in how many operators the same atom is a factor of one of these kinds: by
+    default, must be kept whole. Atoms are followed through all operators."""
     atoms: DisjointSets[tuple[str, object]] = DisjointSets()
     whole: list[tuple[str, str]] = []
     for op in graph.ops:

@@ -25,10 +25,14 @@ from shardwise.search.recompute_spec import Gathered
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """``stage``: 1, 2 or 3 (in one pass 1 and 2 are the same; of several, 1 gathers once and scatters whole gradients
-    once, 2 in every pass).
-    ``whole_below``: parameters with fewer elements stay whole. ``over``: mesh axes; by default all on which a parameter
-    would be copied (some of them: hybrid sharding, HSDP). Raises ShardwiseError for anything else."""
+    """ZeRO settings. Raises ShardwiseError for anything else than below.
+
+    Attributes:
+        stage: 1, 2 or 3. With one micro-batch 1 and 2 are the same; with several, 1 gathers parameters once and
+            reduce-scatters whole gradients once, 2 does so in every micro-batch.
+        whole_below: Parameters with fewer elements stay whole.
+        over: Mesh axes; by default all on which a parameter would be copied (some of them: hybrid sharding, HSDP).
+    """
 
     stage: int = 3
     whole_below: int = 0
@@ -53,8 +57,8 @@ class Zero:
 
 
 def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
-    """Return the choice with parameters stored in parts. ``spmd``: its program, whose conversions say along which axes
-    a parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
+    """Return the choice with parameters stored in parts. ``spmd``: its program, whose conversions show the axes along
+    which a parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
     mesh = spmd.mesh
     over = set(mesh.sub_axes)
     if zero.over is not None:
@@ -82,9 +86,9 @@ def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
 
 
 def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
-    """Return the choice in which what is made of parameters alone (a transposed weight, an expert's rows) hands partial
-    gradients on to them: they are summed where the parameter is, and what can be split over devices is the parameter.
-    So it is where all who read such a value do different work along an axis."""
+    """Return the choice in which values made of parameters alone (a transposed weight, an expert's rows) pass partial
+    gradients on to them. They are summed at the parameter, which is what can be split over devices. This applies where
+    all readers of such a value do different work along an axis."""
     derived = {source.value for source in graph.sources if source.kind == "parameter"}
     fixed = derived | {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
     views = []
@@ -119,7 +123,7 @@ def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule
 
 
 def _may_have_gradient(graph: Graph, parameter: str) -> bool:
-    """Return whether a parameter is to be trained, and nothing says that no gradient reaches it."""
+    """Return whether a parameter is trained, and nothing rules out that a gradient reaches it."""
     results = [name for op in graph.consumers[parameter] for name in op.results]
     return graph.by_name[parameter].requires_grad and (
         not results or any(graph.by_name[name].requires_grad for name in results)
@@ -127,7 +131,7 @@ def _may_have_gradient(graph: Graph, parameter: str) -> bool:
 
 
 def _copied(spmd: SpmdProgram) -> dict[str, set[str]]:
-    """Parameter -> the axes along which it is stored whole, and its gradient is summed."""
+    """Return, for each parameter, the axes along which it is stored whole, and its gradient is summed."""
     parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
     whole_axes: dict[str, set[str]] = {}
     for conversion in spmd.conversions:
@@ -141,7 +145,8 @@ def _copied(spmd: SpmdProgram) -> dict[str, set[str]]:
 
 
 def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
-    """The layout with its tensor split over further axes: all on one atom if one divides, the outermost first."""
+    """Return the layout with its tensor split over further axes: all on one atom if one divides, the outermost
+    first."""
     where: dict[str, Where] = dict(where_of(layout))
     places = [(d, i) for d, dim in enumerate(layout.dims) for i in range(len(dim))]
     left = {(d, i): layout.dims[d][i].size // mesh.size_of(layout.dims[d][i].axes) for d, i in places}
