@@ -246,7 +246,7 @@ def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
     if marks := marks_of(module):
         raise PlanError(
             problem(
-                f'stages="auto" cuts where it likes, and modules are marked: {listed(list(marks))}',
+                f'stages="auto" chooses the cuts, but modules are marked: {listed(list(marks))}',
                 fix='stages="marked", or leave out the marks',
             )
         )

@@ -128,7 +128,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         first, dash, last = run.partition("-")
         begin, end = whole_number(first), whole_number(last if dash else first)
         if begin is None or end is None or end < begin:
-            raise PlanError(f"ranks read 0-3,8, not {shorten_repr(text)}")
+            raise PlanError(f"ranks must be like 0-3,8, not {shorten_repr(text)}")
         if end >= MAX_DEVICES or sum(map(len, runs)) + end - begin >= MAX_DEVICES:
             raise PlanError(
                 f"ranks {shorten_repr(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once"

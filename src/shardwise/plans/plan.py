@@ -104,7 +104,7 @@ class Plan:
                 f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(self.stages)
             )
             raise PlanError(
-                problem(f"the plan has {len(self.stages)} stages ({places}), this asks for one", fix="ask plan.stages")
+                problem(f"the plan has {len(self.stages)} stages ({places}), and this needs one", fix="use plan.stages")
             )
         return self.stages[0]
 

@@ -148,7 +148,7 @@ def of_outputs(plan: Plan) -> list[str]:
     largest = ", ".join(f"{value} {format_bytes(size)}" for value, size in ordered[:_OUTPUTS])
     more = f" and {len(ordered) - _OUTPUTS} more" if len(ordered) > _OUTPUTS else ""
     total = format_bytes(sizes.total())
-    return [f"of forward, {total} bring a call's outputs together ({largest}{more}); no step does, nor has its price"]
+    return [f"of forward, {total} deliver outputs to the caller ({largest}{more}); steps and their price exclude this"]
 
 
 def _not_kept(plan: Plan) -> list[str]:

@@ -111,7 +111,7 @@ def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
 
 
 def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
-    """Return data parallelism, if it is in the space (the user's choices may leave it out)."""
+    """Yield data parallelism, if it is in the space (the user's choices may leave it out)."""
     cost, domains = search.cost, search.cost.domains
     if len(domains.graph.ops) > MAX_OPERATORS_FOR_GREEDY:
         return

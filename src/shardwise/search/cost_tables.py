@@ -53,7 +53,7 @@ class _TableConditions:
         self.local = {name for op in graph.ops if op.name in again.local for name in op.results}
 
 
-# What of the levers decides a table; equal ones mean equal tables.
+# The part of the memory policy that decides a table; equal parts mean equal tables.
 How = tuple[bool, ...]
 
 
@@ -105,7 +105,7 @@ class Tables:
                 if name in self.parameter and name not in self.cost.home:
                     self._store(name)
             self._operator(op)
-        for name in self.parameter:  # those that nothing uses are kept all the same
+        for name in self.parameter:  # unused ones are stored, too
             if name not in self.cost.home:
                 self._store(name)
         self._deliver()
@@ -247,8 +247,8 @@ class Tables:
         def table(levers: _TableConditions, how: How) -> Components:
             kept, dropped, only_copies, resent, beside = how
             seconds = routes.prices(nodes)[starts]
-            # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is made
-            # again only copies.
+            # A parameter is counted where it is stored; any other value, and a parameter's cast, here. Of recomputed
+            # values only copies count.
             numel, again = kept_elements(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
             often = _ConversionCount(

@@ -317,8 +317,8 @@ class Domains:
 
     @staticmethod
     def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[AxisChoice]], grid: Ints) -> NDArray[np.bool_]:
-        """Return the strategies that lower the operator on one axis, and on another defer a sum or repeat work that
-        could be split. Nothing needs both, and every lowered strategy is priced by building its program."""
+        """Return a mask of the strategies that lower the operator on one axis, and on another defer a sum or repeat
+        work that could be split. Nothing needs both, and every lowered strategy is priced by building its program."""
         splits = {kind: {Split(f.name) for f in rule.factors if f.kind == kind} for kind in ("parallel", "lowered")}
         some, idle = np.zeros(len(grid), dtype=np.bool_), np.zeros(len(grid), dtype=np.bool_)
         for axis, choices in enumerate(per_axis):

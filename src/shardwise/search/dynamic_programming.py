@@ -151,8 +151,8 @@ class _ExactSearch:
         def weights(multiplier: float) -> CostWeights:
             return CostWeights(1.0, 1.0 - multiplier, multiplier, per_byte)
 
-        # Where all traffic hides behind compute, or all compute behind traffic, one solve settles it.
-        # What is hidden is weighed a little all the same, so that there is no more of it than need be.
+        # If all traffic hides behind compute, or all compute behind traffic, one solve settles it.
+        # Hidden seconds get a small weight, so that there are no more of them than necessary.
         low = self.solved(weights(HIDDEN_WEIGHT))
         self.best_of_last, self.bracket = low, (low, low)
         bound = self._without_ties(low.at(weights(HIDDEN_WEIGHT)) - self.slack, low, per_byte)
@@ -203,7 +203,7 @@ class _ExactSearch:
         small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
         if not self.fits(small):
             raise DoesNotFit(list(small.assignment), float(small.components[BYTES]))
-        # Of all that need the least memory, the fastest: seconds at a weight below the least difference of bytes.
+        # The fastest of those with the least memory: seconds weigh less than the least difference of bytes.
         small = self.solved(CostWeights(1e-3, 1e-3, 1e-3, 1.0))
         bound = 0.0
         for _ in range(MAX_SOLVES):

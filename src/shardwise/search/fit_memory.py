@@ -26,8 +26,8 @@ from shardwise.search.planner import Planner, PlannerResult, SearchResult
 from shardwise.search.ranking import CandidateRanking
 from shardwise.search.recompute_spec import Gathered
 
-# What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters; and whether
-# what is still kept of the blocks waits on the host.
+# How the blocks of the model are recomputed (None: as it asks itself), the mode of gathered parameters, and whether
+# saved values of the blocks are offloaded.
 MEMORY_POLICIES: tuple[tuple[How | None, Gathered, Offload], ...] = (
     (None, "held", "auto"),
     (None, "once", "auto"),
@@ -48,7 +48,7 @@ MEMORY_POLICIES: tuple[tuple[How | None, Gathered, Offload], ...] = (
     ("full", "again", "auto"),
     ("full", "again", "all"),
 )
-# What each of those that can be compared makes again.
+# The recomputed work of each policy that can be compared.
 STRENGTH: dict[How | None, frozenset[str]] = {
     None: frozenset(),
     "gathers": frozenset(("messages",)),
@@ -56,7 +56,7 @@ STRENGTH: dict[How | None, frozenset[str]] = {
     "cheap+gathers": frozenset(("messages", "kernels")),
     "full": frozenset(("messages", "kernels", "products")),
 }
-# What the last blocks may do instead, as far as the limit allows.
+# The policies that the last blocks may have instead, as far as the limit allows.
 EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
@@ -80,8 +80,8 @@ def fit_memory(
         bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
     fitting: list[_PolicyResult] = []
     refused: list[_PolicyResult] = []
-    # Rungs are looked at in the order of their price; one is searched under the limit when its bound is the least of
-    # all that is left.
+    # Policies are considered in the order of their price. One is searched under the limit when its bound is the least
+    # of all that are left.
     known = planner.settings.known / _times(planner.settings)
     left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
     heapify(left)
@@ -105,7 +105,7 @@ def fit_memory(
         return smallest.planner.planned(smallest.answer)
     eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
-        least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
+        least = _seconds(rung.answer.ranking) - (rung.price - bound)  # recomputing nothing saves no more
         fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * known)
         if least < fastest:
             eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
@@ -136,9 +136,9 @@ def _times(settings: SearchConfig) -> int:
 
 
 def _slower(seconds: float, settings: SearchConfig) -> PlanError:
-    """Return the step as slow as ``seconds`` of a micro-batch, at least."""
+    """Return the error for steps of at least ``seconds`` per micro-batch."""
     step = seconds * _times(settings)
-    return PlanError(problem(f"steps come to about {step:.3g} s, and one of {settings.known:.3g} s is known"))
+    return PlanError(problem(f"steps take about {step:.3g} s, and a plan with {settings.known:.3g} s is known"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,10 +185,10 @@ class _PolicyResult:
     def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
         """Return whether it recomputes more than another, at no lower price than the least of the other's plans that
         are known to fit."""
-        return any(self._makes_more_again(other) and price >= other.least_that_fits for other in fitting)
+        return any(self._recomputes_more(other) and price >= other.least_that_fits for other in fitting)
 
-    def _makes_more_again(self, other: _PolicyResult) -> bool:
-        """Return whether it recomputes all that another does, and more."""
+    def _recomputes_more(self, other: _PolicyResult) -> bool:
+        """Return whether it recomputes at least what another does."""
         levers, weaker = self.planner.settings.levers, other.planner.settings.levers
         if self.how not in STRENGTH or other.how not in STRENGTH or levers.offloads != weaker.offloads:
             return False
@@ -210,7 +210,7 @@ def _memory_policies(
     for how, gathers, moved in MEMORY_POLICIES:
         if (gathered is not None and gathers != gathered) or (how is not None and not has_blocks):
             continue
-        if gathers == "once" and gathered is None and planner.settings.passes == 1:  # as if they were held
+        if gathers == "once" and gathered is None and planner.settings.passes == 1:  # the same as held
             continue
         if decided and (how == "offload" or moved != "auto"):
             continue

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
-# What scipy.optimize.milp calls the states of a result.
+# Status codes of scipy.optimize.milp.
 FINISHED, STOPPED, INFEASIBLE = 0, 1, 2
 
 

@@ -31,7 +31,7 @@ from shardwise.search.recompute_spec import Gathered, RecomputeSpec
 
 Offload = Literal["auto", "all", "none"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
-# What a minimum cut may make again: kernels that are no products, and what messages bring.
+# What a minimum cut may repeat: kernels that are no products, and messages.
 CUTS: Mapping[How, tuple[bool, bool]] = {
     "cheap": (True, False), "gathers": (False, True), "cheap+gathers": (True, True)
 }  # fmt: skip
@@ -176,7 +176,7 @@ def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) ->
         cuts = _MinimumCuts(kept)
         for segment in partly:
             inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
-            computed, converted = cuts.made_again(inside, *CUTS[segment.how])
+            computed, converted = cuts.recomputed(inside, *CUTS[segment.how])
             operators |= computed
             conversions |= converted
     offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
@@ -222,7 +222,7 @@ class _MinimumCuts:
             if isinstance(instruction, Compute) and not is_view(instruction):
                 self.work.add(instruction.origin.op)
 
-    def made_again(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
+    def recomputed(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
         """Return the operators and conversion results of a segment to recompute so that it holds the fewest bytes for
         backward, and no product is computed twice. ``kernels``: recompute other operators; ``messages``: send messages
         twice."""
@@ -230,7 +230,7 @@ class _MinimumCuts:
 
         flow = nx.DiGraph()
         makers: dict[str, list[Instruction]] = {}  # of a memory
-        prices: dict[str, float] = {}  # of making a memory again, in bytes
+        prices: dict[str, float] = {}  # of recomputing a memory, in bytes
         ordered = [
             instruction
             for _, instruction in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))

@@ -80,7 +80,7 @@ def _merged(levels: tuple[int, ...], max_axes: int) -> Iterator[tuple[int, ...]]
 
 @cache
 def _products(number: int, count: int, most: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Yield ``number`` as products of ``count`` numbers from 2, in descending order."""
+    """Return ``number`` as products of ``count`` numbers from 2, in descending order."""
     most = number if most is None else most
     if count == 1:
         return ((number,),) if 1 < number <= most else ()

@@ -102,8 +102,8 @@ def solve_order(work: OrderProblem, known: Sequence[Order] = ()) -> SolvedOrder:
         if roomy is not None and (best is None or roomy[0] < ORDER_WORTH_MEMORY * best[0]):
             best = roomy
     if best is None:
-        raise ValueError("there is room for no order of these stages")
-    return SolvedOrder(best[1], best[0], min(bound, best[0]))  # sums in another order
+        raise ValueError("no order of these stages fits the memory")
+    return SolvedOrder(best[1], best[0], min(bound, best[0]))  # their sums round differently
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Policy:
         )
 
 
-# Of every stage and micro-batch what is added to the priority of its forward and of its input part.
+# Per stage and micro-batch: what is added to the priorities of its forward and of its input part.
 _Bumps = list[list[tuple[float, float]]]
 
 
@@ -215,7 +215,7 @@ class _Table:
         self.stages_at = [work.stages_of(place) for place in range(work.num_places)]
         self.sends = [work.send(stage) for stage in range(len(work.stages))]
         self.updates = [work.update(place) for place in range(work.num_places)]
-        # A forward needs room for itself and for all later stages of its place.
+        # A forward needs room for itself and for all later stages of its pipeline rank.
         self.needs = [
             sum(work.kept[later] for later in self.stages_at[place] if later >= stage)
             for stage, place in enumerate(work.place_of)

@@ -220,7 +220,7 @@ class Planner:
             too_much = min(allowed, num_bytes)
             allowed = too_much - lowest.excess if attempt < MAX_LIMIT_RETRIES else 0.0
             below, is_least = self._searched_below(search, allowed)
-            # Beside what keeps least there is nothing to choose.
+            # There is only one candidate that keeps least.
             below_limit = self._rank_alone(below) if is_least else self.rank([below])
             lowest = min(lowest, below_limit, key=lambda ranking: ranking.excess)
             if is_least:
@@ -357,10 +357,10 @@ class Planner:
             return self, ranking
         planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
         if planner is not self:
-            best = replace(best, candidate=planner._priced_anew(best.candidate))
+            best = replace(best, candidate=planner._repriced(best.candidate))
         return planner, replace(ranking, best=best)
 
-    def _priced_anew(self, candidate: Candidate) -> Candidate:
+    def _repriced(self, candidate: Candidate) -> Candidate:
         """Return a candidate found under another memory policy at its price under this one: its choices are the
         same."""
         cost = self.cost_graph(candidate.search.mesh)

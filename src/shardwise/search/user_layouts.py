@@ -94,7 +94,7 @@ def _layout(requested: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:
         if layout.shape != shape:
             raise LayoutError(f"it is of shape {list(layout.shape)}, not {list(shape)}")
         if layout.states or layout.windows:
-            raise LayoutError("what is kept is split evenly, or whole along the axes that are not named")
+            raise LayoutError("kept tensors are split evenly, and whole along the axes that are not named")
         return layout
     if not isinstance(requested, (tuple, list)) or not all(type(count) is int for count in requested):
         raise LayoutError("it is neither a layout's text nor whole numbers, one per dim")

@@ -25,13 +25,16 @@ from shardwise.search.recompute_spec import Gathered
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """ZeRO settings. Raises ShardwiseError for anything else than below.
+    """ZeRO settings: how parameters, gradients and optimizer states are split over devices.
 
     Attributes:
         stage: 1, 2 or 3. With one micro-batch 1 and 2 are the same; with several, 1 gathers parameters once and
             reduce-scatters whole gradients once, 2 does so in every micro-batch.
         whole_below: Parameters with fewer elements stay whole.
         over: Mesh axes; by default all on which a parameter would be copied (some of them: hybrid sharding, HSDP).
+
+    Raises:
+        ShardwiseError: A value is none of these.
     """
 
     stage: int = 3
@@ -40,9 +43,9 @@ class Zero:
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in (1, 2, 3):
-            raise ShardwiseError(problem(f"zero={self.stage!r} is no stage", fix="1, 2 or 3; leave it out for none"))
+            raise ShardwiseError(f"zero must be 1, 2, 3 or None, got {self.stage!r}")
         if isinstance(self.whole_below, bool) or not isinstance(self.whole_below, int) or self.whole_below < 0:
-            raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
+            raise ShardwiseError(f"whole_below must be a number of elements from 0, got {self.whole_below!r}")
 
     @property
     def gathered(self) -> Gathered:
@@ -65,7 +68,7 @@ def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
         unknown = [axis for axis in zero.over if axis not in dict(mesh.axes) and axis not in mesh.sub_axes]
         if unknown:
             raise LayoutError(
-                problem(f"zero is to split over {unknown[0]!r}", fix=f"axes of the mesh: {', '.join(dict(mesh.axes))}")
+                problem(f"zero cannot split over {unknown[0]!r}", fix=f"axes of the mesh: {', '.join(dict(mesh.axes))}")
             )
         over = {part for axis in zero.over for part in (mesh.expand(axis) if axis in dict(mesh.axes) else (axis,))}
     copied = _copied(spmd)
@@ -76,8 +79,8 @@ def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
             continue
         name, layout = source.value, sources[source.value]
         split = {axis for dim in layout.dims for atom in dim for axis in atom.axes}
-        # What is frozen, or only used without gradients (a teacher), has none that would be summed: it is copied where
-        # the others are.
+        # Frozen parameters, and those only used without gradients (a teacher), have no gradient to sum: they are copied
+        # where the others are.
         along = copied.get(name, set()) if _may_have_gradient(spmd.graph, name) else everywhere - split
         axes = [axis for axis in mesh.sub_axes if axis in along & over]
         if axes and not layout.windows and prod(layout.shape) >= zero.whole_below:
@@ -161,7 +164,7 @@ def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
             continue
         exact = left[at] % size == 0
         left[at] = left[at] // size if exact else 1
-        del where[axis]  # axes that share a place are major first, in the order in which they come
+        del where[axis]  # axes on the same atom are major first, in the order of insertion
         where[axis] = _place(layout, at)
     return layout_of(where, layout.atoms, mesh)
 
