@@ -256,9 +256,8 @@ def settings_of(
     graph: Graph, batches: MicroBatchOptions, num_devices: int, schedule: str | None, mesh_devices: int | None
 ) -> tuple[StageConfig, ...]:
     """Return all settings: every number of pipeline ranks that divides the devices, every schedule, and every
-    micro-batch size that fills it. The stages are at most the repeated blocks plus what comes before and after them
-    (without blocks: the operators with parameters). ``mesh_devices``: the devices of a stage, if the user gave a
-    mesh."""
+    micro-batch size that fills it. Stages are at most the repeated blocks plus what is before and after them (without
+    blocks: the operators with parameters). ``mesh_devices``: the devices of a stage, if they are given."""
     parameters = {s.value for s in graph.sources if s.kind == "parameter"}
     free = free_values(graph)
     readers = [op for op in graph.ops if parameters.intersection(op.operands) and not free.issuperset(op.results)]

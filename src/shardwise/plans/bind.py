@@ -65,8 +65,7 @@ def for_call(
     plan: Plan, constants: tuple[str, ...] | None, training: bool | None, make: Callable[[bool | None], T]
 ) -> T:
     """Return ``make(training)``. If that fails and the call has other constants than the plan's (a flag that adds
-    operators, or asks for other outputs), make it for a call that the plan does not list, as for inputs of other
-    sizes."""
+    operators, or other outputs), treat it as a call that the plan does not list, as for inputs of other sizes."""
     try:
         return make(training)
     except PlanError:
@@ -266,8 +265,7 @@ def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
 
 
 def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, AxisChoice]:
-    """Return the choice of every axis from a strategy's text; axes not named are invariant. Raises unless the rule
-    allows it."""
+    """Return the choice of every axis of a strategy's text (others: invariant). Raises unless the rule allows it."""
     check_strategy(rule, Strategy.parse(text, mesh), mesh)
     choices = parse_choices(text, mesh)
     for axis, choice in choices.items():
@@ -289,8 +287,7 @@ def same_inputs(plan: Plan, graph: Graph) -> bool:
 
 
 def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
-    """Raise PlanError unless parameters and buffers are those of the plan, and inputs have its dtypes and numbers of
-    dims."""
+    """Raise PlanError unless parameters and buffers are the plan's, and inputs have its dtypes and numbers of dims."""
     faults: list[str] = []
     near = _Near()
     for kind, entries in (("parameter", plan.parameters), ("buffer", plan.buffers)):

@@ -1,8 +1,7 @@
 """The programs of the stages of a pipeline plan, for a graph of the model.
 
 A value crosses from one stage to the next between devices of the same number, in the layout of the receiver. If the
-layouts are the same up to axis names, parts are sent as they are. Between meshes that do not correspond, the whole
-value is sent.
+layouts are the same up to axis names, parts are sent as they are; otherwise the whole value is sent.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ def meeting(cut: GraphCut, bindings: Sequence[tuple[Factored, Choice]], meshes: 
 
 
 def _fitted(layout: Layout, atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout | None:
-    """Return a layout on the devices of another mesh, over the atoms that the value has there, or None if there is
-    none."""
+    """Return a layout on another mesh's devices, over the atoms of the value there, or None if there is none."""
     moved = on_mesh(layout, mesh)
     return None if moved is None else refined(moved, atoms)
 

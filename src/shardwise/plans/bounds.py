@@ -9,8 +9,8 @@ from shardwise.search.elimination import Problem, Solution, TooWide, solve
 
 
 def step_bounds(search: MeshSearch, variable: int) -> Floats:
-    """Return, for each value of a variable, a lower bound of the step of all plans that have it (exact where the plan
-    reaches it)."""
+    """Return, per value of a variable, a lower bound of the step of all plans with it (exact if the plan reaches
+    it)."""
     marginal = minimum_by_value(search.cost.weighted(search.bounding_weights), variable).marginal
     assert marginal is not None, "the variable was eliminated last"
     return marginal

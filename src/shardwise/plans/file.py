@@ -182,8 +182,7 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
 
 
 def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict[str, Any]:
-    """Return the content of a file with a key set to false in the entries of some tables of every stage that lack
-    it."""
+    """Return a file's content with ``key`` set to false where entries of some tables of its stages lack it."""
 
     def entry(data: Any) -> Any:
         return {**data, key: data.get(key, False)} if isinstance(data, dict) else data

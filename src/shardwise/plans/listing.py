@@ -31,8 +31,7 @@ _LONGEST = 2000  # characters of a conversion in a message: texts of a file may 
 
 
 def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: SpmdProgram) -> Stage:
-    """Return the stage entry of a program. ``graph``: the model's (not lowered); ``choice``: what the program was built
-    for."""
+    """Return a program's stage. ``graph``: the model's (not lowered); ``choice``: what the program was built for."""
 
     def described(source: Source) -> tuple[str, str, tuple[int, ...], str]:
         value = graph.by_name[source.value]

@@ -110,8 +110,7 @@ class MicroBatchSearch:
     _of_passes: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[tuple[Graph, int]]:
-        """Yield (graph of a micro-batch, number of micro-batches). The caller adds the plan of each before it asks for
-        the next."""
+        """Yield (graph of a micro-batch, number of micro-batches). Callers add the plan of each before the next."""
         if self.batches is None:
             yield self.graph, 1
             return

@@ -58,9 +58,8 @@ def split_dims(layout: Layout) -> Hashable:
 
 
 def resize_moves(moves: tuple[Move, ...], source: Layout, target: Layout) -> tuple[Move, ...] | None:
-    """Return the moves between two layouts of a value of another size, or None if they do not apply. A dim of another
-    size must be one atom all the way, and every device must have a share of what is split on the way. Uneven splits by
-    hand do not follow."""
+    """Return the moves between two layouts of a value of another size, or None. A dim of another size must be one atom
+    all the way, and every device must have a share of what is split on the way. Splits by hand do not follow."""
     if source.shape == moves[0].source.shape:
         path = moves
     elif any(layout.windows for move in moves for layout in (move.source, move.target)):

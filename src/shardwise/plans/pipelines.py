@@ -361,8 +361,7 @@ def _equally_stored(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
 
 
 def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: SearchConfig) -> SpmdProgram:
-    """Return the program of a choice with other boundary layouts, with the same recomputation and offloading as
-    before."""
+    """Return the program of a choice with other boundary layouts, but the same recomputation and offloading."""
     again = {
         (c.origin, c.target) for c in part_choice.spmd.conversions if c.result in part_choice.spmd.lifetimes.conversions
     }
@@ -442,8 +441,7 @@ def _too_much(how: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: M
 
 
 def _solved(how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int) -> Schedule:
-    """Return the schedule with an order solved for these stages, starting from torch's orders for the same
-    placement."""
+    """Return the schedule with an order solved for these stages, from torch's orders for the same placement."""
     others = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
     orders = [how.order(schedule, how.num_places, num_passes) for schedule in others]
     work = _work(how, stages, num_passes, () if how.by_price else orders)

@@ -133,9 +133,8 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def of_outputs(plan: Plan) -> list[str]:
-    """Return a sentence, or none, on the collectives that gather outputs which no step reads, with their whole sizes,
-    the largest first. A value that is delivered as a buffer is stored (its shape, dtype and layout) counts as its new
-    value."""
+    """Return a sentence, or none, on the collectives that gather outputs which no step reads, with their sizes, the
+    largest first. A value delivered as a buffer is stored (same shape, dtype and layout) counts as its new value."""
     sizes: Counter[str] = Counter()
     for stage in plan.stages:
         buffers = {entry.layout for entry in stage.buffers}

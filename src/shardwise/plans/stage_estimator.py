@@ -81,8 +81,7 @@ class BlockSpans:
         return BlockSpans(np.where(has_some, seconds, inf), added[..., [STAYS, KEPT]])
 
     def fastest(self, limit: float, kept: float) -> Floats:
-        """Return [first block, last block] the least seconds that fit into ``limit`` bytes if ``kept`` micro-batches
-        are kept."""
+        """Return [first block, last block] the least seconds that fit, with ``kept`` micro-batches kept."""
         fits = self.held[..., 0] + kept * self.held[..., 1] <= limit
         fastest: Floats = np.where(fits, self.seconds, inf).min(axis=0)
         return fastest
@@ -223,8 +222,7 @@ class StageEstimator:
         return inf if front is None else front.least(setting.stages) * _turns(setting)
 
     def seconds(self, setting: StageConfig) -> float:
-        """Return the estimated seconds of a step; infinite if the model is no sum over such micro-batches, or if
-        nothing fits."""
+        """Return the estimated seconds of a step; infinite if the model does not divide so, or if nothing fits."""
         front = self._front(setting)
         return inf if front is None else front.cut(self._limit(setting), in_flight(setting)).slowest * _turns(setting)
 

@@ -91,8 +91,7 @@ def _relaxed(sums: Problem, cutset: frozenset[int]) -> Problem:
 
 
 def greedy(sums: Problem) -> list[int]:
-    """Return a greedy assignment: variables in order take the value that costs least beside those before them, then
-    each the best beside all."""
+    """Return a greedy assignment: each variable takes its best value beside those before, then beside all."""
     at: list[list[tuple[Scope, Table]]] = [[] for _ in sums.sizes]
     for scope, number in sums.factors:
         for variable in scope:

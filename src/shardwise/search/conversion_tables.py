@@ -44,8 +44,7 @@ def keeps_size(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
 
 
 def larger_gradients(routes: Routes, starts: Ints, nodes: Ints, itemsize: int) -> tuple[Floats, Floats]:
-    """Return [starts, nodes] bytes of gradients in ``nodes`` where these are larger than in ``starts``, and the
-    difference."""
+    """Return [starts, nodes] bytes of gradients in ``nodes`` where larger than in ``starts``, and the difference."""
     itemsizes = np.where(keeps_size(routes, starts, nodes), 0.0, float(itemsize))
     whole: Floats = itemsizes * routes.numel[nodes][None, :]
     return whole, whole - itemsizes * routes.numel[starts][:, None]
@@ -60,6 +59,5 @@ def bytes_sent(routes: Routes, starts: Ints, nodes: Ints) -> Floats:
 
 
 def sendable(routes: Routes) -> Ints:
-    """Return the layouts that are sharded or whole on every axis: a value is stored, or crosses to another stage, in
-    one of these."""
+    """Return the layouts, sharded or whole on every axis, in which a value is stored or crosses to another stage."""
     return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))

@@ -111,8 +111,7 @@ class Tables:
         self._deliver()
 
     def priced(self, again: RecomputeSpec, in_flight: int = 1) -> CostGraph:
-        """Return the cost graph under a memory policy. ``in_flight``: micro-batches whose values are kept for backward
-        at once."""
+        """Return the cost graph under a policy. ``in_flight``: micro-batches kept for backward at once."""
         cost, levers = (
             replace(self.cost, factors=[], kinds=[], transients={}),
             _TableConditions(self.graph, again, in_flight),

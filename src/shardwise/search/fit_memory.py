@@ -67,9 +67,8 @@ def fit_memory(
     planner: Planner, segments: Sequence[Segment], gathered: Gathered | None = None, offload: Offload = "auto"
 ) -> PlannerResult:
     """Return the plan of the first policies that fit. ``segments``: those that the model asks for; ``gathered``,
-    ``offload``: the choices of the user, if any. If no policy fits (``ranking.excess``), return the plan that needs
-    least. Nothing is offloaded if the device is the host. Raises PlanError if no price comes near a step that is known
-    already."""
+    ``offload``: the user's choices. If no policy fits (``ranking.excess``), return the plan that needs least. Nothing
+    is offloaded if the device is the host. Raises PlanError if no price comes near a known step."""
     ladder = _memory_policies(planner, segments, gathered, offload)
     weakest = next(ladder)
     rungs = [weakest]

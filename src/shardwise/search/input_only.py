@@ -21,8 +21,7 @@ Wanted = Callable[[str, str], ShardPosition | None]  # (value, axis) -> where al
 def assign_input_only_ops(
     graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh, decided: Mapping[str, Strategy]
 ) -> tuple[dict[str, Strategy], dict[str, dict[str, Where]]]:
-    """Return the strategies of all operators, those in ``decided`` and the others, and where every input is
-    delivered."""
+    """Return the strategies of all operators (``decided`` and others), and where every input is delivered."""
     choices: Choices = {name: strategy.choice_of for name, strategy in decided.items()}
     places = {op.name: ShardPositions.of(rules[op.name]) for op in graph.ops}
     whole = {out.name for out in graph.outputs if isinstance(out, Ref)} | {value for _, value in graph.mutations}

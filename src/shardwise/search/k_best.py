@@ -42,8 +42,7 @@ def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
 
 @dataclass
 class _AssignmentDecoder:
-    """Decoder of variables from the last eliminated to the first. It caches the sums of a variable beside its
-    neighbours."""
+    """Decoder of variables from the last eliminated to the first, with a cache of sums beside neighbours."""
 
     elimination: Elimination
     tables: list[Table]

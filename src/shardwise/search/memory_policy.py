@@ -1,10 +1,9 @@
 """The user's memory settings as lifetimes of the values of a program: recomputation of segments, offloading to the
 host, parameters that are gathered again in backward.
 
-``full``: the inputs and outputs of a segment are kept, everything between is recomputed (``all``: the outputs, too).
-``cheap``: the fewest bytes are kept from which the other values can be recomputed without a product (a minimum cut, as
-in torch.compile's partitioner). ``gathers``: in the same cut messages may be sent again, but nothing is recomputed;
-``cheap+gathers``: both.
+``full``: inputs and outputs of a segment are kept, all between is recomputed (``all``: outputs, too). ``cheap``: the
+fewest bytes are kept from which the others can be recomputed without a product (a minimum cut, as in torch.compile's
+partitioner). ``gathers``: in the same cut only messages are repeated; ``cheap+gathers``: both.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The division of the samples of an optimizer step into micro-batches: the user's sizes, checked, and the
-candidates."""
+"""The division of a step's samples into micro-batches: the user's sizes, checked, and the candidates."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class MicroBatchOutcome:
 def batches_of(
     samples: int | None, global_batch: int | None, micro_batch: int | None, num_devices: int, *, chooses: bool
 ) -> MicroBatchOptions | None:
-    """Return the options for the sizes that the user gave, for example inputs of some ``samples``; None: the step is
-    not divided.
+    """Return the options for the user's sizes and example inputs of some ``samples``; None: one micro-batch.
 
     ``chooses``: whether plans are compared by price. Raises ShardwiseError if the sizes contradict each other.
     """

@@ -37,8 +37,7 @@ _FORWARD, _INPUT, _WEIGHT = range(3)
 @dataclass(frozen=True)
 class OrderProblem:
     """The stages to be ordered. ``place_of``: stage -> pipeline rank; ``kept``: of every stage, the bytes of a
-    micro-batch from its forward until its weight part is done; ``room``: of every pipeline rank, the bytes for
-    these."""
+    micro-batch from its forward until its weight part is done; ``room``: of every rank, the bytes for these."""
 
     stages: tuple[StageSeconds, ...]
     place_of: tuple[int, ...]
@@ -225,9 +224,8 @@ class _Table:
 
 
 class _Construction:
-    """An order under construction. Micro-batches are taken in order by every stage and kind; ``done``: how many per
-    stage and kind; ``arrivals``: per stage and kind (forward, input) when the inputs of each are there, as far as is
-    known."""
+    """An order under construction. Every stage and kind takes micro-batches in order; ``done``: how many per stage and
+    kind; ``arrivals``: per stage and kind (forward, input) the known times at which the inputs of each are there."""
 
     def __init__(self, table: _Table, policy: _Policy, bumps: _Bumps) -> None:
         work = table.work
@@ -322,8 +320,7 @@ def _change(kind: Kind) -> int:
 
 
 def _tails(work: OrderProblem) -> tuple[list[float], list[float]]:
-    """Return, per stage, the seconds from the beginning of a forward, and of an input part, until its micro-batch is
-    done."""
+    """Return, per stage, the seconds from the start of a forward, and of an input part, to the micro-batch's end."""
     count = len(work.stages)
     back = [0.0] * count
     passed = work.stages[0].weight

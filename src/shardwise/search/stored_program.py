@@ -87,8 +87,8 @@ class ProgramWithPolicy:
 def build_stored_program(
     graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, kinds: VjpCache
 ) -> StoredProgram:
-    """Return the program of a choice before lifetimes. Of the memory policy it depends only on whether parameters are
-    gathered again."""
+    """Return a choice's program before lifetimes. Of the policy it depends only on whether parameters are gathered
+    again."""
     by_block = settings.levers.gathered == "again"
     if settings.zero is not None:
         choice = reduce_at_parameter(choice, graph, rules, mesh)

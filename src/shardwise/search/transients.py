@@ -59,8 +59,7 @@ def _caps(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) ->
 
 
 def _within(cost: CostGraph, moments: dict[int, Floats], cap: float) -> CostGraph:
-    """Return the cost graph in which choices with more transient bytes are forbidden: infinitely many seconds and
-    bytes."""
+    """Return the cost graph with infinite seconds and bytes for choices with more transient bytes."""
     kinds: list[Components] = []
     for number, tables in enumerate(cost.kinds):
         if number not in moments or (moments[number] <= cap).all():

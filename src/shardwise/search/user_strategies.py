@@ -61,8 +61,7 @@ def splittable(rule: OpRule) -> str:
 
 
 def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int, ...]], mesh: Mesh) -> dict[str, int]:
-    """Return the count per factor from split counts per operand dim. The checks are those of the specification, in its
-    order."""
+    """Return the count per factor from split counts per operand dim, with the specification's checks in its order."""
     if len(counts) != len(shapes):
         hint = ""
         if len(shapes) == 1 and all(isinstance(c, int) for c in counts):

@@ -148,8 +148,7 @@ def _copied(spmd: SpmdProgram) -> dict[str, set[str]]:
 
 
 def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
-    """Return the layout with its tensor split over further axes: all on one atom if one divides, the outermost
-    first."""
+    """Return the layout split over further axes: all on one atom if one divides, the outermost first."""
     where: dict[str, Where] = dict(where_of(layout))
     places = [(d, i) for d, dim in enumerate(layout.dims) for i in range(len(dim))]
     left = {(d, i): layout.dims[d][i].size // mesh.size_of(layout.dims[d][i].axes) for d, i in places}
