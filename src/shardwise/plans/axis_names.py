@@ -169,11 +169,11 @@ class _RenamedEntries:
 
 def name_axes_by_role(stages: Sequence[Stage], of: Sequence[AxisUsage]) -> tuple[Stage, ...]:
     """Return the stages with mesh axes named by role. Equal meshes get equal names."""
-    known: dict[Mesh, _RenamedEntries] = {}
+    renamed_entries: dict[Mesh, _RenamedEntries] = {}
     for mesh in dict.fromkeys(stage.mesh for stage in stages):
         usages = (usage for stage, usage in zip(stages, of, strict=True) if stage.mesh == mesh)
-        known[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, usages)))
-    return tuple(known[stage.mesh].stage(stage) for stage in stages)
+        renamed_entries[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, usages)))
+    return tuple(renamed_entries[stage.mesh].stage(stage) for stage in stages)
 
 
 __all__ = ["AxisUsage", "mesh_by_roles", "name_axes_by_role"]

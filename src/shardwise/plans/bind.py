@@ -97,8 +97,8 @@ def program_of_choice(
                 problem(f"the buckets that the plan lists do not fit its program: {error}", fix=fix)
             ) from error
     else:
-        again = any(entry.again for entry in stage.parameters)
-        spmd = fill(spmd, plan.bucket_bytes, original, by_block=again)
+        gathers_again = any(entry.again for entry in stage.parameters)
+        spmd = fill(spmd, plan.bucket_bytes, original, by_block=gathers_again)
     spmd = replace(spmd, lifetimes=_lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None))
     spmd = _with_once(stage, spmd, graph, listed=is_planned and stage.conversions is not None)
     if is_planned and stage.conversions is not None:

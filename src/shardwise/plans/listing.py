@@ -42,7 +42,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
         return tuple(TensorEntry(*described(s)) for s in graph.sources if s.kind == kind and s.names[0] != SEED)
 
     gathered = {c.origin for c in spmd.conversions if c.result in spmd.lifetimes.conversions}
-    again = model_operators(spmd.lifetimes.operators, graph)
+    recomputed = model_operators(spmd.lifetimes.operators, graph)
     offloaded = model_operators(spmd.lifetimes.offloaded, graph)
     return Stage(
         placement=Placement.whole(spmd.mesh),
@@ -60,7 +60,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
                 str(rules[op.name]),
                 choice.strategies[op.name].format(spmd.mesh),
                 op.source,
-                op.name in again,
+                op.name in recomputed,
                 op.name in offloaded,
             )
             for op in graph.ops
@@ -137,11 +137,11 @@ def _differences(
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield (operator, texts of plan and program) for every conversion that only one of them has, or that differs; if
     there is none, for the first in another position."""
-    known = {(entry.value, entry.target): entry for entry in listed}
+    before = {(entry.value, entry.target): entry for entry in listed}
     after = {(entry.value, entry.target): entry for entry in emitted}
-    changed = [key for key in dict.fromkeys((*known, *after)) if known.get(key) != after.get(key)]
+    changed = [key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]
     for key in changed:
-        pair = known.get(key), after.get(key)
+        pair = before.get(key), after.get(key)
         op = next(entry.op for entry in pair if entry is not None)
         texts = ("no such conversion" if entry is None else _described(entry) for entry in pair)
         yield op, list(zip(("plan", "program"), texts, strict=True))

@@ -276,10 +276,10 @@ def plan_pipeline(
     lines = format_order(schedule.actions)
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    asked = replace(how, settings=replace(how.settings, known=inf))  # plan slower ones to the end, too
-    again = partial(plan_pipeline, asked, graph, passes, template, kinds)
+    how_of_others = replace(how, settings=replace(how.settings, known=inf))  # plan slower ones to the end, too
+    rerun = partial(plan_pipeline, how_of_others, graph, passes, template, kinds)
     searched = tuple(part_choice.searched for part_choice in chosen)
-    return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
+    return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, rerun)
 
 
 def _balanced(how: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
@@ -362,14 +362,14 @@ def _equally_stored(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
 
 def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: SearchConfig) -> SpmdProgram:
     """Return the program of a choice with other boundary layouts, but the same recomputation and offloading."""
-    again = {
+    repeated = {
         (c.origin, c.target) for c in part_choice.spmd.conversions if c.result in part_choice.spmd.lifetimes.conversions
     }
     parameters = {source.value for source in part.sources if source.kind == "parameter"}
-    by_block = any(origin in parameters for origin, _ in again)
+    by_block = any(origin in parameters for origin, _ in repeated)
     rules, bucket_bytes = part_choice.factored.rules, settings.bucket_bytes
     spmd = build_spmd(part, rules, choice, part_choice.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
-    conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
+    conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in repeated)
     spmd = replace(spmd, lifetimes=replace(part_choice.spmd.lifetimes, conversions=conversions, once=frozenset()))
     return as_grad_accum(spmd, replace(settings, levers=part_choice.levers))
 
@@ -396,7 +396,7 @@ def _listed(
 
 
 def _work(
-    how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, known: Sequence[Order] = ()
+    how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, orders: Sequence[Order] = ()
 ) -> OrderProblem:
     """Return the ordering problem. The room of a pipeline rank is its limit less parameters and what a single
     micro-batch takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
@@ -405,7 +405,7 @@ def _work(
     kept = tuple(stage.kept for stage in stages)
     room = tuple(how.limit - num_bytes for num_bytes in fixed)
     work = OrderProblem(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
-    peaks = [work.peaks(order) for order in known]
+    peaks = [work.peaks(order) for order in orders]
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
 

@@ -77,12 +77,12 @@ def only_priced(plan: Plan) -> str:
         return ""
     stored = _floating(entry.dtype for stage in plan.stages for entry in stage.parameters)
     computed = stored | _floating(entry.dtype for stage in plan.stages for entry in stage.inputs)
-    wanted = (
+    priced_dtypes = (
         ("compute", plan.pricing.compute, computed),
         ("parameter", plan.pricing.parameter, stored),
         ("reduce", plan.pricing.reduce, stored),
     )
-    priced = [f"{name}={dtype}" for name, dtype, dtypes in wanted if dtype and dtypes - {dtype}]
+    priced = [f"{name}={dtype}" for name, dtype, dtypes in priced_dtypes if dtype and dtypes - {dtype}]
     if not priced:
         return ""
     return (

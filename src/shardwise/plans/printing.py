@@ -115,9 +115,9 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     """Return (name, text) of these figures, in this order."""
     cost, pipeline = plan.predicted, plan.pipeline
     if pipeline is not None:
-        seconds, size, passes, known = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
+        seconds, size, passes, gap = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
     elif cost is not None:
-        seconds, size, passes, known = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
+        seconds, size, passes, gap = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
     else:
         return []
     figures = [("step", format_step_interval(plan))]
@@ -129,7 +129,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         limit = _limit(plan)
         room = f" of {limit}" if limit else ""
         figures.append(("memory", f"{format_bytes_interval(size, priced_cluster(plan))}{room} a device"))
-    return [*figures, ("gap", "not known" if known is None else f"{known:.2%}")]
+    return [*figures, ("gap", "not known" if gap is None else f"{gap:.2%}")]
 
 
 def of_outputs(plan: Plan) -> list[str]:
@@ -306,14 +306,14 @@ def format_entry(plan: Plan, name: str) -> str:
         for operator in stage.operators:
             if operator.name == name:
                 conversions = [c for c in stage.conversions or () if owner_of(c.op, names) == name]
-                again = "  (again in backward)" if operator.again else ""
-                head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{again}"
+                note = "  (again in backward)" if operator.again else ""
+                head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{note}"
                 return "\n".join([head, f"      {operator.source}", *map(_conversion, conversions)])
-    known = [operator.name for operator in plan.operators]
+    operator_names = [operator.name for operator in plan.operators]
     raise PlanError(
         problem(
             f"the plan has no {shorten_repr(name)}",
-            facts=[("it has", listed(known))],
+            facts=[("it has", listed(operator_names))],
             fix="print(plan) shows all names",
         )
     )

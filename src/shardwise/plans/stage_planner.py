@@ -188,12 +188,12 @@ def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> 
     """Search for the choice of a part. ``limit``: the bytes of a device for it."""
     names, annotations = set(part.op_by_name), how.annotations
     segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
-    known = {name for source in part.sources for name in source.names}
+    source_names = {name for source in part.sources for name in source.names}
     has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
     offload = "auto" if how.offload == "all" and not has_blocks else how.offload
     recompute = how.recompute if has_blocks or segments else None
     levers = MemoryPolicy.of(part, segments, recompute, how.gathered or "held", offload)
-    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in known}
+    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in source_names}
     settings = replace(how.settings, levers=levers, layouts=layouts)
     if not how.by_price:
         (mesh,) = how.meshes

@@ -36,13 +36,13 @@ def timed_stages(
     how: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], kinds: VjpCache
 ) -> list[StageTiming]:
     """Return the timings of all stages."""
-    known: dict[Hashable, StageTiming] = {}
+    timings: dict[Hashable, StageTiming] = {}
     stages = []
     for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
         key = _without_names(part, choice, spmd)
-        if key not in known:
-            known[key] = _timed(how, part, spmd, cut.sends(number), kinds)
-        timed = known[key]
+        if key not in timings:
+            timings[key] = _timed(how, part, spmd, cut.sends(number), kinds)
+        timed = timings[key]
         if not number and how.schedule.splits_backward:  # no stage waits for cotangents of the first
             seconds = timed.seconds
             timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))

@@ -113,8 +113,8 @@ class Survival:
         for copy in self.extra_copies:
             where = frozenset(copy.holders)
             both, tensors = where | {copy.keeper}, holdings.pop(where)
-            known = holdings.setdefault(both, {})
-            known.update({name: known.get(name, 0) + size for name, size in tensors.items()})
+            sizes = holdings.setdefault(both, {})
+            sizes.update({name: sizes.get(name, 0) + size for name, size in tensors.items()})
         return replace(self, held=holdings, made=self.extra_copies)
 
     def _machines_of(self, holders: Ranks) -> set[int]:

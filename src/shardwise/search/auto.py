@@ -162,9 +162,9 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
     fixed: dict[int, int] = {}
     for number, variable in enumerate(cost.variables):
         if isinstance(variable, OperatorVariable):
-            wanted = choice.strategies[variable.name].choice_of
+            target = choice.strategies[variable.name].choice_of
             options = (variable.choice(value).choice_of for value in range(variable.size))
-            at = [value for value, choices in enumerate(options) if choices == wanted]
+            at = [value for value, choices in enumerate(options) if choices == target]
         elif isinstance(variable, (StorageVariable, ReceivedVariable)):
             node = variable.routes.node_of(choice.sources[variable.name])
             at = np.flatnonzero(variable.nodes == node).tolist()

@@ -167,19 +167,19 @@ def _extended(two: SimulatedStep, more: Sequence[tuple[int, PerBlockCost, Callab
     """Return a step with so many further blocks of each run."""
     num_bytes_at = {
         (phase, op): num_bytes
-        + sum(count * further.added_bytes.get((phase, region_of(op)), 0) for count, further, region_of in more)
+        + sum(count * block.added_bytes.get((phase, region_of(op)), 0) for count, block, region_of in more)
         for (phase, op), num_bytes in two.held.items()
     }
     phase, op = max(num_bytes_at, key=num_bytes_at.__getitem__)
     return SimulatedStep(
-        two.seconds + sum(count * further.seconds for count, further, _ in more),
-        two.compute + sum(count * further.compute for count, further, _ in more),
-        two.communication + sum(count * further.communication for count, further, _ in more),
-        two.exposed + sum(count * further.exposed for count, further, _ in more),
+        two.seconds + sum(count * block.seconds for count, block, _ in more),
+        two.compute + sum(count * block.compute for count, block, _ in more),
+        two.communication + sum(count * block.communication for count, block, _ in more),
+        two.exposed + sum(count * block.exposed for count, block, _ in more),
         Peak(num_bytes_at[phase, op], phase, op, {}),
-        two.forward + sum(count * further.forward for count, further, _ in more),
+        two.forward + sum(count * block.forward for count, block, _ in more),
         held=num_bytes_at,
-        kept_bytes=two.kept_bytes + sum(count * further.kept_bytes for count, further, _ in more),
+        kept_bytes=two.kept_bytes + sum(count * block.kept_bytes for count, block, _ in more),
     )
 
 

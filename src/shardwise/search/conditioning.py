@@ -31,9 +31,9 @@ def solve_conditioned(sums: Problem) -> Solution:
     """Return an assignment that no change outside of a cutset improves, and a bound. Raises ShardwiseError if it finds
     no allowed one, though there may be one."""
     # Every table by itself, so that the order of elimination depends on scopes only: it is that of the relaxed problem.
-    apart = [(scope, i) for i, (scope, _) in enumerate(sums.factors)]
+    factors = [(scope, i) for i, (scope, _) in enumerate(sums.factors)]
     tables = Interner([sums.interner.tables[number] for _, number in sums.factors])
-    sums = Problem(sums.sizes, apart, tables, sums.known)
+    sums = Problem(sums.sizes, factors, tables, sums.known)
     assignment, avoided, bound = greedy(sums), frozenset[int](), -np.inf
     for _ in range(CONDITIONING_ROUNDS):
         cutset = _cutset(sums, avoided)

@@ -28,9 +28,9 @@ def kept_elements(routes: Routes, starts: Ints, nodes: Ints, *, is_held: bool, r
     are where that holds fewer elements."""
     copied = is_copied(routes, starts, nodes)
     before, after = np.broadcast_arrays(routes.numel[starts][:, None], routes.numel[nodes][None, :])
-    again = copied & ((before <= after) if is_held else (before < after)) & resent
-    elements = np.where(again, 0 if is_held else before, after * copied if is_held else after)
-    return elements.astype(np.float64), again.astype(np.float64)
+    is_resent = copied & ((before <= after) if is_held else (before < after)) & resent
+    elements = np.where(is_resent, 0 if is_held else before, after * copied if is_held else after)
+    return elements.astype(np.float64), is_resent.astype(np.float64)
 
 
 def is_brought(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:

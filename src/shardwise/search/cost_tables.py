@@ -392,9 +392,9 @@ class Tables:
 
     def _deliver(self) -> None:
         """Price the delivery of the whole loss, and of buffers that are written back."""
-        wanted = [self.graph.loss] if self.graph.loss is not None else []
-        wanted += [value for _, value in self.graph.mutations]
-        for name in dict.fromkeys(wanted):
+        delivered = [self.graph.loss] if self.graph.loss is not None else []
+        delivered += [value for _, value in self.graph.mutations]
+        for name in dict.fromkeys(delivered):
             if name not in self.cost.home:
                 continue
             (home, starts), routes = self.cost.home[name], self.domains.routes(name)

@@ -225,11 +225,11 @@ class Domains:
             return domain
         narrow = (key, tuple(sorted(fixed.items(), key=lambda item: item[0])))
         if narrow not in self._domains:
-            wanted = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
+            fixed_choices = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
             kept = [
                 i
                 for i, choices in enumerate(domain.choices)
-                if all(not want or want == {choice} for want, choice in zip(wanted, choices, strict=True))
+                if all(not want or want == {choice} for want, choice in zip(fixed_choices, choices, strict=True))
             ]
             self._domains[narrow] = domain.only(np.array(kept, dtype=np.int64))
         return self._domains[narrow]

@@ -298,7 +298,7 @@ class _ExactSearch:
                 for variable in scope:
                     at.setdefault(variable, []).append((scope, number))
         assignment, total = list(self.best.assignment), self.best.components.copy()
-        known: dict[object, Floats] = {}  # tables and values of the neighbours -> components per value
+        components_of: dict[object, Floats] = {}  # tables and values of the neighbours -> components per value
         settled: set[object] = set()  # those of them, with the value beside them, that nothing better is known for
         improved = True
         while improved:
@@ -309,9 +309,9 @@ class _ExactSearch:
                 )
                 if (beside, assignment[variable]) in settled:
                     continue
-                if beside not in known:
-                    known[beside] = self._components_beside(beside, self.cost.variables[variable].size)
-                there = total - known[beside][assignment[variable]] + known[beside]
+                if beside not in components_of:
+                    components_of[beside] = self._components_beside(beside, self.cost.variables[variable].size)
+                there = total - components_of[beside][assignment[variable]] + components_of[beside]
                 seconds = there[:, EXPOSED] + np.maximum(there[:, COMPUTE], there[:, TRAFFIC])
                 if self.memory_bytes is not None:
                     seconds = np.where(there[:, BYTES] <= self.memory_bytes, seconds, np.inf)

@@ -240,12 +240,12 @@ class Elimination:
         assignment = [0] * len(self.sizes)
         if self.last is not None:
             assignment[self.last] = int(self.marginal(tables).argmin()) if last_value is None else last_value
-        known: dict[tuple[int, tuple[int, ...]], int] = {}
+        cached: dict[tuple[int, tuple[int, ...]], int] = {}
         for variable, number, step, neighbours in reversed(self.order):
             key = number, tuple([assignment[v] for v in neighbours])
-            value = known.get(key)
+            value = cached.get(key)
             if value is None:
-                value = known[key] = int(eliminated_minimum(step, tables, key[1]).argmin())
+                value = cached[key] = int(eliminated_minimum(step, tables, key[1]).argmin())
             assignment[variable] = value
         return assignment
 

@@ -81,13 +81,13 @@ def fit_memory(
     refused: list[_PolicyResult] = []
     # Policies are considered in the order of their price. One is searched under the limit when its bound is the least
     # of all that are left.
-    known = planner.settings.known / _times(planner.settings)
+    cutoff = planner.settings.known / _times(planner.settings)
     left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
     heapify(left)
     while left:
         price, number, is_settled = heappop(left)
         rung = rungs[number]
-        if known <= (least := _at_least(price, [*fitting, *refused])) < inf:
+        if cutoff <= (least := _at_least(price, [*fitting, *refused])) < inf:
             if not fitting:
                 raise _slower(least, planner.settings)
             break
@@ -105,13 +105,13 @@ def fit_memory(
     eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
         least = _seconds(rung.answer.ranking) - (rung.price - bound)  # recomputing nothing saves no more
-        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * known)
+        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
         if least < fastest:
             eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
     if not eased:
         raise _slower(min(_seconds(rung.answer.ranking) for rung in fitting), planner.settings)
     rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
-    if _seconds(ranking) > FOLDED_STEP_ERROR * known:
+    if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
         raise _slower(_seconds(ranking), planner.settings)
     best = easier.planned(SearchResult(ranking, rung.answer.searches))
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
@@ -228,10 +228,10 @@ def _eased(
         yield planner, ranking
         return
     strong = planner.settings.levers
-    asked = {*segments}
+    requested = {*segments}
     for weaker in EASIER.get(rung.how, ("none",)):  # what is kept is named, too
         eased = tuple(
-            segment if segment in asked or segment.how == "none" else replace(segment, how=weaker)
+            segment if segment in requested or segment.how == "none" else replace(segment, how=weaker)
             for segment in strong.segments
         )
         yield planner.eased(ranking, replace(strong, segments=eased), fastest)

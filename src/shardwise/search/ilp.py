@@ -91,11 +91,11 @@ class _IntegerProgram:
                 self.unary[scope[0]] = self.unary[scope[0]] + table
             else:
                 merged[scope] = merged[scope] + table if scope in merged else table
-        known: dict[int, tuple[Table, tuple[Ints, ...]]] = {}
+        collapsed: dict[int, tuple[Table, tuple[Ints, ...]]] = {}
         for scope, table in merged.items():
-            if id(table) not in known:
-                known[id(table)] = _collapsed(table)
-            self.joints.append(_JointTable(scope, *known[id(table)]))
+            if id(table) not in collapsed:
+                collapsed[id(table)] = _collapsed(table)
+            self.joints.append(_JointTable(scope, *collapsed[id(table)]))
         self.values = self._distinct()
 
     def _distinct(self) -> list[Ints]:

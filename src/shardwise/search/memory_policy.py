@@ -182,12 +182,12 @@ def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) ->
     waiting = {lowered_name for part in offloading for name in part.operators for lowered_name in lowered.get(name, ())}
     lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
     program = with_lifetimes(replace(kept, spmd=replace(spmd, lifetimes=lifetimes)))
-    recomputed, again = repeated(program)
+    recomputed, repeats = repeated(program)
 
     def listed(operators: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model
         return lowered_operators(model_operators(operators, graph), graph, spmd.graph)
 
-    lifetimes = Lifetimes(listed(recomputed) & operators, again, listed(offloaded_operators(program)) & waiting)
+    lifetimes = Lifetimes(listed(recomputed) & operators, repeats, listed(offloaded_operators(program)) & waiting)
     return replace(spmd, lifetimes=lifetimes)
 
 

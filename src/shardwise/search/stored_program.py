@@ -94,9 +94,9 @@ def build_stored_program(
         choice = reduce_at_parameter(choice, graph, rules, mesh)
     spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     if settings.zero is not None:
-        said = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
+        fixed = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
         choice = shard_storage(choice, spmd, settings.zero)
-        choice = replace(choice, sources={**choice.sources, **said})
+        choice = replace(choice, sources={**choice.sources, **fixed})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     return StoredProgram(choice, spmd, kinds)
 

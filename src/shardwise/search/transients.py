@@ -68,7 +68,7 @@ def _within(cost: CostGraph, moments: dict[int, Floats], cap: float) -> CostGrap
         forbidden = np.where(moments[number] <= cap, 0.0, np.inf)
         changed = list(tables)
         for component in (EXPOSED, BYTES):
-            known = tables[component]
-            changed[component] = forbidden if known is None else known + forbidden
+            prices = tables[component]
+            changed[component] = forbidden if prices is None else prices + forbidden
         kinds.append(tuple(changed))
     return replace(cost, kinds=kinds)

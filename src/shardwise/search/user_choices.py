@@ -60,8 +60,8 @@ def fixed_choices(
             if text.startswith("(("):  # the split counts of an out_strategy
                 weights = {f.name: 0 for f in factored.rules[op.name].factors}
                 counts = literal_eval(text)
-                asked = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
-                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], asked, mesh, graph, weights)
+                splits = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
+                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], splits, mesh, graph, weights)
                 continue
             layout = parse_layout(text, mesh)
             if layout.shape != shape:

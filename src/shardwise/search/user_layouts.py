@@ -37,13 +37,13 @@ def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, fac
             fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"
             raise LayoutError(problem(f"layouts names {name!r}, which the model does not have", fix=fix))
         shape, atoms = graph.by_name[values[name]].shape, factored.atoms[values[name]]
-        wanted: Layout | None = None
+        requested_layout: Layout | None = None
         inside: Layout | None = None
         try:
-            wanted = _layout(requested, shape, mesh)
-            inside = _inside_blocks(wanted, atoms)
+            requested_layout = _layout(requested, shape, mesh)
+            inside = _inside_blocks(requested_layout, atoms)
             by_counts = not isinstance(requested, str)
-            where = where_of(inside if by_counts and inside is not None else wanted.canonical().refine(atoms))
+            where = where_of(inside if by_counts and inside is not None else requested_layout.canonical().refine(atoms))
         except ShardwiseError as error:
             fix = f"a layout of shape {list(shape)} on {mesh}"
             if inside is not None:

@@ -43,12 +43,12 @@ def choices_for(
     """
     try:
         if isinstance(strategy, str):
-            wanted = parse_choices(strategy, mesh)
+            choices = parse_choices(strategy, mesh)
         else:
             shapes = [graph.by_name[name].shape for name in op.operands]
             split = axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
-            wanted = {axis: Split(split[axis]) if axis in split else INVARIANT for axis in mesh.sub_axes}
-        return _divide_choices(rule, divided, wanted, mesh, blockers)
+            choices = {axis: Split(split[axis]) if axis in split else INVARIANT for axis in mesh.sub_axes}
+        return _divide_choices(rule, divided, choices, mesh, blockers)
     except ShardwiseError as error:
         raise type(error)(problem(str(error), op=op.name, source=op.source, fix=splittable(rule))) from error
 
@@ -147,7 +147,7 @@ def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
 
 
 def _divide_choices(
-    rule: OpRule, divided: OpRule, wanted: Mapping[str, AxisChoice], mesh: Mesh, blockers: Mapping[str, int]
+    rule: OpRule, divided: OpRule, undivided: Mapping[str, AxisChoice], mesh: Mesh, blockers: Mapping[str, int]
 ) -> dict[str, AxisChoice]:
     """Return choices of the divided factors, from choices of the undivided rule.
 
@@ -159,16 +159,16 @@ def _divide_choices(
     for factor in divided.factors:
         parts.setdefault(base_name(factor.name), []).append(factor.name)
     left = {factor.name: factor.size for factor in divided.factors}
-    known = {factor.name for factor in rule.factors} | set(left)
+    factor_names = {factor.name for factor in rule.factors} | set(left)
     through = {name: window.factor for name, window in rule.windows}
     choices: dict[str, AxisChoice] = {}
-    for axis, choice in wanted.items():
+    for axis, choice in undivided.items():
         if not isinstance(choice, Split):
             choices[axis] = choice
             continue
         name = through.get(choice.factor, choice.factor)
-        if name not in known:
-            near = get_close_matches(name, known, 1)
+        if name not in factor_names:
+            near = get_close_matches(name, factor_names, 1)
             raise LayoutError(f"the operator has no factor {name!r}" + (f", but {near[0]!r}" if near else ""))
         if divided.factor(parts.get(name, [name])[0]).kind == "whole":
             raise LayoutError(f"factor {name} cannot be split")
