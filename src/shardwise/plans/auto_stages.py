@@ -2,10 +2,10 @@
 
 For every such *setting* the price-based searches choose the rest: the mesh of a stage, strategies, storage layouts,
 recomputation and offloading. Settings are planned in the order of a rough estimate of their step. A setting is skipped
-if its *lower bound* is not below the best step so far: no step is shorter than its products at the peak of all devices
-together, plus the time that a pipeline needs to fill and drain. Planning of a setting stops early if its prices are
-clearly above the best step (``search.fit_memory``). Within the accuracy of prices the result is that of planning all
-settings, unless more than ``MAX_PLANNED_SETTINGS`` are left. Those left out are printed with their bound.
+if its *lower bound* is not below the best step so far. The bound is the time of the step's products at the peak of all
+devices together, plus the time that a pipeline needs to fill and drain. Planning of a setting stops early if its prices
+are clearly above the best step (``search.fit_memory``). Within the accuracy of prices the result is that of planning
+all settings, unless more than ``MAX_PLANNED_SETTINGS`` are left. Those left out are printed with their bound.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Version 8 adds which parameters a step of several micro-batches converts once. V
 a stage may list what it receives and sends, and a plan its schedule and its prediction. Version 6 adds recomputation,
 the number of micro-batches of a step (before: none, and one), and the precision of the step. A plan without a precision
 is executed in the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has stages,
-and in every conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no paths. A file
-of version 4 that was not chosen by price is read, since its conversions take the paths that send the fewest bytes; one
-that was chosen by price must be planned again.
+and in every conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no paths. Its
+conversions take the paths that send the fewest bytes, so a file of version 4 is read unless the plan was chosen by
+price. Such a plan must be planned again.
 """
 
 from __future__ import annotations

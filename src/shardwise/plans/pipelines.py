@@ -399,7 +399,7 @@ def _work(
     how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, orders: Sequence[Order] = ()
 ) -> OrderProblem:
     """Return the ordering problem. The room of a pipeline rank is its limit less parameters and what a single
-    micro-batch takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
+    micro-batch takes. Without prices no stage was fitted, so the room is at least what known orders keep."""
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
     fixed = _fixed_bytes(how, stages)
     kept = tuple(stage.kept for stage in stages)

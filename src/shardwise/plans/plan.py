@@ -1,9 +1,9 @@
 """The plan: what every rank will do, as data that a person can read, compare, edit and commit.
 
-A plan is complete: it has the ranks of every stage, the layout of every parameter, buffer and input, the strategy of
-every operator, keyed by module path, and every conversion with its path of layouts and its bucket. The same file always
-builds the same program, without prices or a search. To edit a plan, change strategies or layouts in its file and load
-it with ``Plan.load(path, edited=True)``: its conversions are then derived again.
+A plan is complete. It lists the ranks of every stage, the layout of every parameter, buffer and input, and the strategy
+of every operator, keyed by module path. It also lists every conversion with its path of layouts and its bucket. The
+same file always builds the same program, without prices or a search. To edit a plan, change strategies or layouts in
+its file and load it with ``Plan.load(path, edited=True)``: its conversions are then derived again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Estimates of the settings of a joint search, from searches for a model with few of its equal blocks.
 
 Time and memory of a stage grow linearly with its equal blocks. So the model is shortened to two blocks of each run, and
-searched for the devices of a pipeline rank and the samples of a micro-batch: under every memory policy, and at several
-prices of a second of traffic and of a byte. Every result is a *point*: per block its seconds, the bytes that stay, and
-those that are kept of a micro-batch. A stage takes the fastest point that fits for its blocks. Dynamic programming cuts
-between blocks so that the slowest stage is as fast as possible.
+searched for the devices of a pipeline rank and the samples of a micro-batch. This is repeated for every memory policy,
+and for several prices of a second of traffic and of a byte. Every result is a *point*: per block its seconds, the bytes
+that stay, and those that are kept of a micro-batch. A stage takes the fastest point that fits for its blocks. Dynamic
+programming cuts between blocks so that the slowest stage is as fast as possible.
 
 The estimate only decides which settings are planned, and in which order. A plan itself is searched, built and simulated
 as a whole.

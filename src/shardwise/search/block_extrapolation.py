@@ -1,11 +1,12 @@
 """The step of a program of many equal blocks, extrapolated from programs of few of them.
 
 Where consecutive blocks are equal, and a plan treats them equally, every further one adds the same seconds and bytes.
-So a program with two blocks of each such run is simulated, and for every run one with a third block, unless another
-program has shown what such a block adds. That is multiplied by the number of blocks beyond two. For the peak, the bytes
-while each operator runs are extrapolated, as a short model may have its peak elsewhere. The growth is that of most
-operators before the run, in it and behind it, as messages that several blocks share may be in flight a little earlier
-or later. Blocks between the outermost ones hold no more than these, as the bytes change evenly from one to the next.
+So a program with two blocks of each such run is simulated. For every run, a program with a third block shows what one
+adds, unless another program has shown it. That is multiplied by the number of blocks beyond two. For the peak, the
+bytes while each operator runs are extrapolated, as a short model may have its peak elsewhere. The growth is that of
+most operators before the run, in it and behind it, as messages that several blocks share may be in flight a little
+earlier or later. Blocks between the outermost ones hold no more than these, as the bytes change evenly from one to the
+next.
 
 The estimate orders candidates; the one that is taken is built and simulated as a whole.
 """

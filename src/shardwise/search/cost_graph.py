@@ -1,10 +1,10 @@
 """The cost graph: choices as variables, prices as tables over one or two of them.
 
-Variables are the strategy of every operator, the layout in which every parameter is stored, and for every value with
-several consumers the layout that they share: the value is converted to it once, and from there to each consumer. Every
-table has four components, because they do not simply add up: seconds of *exposed* collectives, seconds of *compute*,
-seconds of *traffic* that overlaps with compute (gathers of parameters, reductions of gradients), and *bytes* held.
-What is held for a moment only, operands and messages of one choice, does not add up at all: ``transients``.
+Variables are the strategy of every operator and the layout in which every parameter is stored. A value with several
+consumers has one more: the layout that they share, to which it is converted once, and from there for each consumer.
+Every table has four components, because they do not simply add up: seconds of *exposed* collectives, seconds of
+*compute*, seconds of *traffic* that overlaps with compute (gathers of parameters, reductions of gradients), and *bytes*
+held. Transient bytes, operands and messages of one choice, do not add up at all: ``transients``.
 """
 
 from __future__ import annotations

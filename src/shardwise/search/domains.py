@@ -1,7 +1,7 @@
 """The legal strategies of an operator with their prices, as arrays.
 
-Every mesh axis (as a whole) splits a factor, repeats the work (``I`` or ``R``) or lets a partial sum pass (``P0`` ...);
-all combinations that leave every device a share are strategies. Operators of the same kind (target, arguments, shapes,
+Every mesh axis (as a whole) splits a factor, repeats the work (``I`` or ``R``) or lets a partial sum pass (``P0`` ...).
+All combinations that leave every device a share are strategies. Operators of the same kind (target, arguments, shapes,
 atoms) share their domain.
 """
 

@@ -1,11 +1,11 @@
 """The exact search: the best strategies, layouts of parameters and shared layouts, by variable elimination.
 
-A step takes ``exposed + max(compute, traffic)`` seconds: collectives of values wait for operators and operators for
-them; gathers of parameters and reductions of gradients travel while operators run, as far as there are any. A maximum
-does not add up over choices, so it is replaced by ``(1 - m) compute + m traffic``: for every m between 0 and 1 the
-least sum is a lower bound of the least step (Lagrange), and where the two choices that a bound lies between differ,
-mixtures of both (one up to some operator, the other from there) come close to it. A limit on memory is a second
-multiplier, in seconds per byte. What is left between the best choice found and the best bound is the gap.
+A step takes ``exposed + max(compute, traffic)`` seconds. Collectives of values and operators wait for each other;
+gathers of parameters and reductions of gradients overlap with operators, as far as there are any. A maximum does not
+add up over choices, so it is replaced by ``(1 - m) compute + m traffic``. For every m between 0 and 1 the least sum is
+a lower bound of the least step (Lagrange). If the two choices around a bound differ, mixtures of both (one up to some
+operator, the other from there) come close to it. A limit on memory is a second multiplier, in seconds per byte. The gap
+is the difference between the best choice found and the best bound.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 A variable is a choice (the strategy of an operator, the layout of a parameter or of a shared value); a table prices
 combinations of a few variables. Eliminating a variable adds up the tables that mention it, minimises over its values
-and leaves one table over its neighbours: min-plus elimination, as in junction trees (Dechter, Bucket elimination,
-Artificial Intelligence 113, 1999). The specification's op, edge, merge, triangle and star eliminations are the cases of
-zero to three neighbours. Work is exponential in the treewidth of the graph only, which is 2 or 3 for models.
+and leaves one table over its neighbours. This is min-plus elimination, as in junction trees (Dechter, Bucket
+elimination, Artificial Intelligence 113, 1999). The specification's op, edge, merge, triangle and star eliminations are
+the cases of zero to three neighbours. Work is exponential in the treewidth of the graph only, which is 2 or 3 for
+models.
 
-What is joined with what depends on which tables are the same, and on no price (``Elimination``): the variables of
-identical layers have equal *signatures*, and what eliminating one of them gives is computed once. Work then hardly
-grows with depth, and problems that differ in prices only are eliminated in the same steps.
+The joins depend only on which tables are the same, not on prices (``Elimination``). The variables of identical layers
+have equal *signatures*, and the result of eliminating one of them is computed once. Work then hardly grows with depth,
+and problems that differ only in prices are eliminated in the same steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The same sums of tables as a 0/1 program, solved by HiGHS.
 
 A column ``x[v, i]`` says that variable ``v`` has value ``i``; a table gets one column per combination, which must agree
-with the ``x`` of its variables (their marginals). This local polytope is what elimination avoids: it is larger and
-slower, but knows no width, so densely connected graphs can be solved, and it is an independent check of the optimum.
+with the ``x`` of its variables (their marginals). Elimination avoids this local polytope, which is larger and slower.
+But it is independent of width, so densely connected graphs can be solved, and it is an independent check of the
+optimum.
 
-Tables are kept small: values that are equal in all tables over several variables are one value (the cheapest of them),
-and rows of one table that are equal share their columns.
+Tables are kept small. Values that are equal in all tables over several variables are one value (the cheapest of them),
+and equal rows of one table share their columns.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The k assignments of least value, exactly.
 
-An elimination is decoded from its last variable to its first: beside neighbours that have a value already, every value
-of a variable has a known least sum of all that is left. What an assignment costs more than the best is therefore the
-sum of what each of its values costs more than the least one there. The assignments are taken in order of that sum:
-those that leave the way of the one before them at one later variable are its children (Lawler, A procedure for
-computing the K best solutions to discrete optimization problems, Management Science 18(7), 1972). Each costs one
-decoding, and all of them one elimination.
+An elimination is decoded from its last variable to its first. With the values of its neighbours fixed, every value of a
+variable has a known least sum of all that is left. So the extra cost of an assignment over the best is the sum of the
+extra costs of its values over the least ones. The assignments are taken in order of that sum. The children of an
+assignment are those that leave its path at one later variable (Lawler, A procedure for computing the K best solutions
+to discrete optimization problems, Management Science 18(7), 1972). Each costs one decoding, and all of them one
+elimination.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Greedy search by levels: one mesh axis after the other, on every axis the heaviest operators first.
 
-The specification's ``recursive_programming`` halves the devices again and again. At every halving the operators, from
-the heaviest to the lightest, take the cut that is cheapest by itself and beside the neighbours that have been cut
-already; other neighbours are assumed to split the level in the best way. Here a level is a mesh axis of any size (one
-prime factor, where the mesh has an axis for each), and the prices are those of the exact search: a strategy is that of
-the levels before with one more axis split, repeated or deferred. A level that makes the step slower is skipped.
+The specification's ``recursive_programming`` halves the devices again and again. At every halving, from the heaviest
+operator to the lightest, each takes the cheapest cut, given the neighbours that have been cut already. Other neighbours
+are assumed to split the level in the best way. Here a level is a mesh axis of any size (one prime factor, where the
+mesh has an axis for each). The prices are those of the exact search: a strategy is that of the levels before with one
+more axis split, repeated or deferred. A level that makes the step slower is skipped.
 
 Nothing is proven about the result.
 """

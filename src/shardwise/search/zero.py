@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer states split over the devices that would hold copies of them (ZeRO, Rajbhandari
 et al. 2020, arXiv:1910.02054; FSDP, Zhao et al. 2023, arXiv:2304.11277).
 
-Stages are storage layouts and lifetimes, nothing else. A parameter is stored in parts along the axes on which the
-operators that use it want it whole: it is gathered for them, and its gradient leaves them reduced and scattered. Up to
-stage 2 what was gathered is held from forward to backward; stage 3 lets it go after use and gathers again.
+Stages are only storage layouts and lifetimes. A parameter is stored in parts along the axes on which its operators need
+it whole. It is all-gathered for them, and its gradient is reduce-scattered. Up to stage 2 the gathered parameter is
+held from forward to backward; stage 3 reshards it after use and gathers it again.
 """
 
 from __future__ import annotations
