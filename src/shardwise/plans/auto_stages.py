@@ -198,7 +198,7 @@ def least_share(places: int, stages: int, passes: int) -> float:
     """
     if passes == 1:
         return 1.0
-    shares = [1.0]  # of the stages from the last one on
+    shares = [1.0]  # of the stages, the last one first
     while len(shares) < stages:
         in_last_round = len(shares) < places
         shares.append((shares[-1] * passes if in_last_round else sum(shares[1 - places :])) / (passes - 1))
@@ -214,7 +214,7 @@ def _least_flops(op: Op, graph: Graph) -> float:
     if "attention" not in operator_name(op.target):
         return forward_flops * (1.0 + min(sum(flowing), 2))
     query, key, value = flowing[:3]
-    backward = (query + key + value + (query or key)) / 2  # products, of which forward has two
+    backward = (query + key + value + (query or key)) / 2  # relative to forward, which has two products
     return forward_flops * _visible_share(op, graph) * (1.0 + backward)
 
 

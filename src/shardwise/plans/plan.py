@@ -94,7 +94,7 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------------
 
     @property
     def only_stage(self) -> Stage:
@@ -398,7 +398,7 @@ class Plan:
 
     def _file(self) -> dict[str, Any]:
         body = self._body()
-        check_texts(body)  # what cannot be read again is not written
+        check_texts(body)  # refuse to write what could not be read
         for stage in body["stages"]:
             for key in ("inputs", "parameters", "buffers", "operators", "shared", "receives", "sends"):
                 check_names(stage.get(key, ()), key)

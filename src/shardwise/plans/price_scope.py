@@ -16,6 +16,6 @@ def prices_of(plan: Plan) -> Prices:
         links = Links(Cluster.load("local").with_devices(num_devices), plan.mesh)
         return Prices(links, plan.optimizer, plan.micro_batches)
     cluster = parse_cluster(entry.cluster, "the plan's cluster")
-    if cluster.num_devices != num_devices:  # a stage by itself
+    if cluster.num_devices != num_devices:  # a plan of a single stage
         cluster = cluster.with_devices(num_devices)
     return Prices(Links(cluster, plan.mesh), plan.optimizer, plan.micro_batches)

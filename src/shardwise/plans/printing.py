@@ -178,7 +178,7 @@ def _states_on_host(plan: Plan) -> list[str]:
     does not record which parameters are trained, so this is the most."""
     if not is_on_host(plan.optimizer):
         return []
-    sizes_of: dict[tuple[int, ...], list[int]] = {}  # by a device of every place
+    sizes_of: dict[tuple[int, ...], list[int]] = {}  # ranks of a stage -> sizes on one device
     for stage in plan.stages:
         sizes_of.setdefault(stage.placement.ranks, []).extend(
             stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize for entry in stage.parameters

@@ -214,7 +214,7 @@ class StageEstimator:
         self.apart = ends_of(self.whole)
         ahead, behind = self.apart
         firsts = [*ahead[:1], *(block.ops[0] for block in self.blocks), *behind[:1]]
-        self.starts = [op.name for op in firsts]  # before which a stage may begin
+        self.starts = [op.name for op in firsts]  # operators that may begin a stage
 
     def least(self, setting: StageConfig) -> float:
         """Return a lower bound of ``seconds``, if nothing is faster than no recomputation. It takes less time."""
@@ -299,7 +299,7 @@ class StageEstimator:
             ]
         except TooWide:
             return None
-        seconds = cost.components(free[0])  # of a step, for which all bytes of a device are to be had
+        seconds = cost.components(free[0])  # a byte price of 1 is one step for all bytes of a device
         scale = float(seconds[[EXPOSED, COMPUTE]].sum()) / self.cluster.device.usable_bytes
         parts = self._parts_of(cost)
 

@@ -299,7 +299,7 @@ class _ExactSearch:
                     at.setdefault(variable, []).append((scope, number))
         assignment, total = list(self.best.assignment), self.best.components.copy()
         components_of: dict[object, Floats] = {}  # tables and values of the neighbours -> components per value
-        settled: set[object] = set()  # those of them, with the value beside them, that nothing better is known for
+        settled: set[object] = set()  # of these, with the variable's value: no better value is known
         improved = True
         while improved:
             improved = False

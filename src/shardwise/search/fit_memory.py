@@ -229,7 +229,7 @@ def _eased(
         return
     strong = planner.settings.levers
     requested = {*segments}
-    for weaker in EASIER.get(rung.how, ("none",)):  # what is kept is named, too
+    for weaker in EASIER.get(rung.how, ("none",)):  # by default the segment is kept
         eased = tuple(
             segment if segment in requested or segment.how == "none" else replace(segment, how=weaker)
             for segment in strong.segments
