@@ -94,7 +94,7 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    # -- contents ----------------------------------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------------------------------
 
     @property
     def only_stage(self) -> Stage:
@@ -352,9 +352,6 @@ class Plan:
             path: A file that ``save``, or ``shardwise plan -o``, has written.
             edited: Accept that the file was changed by hand. Its strategies and layouts are checked when the plan meets
                 its model; the listed conversions are dropped and derived again.
-
-        Returns:
-            The plan.
 
         Raises:
             PlanError: The file is no plan of a version that can be read, is damaged, or does not fit together.
