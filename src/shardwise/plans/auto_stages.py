@@ -81,7 +81,7 @@ class SettingOutcome:
     """A setting and its outcome. ``bound``: lower bound of its step; ``step_seconds``, ``num_bytes``: of its plan, and
     of the device that holds most; ``refused``: why it has no plan; ``pruned``: seconds of an earlier step that its
     bound is not below. If none of these is set, the setting was left out because the limit on planned settings was
-    reached. ``estimate``: estimated seconds of a step (0: not estimated; infinite: nothing seems to fit); ``printed``:
+    reached. ``estimate``: estimated seconds of a step (0: not estimated; infinite: nothing seems to fit); ``text``:
     the step and memory of its plan, with intervals."""
 
     setting: StageConfig
@@ -91,13 +91,11 @@ class SettingOutcome:
     refused: str = ""
     pruned: float = 0.0
     estimate: float = 0.0
-    printed: str = ""
+    text: str = ""
 
     def __str__(self) -> str:
         if self.step_seconds:
-            what = (
-                self.printed or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
-            )
+            what = self.text or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
         elif self.pruned:
             what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
         else:
@@ -327,7 +325,7 @@ def joint_search(
             continue
         seconds, num_bytes = figures(plan)
         text = f"step {format_step_interval(plan)}, memory {format_bytes_interval(num_bytes, cluster)}"
-        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, printed=text))
+        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=text))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan
     if best is None:
