@@ -61,7 +61,7 @@ def test_a_precision_is_in_the_file_the_print_and_the_digest() -> None:
         ({"compute": "i8", "parameter": "", "reduce": ""}, "no gradient flows"),
         ({"compute": 7, "parameter": "", "reduce": ""}, "is no dtype"),
         ({"compute": "bf17", "parameter": "", "reduce": ""}, "bf17"),
-        ({"compute": "", "parameter": "", "reduce": ""}, "says nothing"),
+        ({"compute": "", "parameter": "", "reduce": ""}, "is empty"),
     ],
 )
 def test_a_file_with_a_wrong_precision_is_refused(entry: Any, said: str) -> None:

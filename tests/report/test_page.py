@@ -168,7 +168,7 @@ def test_outputs_that_no_step_brings_together_are_told_beside_the_collectives(tm
         batch = torch.randn(64, 64)
         own = sw.plan(net, batch, sw.Cluster.load("h100-1x4"), mesh=sw.Mesh(dp=4), search="dynamic_programming")
     own.report(tmp_path / "plan.html")
-    (said,) = (line.strip() for line in str(own).splitlines() if "bring a call's outputs together" in line)
+    (said,) = (line.strip() for line in str(own).splitlines() if "deliver outputs to the caller" in line)
     assert f"<p>{said}</p>" in text_of(tmp_path / "plan.html")
 
 
