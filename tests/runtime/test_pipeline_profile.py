@@ -97,7 +97,7 @@ def test_actions_and_operators_are_measured(
         page = Path(f"{path}.html").read_text()
         (measured, _), (waits, _) = answers[0]["seconds"], answers[0]["bubbles"]
         assert f'step without its optimizer</th><td class="number">{format_seconds(measured)}</td>' in page
-        assert f'places that wait (bubbles)</th><td class="number">{waits:.1%}</td>' in page
+        assert f'pipeline ranks idle (bubbles)</th><td class="number">{waits:.1%}</td>' in page
         for chart in ("measured-0", "measured-1"):
             boxes = page.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box')
             assert boxes == sum(map(len, answers[0]["actions"]))

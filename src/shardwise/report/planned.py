@@ -29,7 +29,7 @@ from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
-from shardwise.report.page import StageFigures, Told, write_page
+from shardwise.report.page import StageFigures, OperatorLookup, write_page
 from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
 from shardwise.report.stage_traces import tracks_of
@@ -272,7 +272,7 @@ class StagedPlan(ExplainedPlan):
         return None
 
 
-def _told_by(graph: Graph, program: RankProgram) -> tuple[Told, Told]:
+def _told_by(graph: Graph, program: RankProgram) -> tuple[OperatorLookup, OperatorLookup]:
     """The types of the results of an operator, and the operators whose results it reads."""
     makers = {name: op.name for op in graph.ops for name in op.results}
     layouts = program.spmd.layouts
