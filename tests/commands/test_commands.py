@@ -391,7 +391,7 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
         (("fits", "net.py:build", "--cluster", "2", "--batch", "-1"), "--batch is -1"),
         (("fits", "net.py:build", "--cluster", "2", "--sequence", "0"), "--sequence is 0"),
         (("fits", "net.py:build", "--cluster", "2", "--batch", "4"), "--batch is for a configuration"),
-        (("top", "net.py:build", "--cluster", "2", "-k", "-1"), "the best -1 plans are asked for"),
+        (("top", "net.py:build", "--cluster", "2", "-k", "-1"), "k is -1"),
         (("top", "net.py:build", "--cluster", "2", "-k", str(10**21)), "a whole number from 1 to 1,000"),
         (("diff", "plan.json", "plan.json", "--max-growth", "nan"), "--max-growth is no number"),
         (("verify", "net.py:build", "plan.json", "--steps", str(10**21)), "a whole number up to 1,000,000"),

@@ -1,4 +1,4 @@
-"""The best pipelines, side by side: what ``plan.top`` says of a plan of stages."""
+"""The table of the best pipelines that ``plan.top`` returns for a plan with stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class PipelineRanking:
-    """The chosen pipeline, then the others by their simulated step. ``looked_at``: how many others were planned, of
-    which ``refused`` could not be: a stage without parameters, or one that does not fit."""
+    """The chosen pipeline, then the others in the order of their simulated step. ``looked_at``: the number of others
+    that were tried. ``refused`` of them could not be planned: a stage has no parameters, or does not fit."""
 
     pipelines: tuple[RankedPipeline, ...]
     looked_at: int
