@@ -29,7 +29,7 @@ from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
-from shardwise.report.page import StageFigures, OperatorLookup, write_page
+from shardwise.report.page import OperatorLookup, StageFigures, write_page
 from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
 from shardwise.report.stage_traces import tracks_of
