@@ -231,7 +231,7 @@ def test_a_file_that_may_not_be_written_is_refused_before_any_work_and_a_full_di
         assert run(*command, "--cluster", "2", "-o", "/dev/full") == 2
         assert "cannot write /dev/full: No space left on device" in capsys.readouterr().err
     assert run("report", "plan.json", "-o", "/dev/full") == 2
-    assert "fix:    -o another file" in capsys.readouterr().err
+    assert "fix:    give another file with -o" in capsys.readouterr().err
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(SystemExit) as ended:
         run("plan", "net.py:missing", "--cluster", "2", "-o", "other.json")
@@ -239,7 +239,7 @@ def test_a_file_that_may_not_be_written_is_refused_before_any_work_and_a_full_di
     assert "no permission to write other.json" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_without_mends")
+@pytest.mark.usefixtures("_without_suggestions")
 def test_a_number_of_devices_has_the_memory_it_takes_as_in_python(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ class Explanation:
                 f"{self.alone}, the cheapest alone"
             )
         else:
-            lines.append("  cheapest alone: no neighbour had to decide")
+            lines.append("  the cheapest alone; no neighbour changed the choice")
         shown = [alternative for i, alternative in enumerate(self.alternatives) if i < 6 or alternative.chosen]
         for alternative in shown:
             mark = "*" if alternative.chosen else " "

@@ -138,14 +138,14 @@ def alternatives(explanation: Explanation) -> dict[str, Any]:
         for i, alternative in enumerate(explanation.alternatives)
         if i < MOST_ALTERNATIVES or alternative.chosen
     ]
-    said = (
+    reason = (
         f"{explanation.decided_by} made the choice: {format_seconds(explanation.favour)} in favour of it over "
         f"{explanation.alone}, the cheapest alone"
         if explanation.decided_by
-        else "cheapest alone: no neighbour had to decide"
+        else "the cheapest alone; no neighbour changed the choice"
     )
     return {
-        "said": said,
+        "said": reason,
         "more": len(explanation.alternatives) - len(listed),
         "rows": [
             (
