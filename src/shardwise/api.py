@@ -424,8 +424,8 @@ def step_memory(
 def _announce_one_memory(cluster: Cluster, stacklevel: int) -> None:
     if not cluster.device.host_bandwidth:
         warnings.warn(
-            f"{cluster.device.name} shares its memory with the host (no host_bandwidth): offloading only adds copies and "
-            "gains nothing",
+            f"{cluster.device.name} shares its memory with the host (no host_bandwidth): offloading only adds "
+            "copies and gains nothing",
             PlanWarning,
             stacklevel=stacklevel,
         )

@@ -45,8 +45,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def elastic_settings(chosen: argparse.Namespace) -> ElasticConfig | None:
-    """Return the elastic configuration, or None without ``--elastic``. Raises LaunchError for its options without
-    ``--elastic``."""
+    """Return the elastic settings, None without ``--elastic``. Raises LaunchError for other options of the group."""
     settings = {
         "min_ranks": chosen.min_ranks,
         "spares": chosen.spares,

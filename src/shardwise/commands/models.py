@@ -59,8 +59,7 @@ def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
 
 
 def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
-    """Load the model that the arguments of ``add_model`` name. Raises ShardwiseError if they name no model, BuildError
-    for an error of its code."""
+    """Load the model that the arguments name. Raises ShardwiseError if they name none, BuildError for its errors."""
     with show_progress("building the model"):
         sizes = {name: getattr(chosen, name) for name in ("batch", "sequence") if getattr(chosen, name) is not None}
         for name, size in sizes.items():

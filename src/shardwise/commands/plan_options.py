@@ -31,24 +31,14 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--precision", metavar="DTYPES", help="such as compute=bf16,parameter=f32,reduce=f32 (the model's own)")
     add("--memory", metavar="BYTES", help='memory limit of a device, such as "60 GiB" (all but its reserve)')
     add("--optimizer", default="adamw", help="whose states count as memory (adamw); 'adamw on host': in host memory")
-    add(
-        "--strategy",
-        action="append",
-        metavar="NAME=TEXT",
-        help="strategy of submodules: 'blocks.*.up=n@tp'; repeatable",
-    )
-    add(
-        "--layout",
-        action="append",
-        metavar="NAME=TEXT",
-        help="of an input, parameter or buffer: 'x=[32@dp, 512]'; repeatable",
-    )
+    add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
+    add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
     add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (25 MiB)")
     add("--recompute", metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")
     add("--offload", choices=("auto", "none", "all"), help="saved tensors that wait in host memory (auto)")
     add("--stages", metavar="N", help="pipeline stages: a number, marked (sw.stage), or auto")
     add("--schedule", metavar="NAME", help="pipeline schedule: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)")
-    add("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage: shard optimizer states, gradients, parameters")
+    add("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage: shard parameters, gradients and states")
 
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:

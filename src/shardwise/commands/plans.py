@@ -79,9 +79,7 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for planning suggestions (30)")
-    parser.add_argument(
-        "--price", type=float, metavar="X", help="price per device and hour, for the price of 1e9 tokens"
-    )
+    parser.add_argument("--price", type=float, metavar="X", help="price of a device-hour, for the price of 1e9 tokens")
     add_json(parser)
 
 

@@ -178,7 +178,7 @@ def page(calls: Iterable[tuple[Op, Graph]]) -> str:
 _HEAD = (
     "# Operators",
     "",
-    "What may be split, how, and what it communicates. Written by `make operators` from the rule tables and the sample",
+    "The possible splits of every operator, and their collectives. Written by `make operators` from the rule tables and the sample",
     "calls of their tests: do not edit. [adding-a-rule.md](adding-a-rule.md) explains the notation.",
     "",
     "Every operator also runs unsplit, and operators that are not here do only that. A factor splits in one of these",
@@ -186,7 +186,7 @@ _HEAD = (
     "",
     "* *parallel*: each device computes its part. Operands that lack the factor are whole on every device, and each of",
     "  their gradients is summed: an all-reduce of that operand (none if it has no gradient).",
-    "* *sum* (max, min, any): each device computes a summand of the result. Whoever consumes it pays: an all-reduce of",
+    "* *sum* (max, min, any): each device computes a summand of the result. Its consumer pays: an all-reduce of",
     "  the result, a reduce-scatter if it wants a part, nothing if it is linear and adds it to another partial value.",
     "* *lowered*: other operators stand in for the operator; their collectives are listed.",
     "* *through windows*: devices exchange the rows that their parts of the result need (a halo).",
