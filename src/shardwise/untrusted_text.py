@@ -81,7 +81,7 @@ def read_text(path: str | Path, most: int) -> str:
 
 def read_json(text: str) -> Any:
     """Return the value of a JSON text. Raises ShardwiseError for invalid JSON, and for some texts that the standard
-    library accepts: repeated names, numbers beyond a float or 64 bits, deep nesting (``MAX_NESTING``), lone surrogates."""
+    library accepts: repeated names, numbers beyond a float or 64 bits, deep nesting, and lone surrogates."""
     if len(text) > MAX_FILE:
         raise ShardwiseError(f"it has {len(text):,} characters, more than {MAX_FILE:,}")
     _check_brackets(text)
