@@ -178,7 +178,7 @@ def page(calls: Iterable[tuple[Op, Graph]]) -> str:
 _HEAD = (
     "# Operators",
     "",
-    "The splits of every operator, and their collectives. Written by `make operators` from the rule tables and the sample",
+    "Splits and collectives of every operator. Written by `make operators` from the rule tables and the sample",
     "calls of their tests: do not edit. [adding-a-rule.md](adding-a-rule.md) explains the notation.",
     "",
     "Every operator also runs unsplit, and operators that are not here do only that. A factor splits in one of these",
