@@ -185,7 +185,7 @@ def test_two_plans_stand_side_by_side(plan: sw.Plan, tmp_path: Path) -> None:
         assert name + own + second in words.replace("\n", "")
     assert text.count('id="other-timeline"') == 1
     plan.report(tmp_path / "same.html", other=plan)
-    assert "The plans do the same." in text_of(tmp_path / "same.html")
+    assert "The plans are equal." in text_of(tmp_path / "same.html")
 
 
 def test_a_profile_is_laid_over_the_prediction(plan: sw.Plan, tmp_path: Path) -> None:
@@ -343,9 +343,9 @@ def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: s
     assert '3 ms</td><td class="number">1 ms</td><td class="number">0.33</td><td>matmul_efficiency</td>' in text
     for chart in ("measured-0", "measured-1"):
         assert text.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box') == 2
-    with pytest.raises(sw.PlanError, match=r"the profile is of 2 stages, the plan has 1\b"):
+    with pytest.raises(sw.PlanError, match=r"the profile has 2 stages, the plan has 1\b"):
         plan.report(tmp_path / "wrong.html", profile=profile)
-    with pytest.raises(sw.PlanError, match="the profile is of 1 stages, the plan has 2"):
+    with pytest.raises(sw.PlanError, match="the profile has 1 stages, the plan has 2"):
         own.report(tmp_path / "wrong.html", profile=of_stage)
     assert not (tmp_path / "wrong.html").exists()
 

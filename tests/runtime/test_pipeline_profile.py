@@ -101,7 +101,7 @@ def test_actions_and_operators_are_measured(
         for chart in ("measured-0", "measured-1"):
             boxes = page.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box')
             assert boxes == sum(map(len, answers[0]["actions"]))
-        assert all(f"Stage {number} by itself, operator by operator" in page for number in range(stages))
+        assert all(f"Stage {number} alone, operator by operator" in page for number in range(stages))
     trace = json.loads(Path(path).read_text())["traceEvents"]
     titles = {e["args"]["name"] for e in trace if e["name"] == "process_name"}
     assert titles == {f"place {place}, {which}" for place in range(2) for which in ("measured", "predicted")}

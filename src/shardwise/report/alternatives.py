@@ -63,7 +63,7 @@ class PlanRanking:
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("", "additive price", "beside the chosen", "compute", "exposed", "traffic", "held"):
+        for title in ("", "additive price", "vs. chosen", "compute", "exposed", "traffic", "memory"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("differs in", overflow="fold")
         first = self.plans[0].prediction
@@ -84,8 +84,8 @@ class PlanRanking:
         console.print(table)
         assert isinstance(console.file, StringIO)
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-        what = "the best of all plans" if self.exact else "the best of those looked at, not of all plans"
-        return "\n".join([*(line for line in lines if line), f"by additive price after the chosen plan; {what}"])
+        what = "proven to be the best of all plans" if self.exact else "the best that were found, not proven"
+        return "\n".join([*(line for line in lines if line), f"ordered by additive price after the chosen plan; {what}"])
 
 
 def _format_changes(changed: tuple[Change, ...]) -> str:

@@ -51,7 +51,7 @@ def place_rows(places: Sequence[Sequence[Event]], seconds: float) -> dict[str, A
     for place, events in enumerate(shown):
         busy = format_seconds(sum(event.seconds for event in events))
         boxes = list(_boxes(events[:most], scale))
-        rows.append({"name": f"place {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+        rows.append({"name": f"pipeline rank {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
     notes = [f"the first {len(shown)} of {len(places)} pipeline ranks"] if len(shown) < len(places) else []
     notes += [f"the first {most:,} actions of each"] if any(len(events) > most for events in shown) else []
     height, total = len(rows) * ROW, format_seconds(seconds)
@@ -132,8 +132,8 @@ def schedule_rows(order: Order, step: SimulatedPipeline, stages: Sequence[StageS
             }
             for action, start in [*zip(actions, starts, strict=True)][: int(len(actions) * keep)]
         ]
-        busy = f"waits {step.bubble(place):.1%}"
-        rows.append({"name": f"place {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+        busy = f"idle {step.bubble(place):.1%}"
+        rows.append({"name": f"pipeline rank {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
     notes = [f"the first {shown} of {len(order)} pipeline ranks"] if shown < len(order) else []
     notes += [f"the first {keep:.0%} of the actions of each"] if keep < 1 else []
     return {

@@ -88,14 +88,14 @@ def write_page(
         if shown_plan is not None and shown_plan.pipeline is None and not shown_plan.is_searched:
             raise PlanError(
                 problem(
-                    "the plan has no prediction to show: it was not chosen by price",
-                    fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists what it does',
+                    "the plan has no prediction: it was not chosen by price",
+                    fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists its layouts and strategies',
                 )
             )
     measured = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
     if profile is not None and measured != len(plan.stages):
-        what = f"the profile is of {measured} stages, the plan has {len(plan.stages)}"
-        raise PlanError(problem(what, fix="give what par.profile(...) measured under this plan"))
+        what = f"the profile has {measured} stages, the plan has {len(plan.stages)}"
+        raise PlanError(problem(what, fix="give the result of par.profile(...) under this plan"))
     meshes = [stage.mesh for shown_plan in (plan, other) if shown_plan is not None for stage in shown_plan.stages]
     environment = Environment(
         loader=PackageLoader("shardwise.report"),

@@ -26,7 +26,7 @@ class PipelineRanking:
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("", "step", "beside the chosen", "bubble", "held"):
+        for title in ("", "step", "vs. chosen", "bubble", "memory"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("differs in", overflow="fold")
         first = self.pipelines[0]
@@ -44,9 +44,10 @@ class PipelineRanking:
         console.print(table)
         assert isinstance(console.file, StringIO)
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-        refused = f", {self.refused} of which could not be" if self.refused else ""
-        what = f"the best of {self.looked_at} others that were planned{refused}; not of all pipelines"
-        return "\n".join([*(line for line in lines if line), f"by simulated step after the chosen pipeline; {what}"])
+        refused = f" ({self.refused} of them could not be planned)" if self.refused else ""
+        what = f"the best of {self.looked_at} others that were tried{refused}, not of all pipelines"
+        note = f"ordered by simulated step after the chosen pipeline; {what}"
+        return "\n".join([*(line for line in lines if line), note])
 
 
 __all__ = ["PipelineRanking"]

@@ -62,7 +62,7 @@ def _track(
         actions.append(Event(f"stage {number}, update", "update", (), last, seconds[number].update))
         last += seconds[number].update
     memory = tuple(_memory(timed, seconds, numbers, passes))
-    return Track(f"place {place}, simulated", {t: e for t, e in (rows | first).items() if e}, lines, memory)
+    return Track(f"pipeline rank {place}, simulated", {t: e for t, e in (rows | first).items() if e}, lines, memory)
 
 
 def _inside(stage: StagePass, action: Action, start: float) -> Iterator[Event]:
