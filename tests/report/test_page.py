@@ -53,7 +53,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
     plan.report(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
     assert isinstance(plan, Planned)
-    (known,) = plan.known()
+    (known,) = plan.stage_figures()
     assert f'id="figures">{format_figures(plan)}</p>' in text
     assert (
         f"{format_bytes_interval(plan.prediction.peak_bytes, priced_cluster(plan))} in {plan.prediction.peak_at}"
@@ -88,7 +88,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
 
 def test_memory_over_the_step_is_the_ledgers(plan: sw.Plan) -> None:
     assert isinstance(plan, Planned)
-    (known,) = plan.known()
+    (known,) = plan.stage_figures()
     most = max(known.over, key=lambda own: own.num_bytes)
     assert most.num_bytes == known.step.peak_bytes
     assert most.parts == known.step.peak.parts
@@ -279,7 +279,7 @@ def test_stages_have_types_seconds_and_memory_of_their_own_passes(tmp_path: Path
     assert own.pipeline is not None
     own.report(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
-    known = own.known()
+    known = own.stage_figures()
     assert len(known) == stages
     types = 0
     for number, (stage, expected, told) in enumerate(zip(own.stages, own.pipeline.stages, known, strict=True)):

@@ -85,7 +85,7 @@ class PlanRanking:
         assert isinstance(console.file, StringIO)
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
         what = "proven to be the best of all plans" if self.exact else "the best that were found, not proven"
-        return "\n".join([*(line for line in lines if line), f"ordered by additive price after the chosen plan; {what}"])
+        return "\n".join([*(line for line in lines if line), f"by additive price after the chosen plan; {what}"])
 
 
 def _format_changes(changed: tuple[Change, ...]) -> str:

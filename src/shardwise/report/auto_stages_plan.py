@@ -70,10 +70,10 @@ class AutoStagesPlan(ExplainedPlan):
         """Write a trace of the setting that was taken (``Planned.trace``, ``StagedPlan.trace``)."""
         self.found.trace(path)
 
-    def known(self) -> tuple[StageFigures, ...]:
+    def stage_figures(self) -> tuple[StageFigures, ...]:
         """Return the figures of every stage of the setting that was taken."""
         assert isinstance(self.found, ExplainedPlan), "it was chosen by price"
-        return self.found.known()
+        return self.found.stage_figures()
 
 
 __all__ = ["AutoStagesPlan"]

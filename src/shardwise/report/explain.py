@@ -162,17 +162,17 @@ def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[
     """Return (neighbour, its name, prices of shape [values, components]) for a variable; its own prices are first."""
     size = cost.variables[variable].size
     itself = np.zeros((size, len(COMPONENTS)))
-    beside: dict[int, Floats] = {}
+    near: dict[int, Floats] = {}
     for scope, kind in cost.factors:
         if variable not in scope:
             continue
         other = next((v for v in scope if v != variable), None)
-        total = itself if other is None else beside.setdefault(other, np.zeros_like(itself))
+        total = itself if other is None else near.setdefault(other, np.zeros_like(itself))
         index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
         for i, table in enumerate(cost.kinds[kind]):
             if table is not None:
                 total[:, i] += table[index]
-    return [(None, "", itself), *((other, variable_reference(cost, other), table) for other, table in beside.items())]
+    return [(None, "", itself), *((other, variable_reference(cost, other), table) for other, table in near.items())]
 
 
 def _messages(search: MeshSearch, variable: int, value: int, other: int | None) -> tuple[ExplainedMessage, ...]:

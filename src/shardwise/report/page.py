@@ -65,21 +65,21 @@ class Share:
 def write_page(
     path: str | Path,
     plan: Plan,
-    known: Sequence[StageFigures] = (),
+    figures: Sequence[StageFigures] = (),
     *,
     profile: StepProfile | PipelineProfile | None = None,
     other: Plan | None = None,
-    other_known: Sequence[StageFigures] = (),
+    other_figures: Sequence[StageFigures] = (),
 ) -> None:
     """Write the page.
 
     Args:
         path: The HTML file to write.
         plan: The plan to show.
-        known: The figures of every stage from the search, for charts, types and alternatives; empty if there are none.
+        figures: The figures of every stage from the search, for charts, types and alternatives; or empty.
         profile: A measured step (``par.profile``) to compare with the prediction.
         other: Another plan to compare with.
-        other_known: The figures of the stages of ``other``.
+        other_figures: The figures of the stages of ``other``.
 
     Raises:
         PlanError: A plan has no prediction, or the profile is of a plan with other stages.
@@ -89,7 +89,7 @@ def write_page(
             raise PlanError(
                 problem(
                     "the plan has no prediction: it was not chosen by price",
-                    fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists its layouts and strategies',
+                    fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists what it does',
                 )
             )
     measured = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
@@ -113,8 +113,8 @@ def write_page(
         meshes=list(dict.fromkeys(map(str, meshes))),
         axes=list(dict.fromkeys(f"{name} of {size}" for mesh in meshes for name, size in mesh.axes)),
         axis_names=list(dict.fromkeys(name for mesh in meshes for name, _ in mesh.axes)),
-        own=_plan_data(plan, known),
-        other=None if other is None else _plan_data(other, other_known),
+        own=_plan_data(plan, figures),
+        other=None if other is None else _plan_data(other, other_figures),
         beside=None if other is None else _comparison(plan, other),
         measured=_measured(profile) if isinstance(profile, StepProfile) else None,
         staged=_measured_stages(profile) if isinstance(profile, PipelineProfile) else None,
@@ -122,14 +122,14 @@ def write_page(
     Path(path).write_text(content, encoding="utf-8")
 
 
-def _plan_data(plan: Plan, known: Sequence[StageFigures]) -> dict[str, Any]:
+def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
     """Return what the template shows of a plan."""
-    passes_or_none: Sequence[StageFigures | None] = known or (None,) * len(plan.stages)
+    passes_or_none: Sequence[StageFigures | None] = figures or (None,) * len(plan.stages)
     stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
     cluster = priced_cluster(plan)
     passes = [
-        _pass(of_stage, stage.mesh, len(known), cluster)
-        for stage, of_stage in zip(plan.stages, known, strict=bool(known))
+        _pass(of_stage, stage.mesh, len(figures), cluster)
+        for stage, of_stage in zip(plan.stages, figures, strict=bool(figures))
     ]
     rows = [(number, row) for number, stage in enumerate(stages) for row in stage["rows"] if row.seconds]
     return {
@@ -162,16 +162,16 @@ def _pipeline_time(plan: Plan) -> list[Share]:
     return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
 
 
-def _pass(known: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
+def _pass(figures: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
     """Return what the template shows of a simulated pass. The stages of a page share its limits of boxes and points."""
-    step = known.step
+    step = figures.step
     takes = format_seconds(step.seconds)
     return {
         "seconds": takes if cluster is None else format_interval_seconds(between(step.seconds, step.compute, cluster)),
         "time": _time(step),
         "messages": _messages(step, mesh),
         "memory": _memory(step.peak),
-        "over": memory_over(known.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
+        "over": memory_over(figures.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
         "peak": f"{format_bytes_interval(step.peak_bytes, cluster)} in {step.peak.where}",
         "timeline": timeline(step.events, step.seconds, mesh, most=max(MOST_EVENTS // num_stages, 100)),
     }
@@ -234,15 +234,15 @@ def _schedule(plan: Plan) -> dict[str, Any] | None:
     return schedule_rows(*simulated, [stage.seconds for stage in plan.pipeline.stages])
 
 
-def _stage(stage: Stage, known: StageFigures | None) -> dict[str, Any]:
+def _stage(stage: Stage, figures: StageFigures | None) -> dict[str, Any]:
     names = {operator.name for operator in stage.operators}
     seconds: defaultdict[str, float] | None = None
-    if known is not None:
+    if figures is not None:
         seconds = defaultdict(float)
-        for event in known.step.events:
+        for event in figures.step.events:
             if not event.stream and event.part != "update":
                 seconds[owner_of(event.name, names)] += event.seconds
-    lookups = (_nothing, _nothing, lambda name: None) if known is None else (known.types, known.reads, known.why)
+    lookups = (_nothing, _nothing, lambda _: None) if figures is None else (figures.types, figures.reads, figures.why)
     rows, delivered = rows_of(stage, seconds, *lookups)
     return {
         "mesh": str(stage.mesh),

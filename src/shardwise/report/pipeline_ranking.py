@@ -46,8 +46,7 @@ class PipelineRanking:
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
         refused = f" ({self.refused} of them could not be planned)" if self.refused else ""
         what = f"the best of {self.looked_at} others that were tried{refused}, not of all pipelines"
-        note = f"ordered by simulated step after the chosen pipeline; {what}"
-        return "\n".join([*(line for line in lines if line), note])
+        return "\n".join([*(line for line in lines if line), f"by simulated step after the chosen pipeline; {what}"])
 
 
 __all__ = ["PipelineRanking"]

@@ -66,7 +66,7 @@ class ExplainedPlan(Plan):
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(entries(self).values())
 
-    def known(self) -> tuple[StageFigures, ...]:
+    def stage_figures(self) -> tuple[StageFigures, ...]:
         """Return the figures of every stage from the search, for the page."""
         raise NotImplementedError
 
@@ -86,8 +86,8 @@ class ExplainedPlan(Plan):
         Raises:
             PlanError: A plan has no prediction, or the profile is of a plan with other stages.
         """
-        beside = other.known() if isinstance(other, ExplainedPlan) else ()
-        write_page(path, self, self.known(), profile=profile, other=other, other_known=beside)
+        other_figures = other.stage_figures() if isinstance(other, ExplainedPlan) else ()
+        write_page(path, self, self.stage_figures(), profile=profile, other=other, other_figures=other_figures)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ class Planned(ExplainedPlan):
         lines = {op.name: op.source for op in program.spmd.graph.ops}
         write_trace(path, [Track.of(f"a rank of {self.mesh}, simulated", step.events, self.mesh, lines, over)])
 
-    def known(self) -> tuple[StageFigures, ...]:
+    def stage_figures(self) -> tuple[StageFigures, ...]:
         """Return the figures of the plan, as its only stage, for the page."""
         program, step, over = self._simulated()
 
@@ -283,7 +283,7 @@ class StagedPlan(ExplainedPlan):
         price."""
         write_trace(path, tracks_of(self, self.passes()))
 
-    def known(self) -> tuple[StageFigures, ...]:
+    def stage_figures(self) -> tuple[StageFigures, ...]:
         """Return the figures of every stage, for the page; empty if the pipeline has no prediction."""
         if self.pipeline is None:
             return ()
