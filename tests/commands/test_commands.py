@@ -269,7 +269,7 @@ def test_a_pipeline_is_planned_looked_at_and_compared(folder: Path, capsys: pyte
     assert run("report", "plan.json", "-o", "plan.html", "--other", "plan.json", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data == {"written": "plan.html", "bytes": (folder / "plan.html").stat().st_size}
-    assert "The plans do the same." in (folder / "plan.html").read_text()
+    assert "The plans are equal." in (folder / "plan.html").read_text()
     assert run("diff", "plan.json", "plan.json", "--max-growth", "0", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["growth"] == {"step": 0.0, "memory": 0.0}
