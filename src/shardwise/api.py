@@ -167,7 +167,7 @@ def plan(
     _check_names("layouts", layouts, "{'args[0]': '[32@dp, 512]'}: inputs, parameters or buffers to layouts")
     if memory_bytes is not None and not (is_number(memory_bytes) and memory_bytes > 0):
         raise ShardwiseError(
-            problem(f"memory_bytes is {memory_bytes!r}", fix="the bytes that a device has for tensors, above 0")
+            problem(f"memory_bytes is {memory_bytes!r}", fix="bytes for the tensors of a device, above 0")
         )
     if isinstance(cluster, int) and memory_bytes is None:  # devices without a description: no memory limit
         memory_bytes = inf
@@ -187,8 +187,8 @@ def plan(
     ):
         if precision.lost_share:
             warnings.warn(
-                f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
-                f"optimizer changes by less than {precision.lost_share:.2g} of a number is lost",
+                f"parameters are stored as {precision.parameter} and used as {precision.compute}: an update smaller "
+                f"than {precision.lost_share:.2g} of a parameter is lost",
                 PlanWarning,
                 stacklevel=2,
             )
@@ -198,8 +198,8 @@ def plan(
         captured = capture(module, *call.arguments, loss=loss, strategies=strategies, precision=precision)
         graph, annotations = captured.graph, captured.annotations
         if search is None:
-            nothing_said = mode == "auto" and not annotations and not graph.constraints
-            search = "dynamic_programming" if nothing_said else "sharding_propagation"
+            is_free = mode == "auto" and not annotations and not graph.constraints
+            search = "dynamic_programming" if is_free else "sharding_propagation"
         stage = Zero.of(zero)
         gathered = "held" if stage is None else stage.gathered
         by_price = mode == "auto" and search in PRICED_SEARCHES
@@ -292,8 +292,8 @@ def plan(
             best = trials.best()
             if wanted.levers.moves_to_host and not any(entry.offloaded for entry in best.operators):
                 warnings.warn(
-                    "nothing waits on the host: what backward needs of these parts is made again, is smaller than 64 "
-                    "KiB on a device, or is held by something else",
+                    "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller "
+                    "than 64 KiB on a device, or is kept on the device anyway",
                     PlanWarning,
                     stacklevel=3,
                 )
@@ -371,7 +371,7 @@ def compare(
     kinds, rows = VjpCache(), []
     if not isinstance(searches, list | tuple):
         raise ShardwiseError(
-            problem(f"searches is {shorten_repr(searches)}", fix=f"some of {', '.join(SEARCHES)}, in a list")
+            problem(f"searches is {shorten_repr(searches)}", fix=f"a list of some of {', '.join(SEARCHES)}")
         )
     for search in searches:
         start = time.perf_counter()
@@ -424,8 +424,8 @@ def step_memory(
 def _announce_one_memory(cluster: Cluster, stacklevel: int) -> None:
     if not cluster.device.host_bandwidth:
         warnings.warn(
-            f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and gains "
-            "nothing",
+            f"{cluster.device.name} shares its memory with the host (no host_bandwidth): offloading only adds "
+            "copies and gains nothing",
             PlanWarning,
             stacklevel=stacklevel,
         )
@@ -435,8 +435,8 @@ def _announce_repeated(graph: Graph, mesh: Mesh, stacklevel: int) -> None:
     samples = batch_size(graph)
     if samples is not None and samples < mesh.num_devices:
         warnings.warn(
-            f"a batch of {samples} on {mesh.num_devices} devices: some repeat the work of others; a pass of at least "
-            f"{mesh.num_devices} samples gives each a share",
+            f"a batch of {samples} on {mesh.num_devices} devices: some devices repeat the work of others. Use a "
+            f"micro-batch of at least {mesh.num_devices} samples.",
             PlanWarning,
             stacklevel=stacklevel,
         )
@@ -465,7 +465,7 @@ def check_kinds(mesh: Any, precision: Any, optimizer: str) -> None:
     if not isinstance(mesh, Mesh | None):
         raise ShardwiseError(problem(f"mesh is {mesh!r}", fix="sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"))
     if not isinstance(precision, Precision | None):
-        fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= say the other dtypes"
+        fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= set the other dtypes"
         raise ShardwiseError(problem(f"precision is {precision!r}", fix=fix))
 
 

@@ -1,4 +1,4 @@
-"""The exception tree: everything a user can mend is a ``ShardwiseError``.
+"""The exception tree: every error that a user can fix is a ``ShardwiseError``.
 
 ::
 
@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_LONGEST_LINE = 2_000  # of a message: a file may say anything
+_LONGEST_LINE = 2_000  # characters of a line of a message; it may quote any file
 _AROUND = 60  # characters shown before and after a caret in a long text
 
 
 class ErrorText(str):
-    """The text of an error, together with the parts that it was made of (see ``problem``)."""
+    """The text of an error, with its parts as attributes (see ``problem``)."""
 
     what: str = ""
     op: str = ""
@@ -36,14 +36,14 @@ class ErrorText(str):
 
 
 class ShardwiseError(ValueError):
-    """The base of all errors that a user can fix. Very long lines of the message lose their middle.
+    """The base of all errors that a user can fix. Very long lines of the message are shortened in the middle.
 
     Attributes:
         what: What is wrong, with the arithmetic.
-        op: The operator, or the path of the module ("" where the error is of none).
-        source: The user's line, ``model.py:41`` ("" where there is none).
-        fix: What to change ("" where the message names nothing).
-        facts: Further (name, text) pairs, in the order of the message.
+        op: The operator or the path of the module, or "".
+        source: The line of the user's code, ``model.py:41``, or "".
+        fix: The suggested change, or "".
+        facts: Additional (name, text) pairs, in the order of the message.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -58,7 +58,7 @@ class CaptureError(ShardwiseError):
 
 
 class CaptureWarning(UserWarning):
-    """The model can be captured, and something that its Python does will not happen on ranks."""
+    """The model can be captured, but some effects of its Python code will not happen on ranks."""
 
 
 class NotationError(ShardwiseError):
@@ -74,7 +74,7 @@ class PlanError(ShardwiseError):
 
 
 class PlanWarning(UserWarning):
-    """A plan fits, and ranks do not do all that it was made for."""
+    """A plan fits, but ranks do not do all that it was made for."""
 
 
 class LaunchError(ShardwiseError):
@@ -113,7 +113,7 @@ DOCUMENTATION = "https://shardwise.readthedocs.io/en/stable/"  # from the first 
 
 
 def page(name: str) -> str:
-    """Where a page of the documentation is read: a package has no such files, and nothing is published yet."""
+    """Return the address of a page of the documentation, and its file in the repository (nothing is published yet)."""
     return f"{DOCUMENTATION}{name}/ (docs/{name}.md in the repository)"
 
 
@@ -148,7 +148,7 @@ def _shortened(line: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few of many names.
+    """Format the first few of many names.
 
     >>> print(listed(["a", "b", "c", "d", "e", "f"]))
     a, b, c, d and 2 more
@@ -157,8 +157,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def caret(text: str, column: int, message: str) -> str:
-    """``message`` with ``text`` beneath it and a caret under ``column`` (counted from 0). Of a long text, or one of
-    several lines, what stands around the column, in ASCII."""
+    """Return ``message`` with ``text`` below it and a caret under ``column`` (counted from 0). If the text is long or
+    has several lines, only the surroundings of the column are shown, in ASCII."""
     if len(text) <= 2 * _AROUND and text.isascii() and text.isprintable():
         return f"{message}\n  {text}\n  {' ' * column}^"
     start = max(0, column - _AROUND)

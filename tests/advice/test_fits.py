@@ -127,7 +127,7 @@ def refused(**settings: Any) -> str:
 
 def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "CHEAP_SECONDS", inf)
-    monkeypatch.setattr(options, "MEND_SECONDS", inf)
+    monkeypatch.setattr(options, "SUGGESTION_SECONDS", inf)
     module, batch = asked(64)
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
     limit = step_memory(module, batch, plan).peak.num_bytes * 0.4
@@ -191,7 +191,7 @@ def test_what_a_plan_announces_points_at_the_call() -> None:
 
 def test_mends_of_stages_are_ordered_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "CHEAP_SECONDS", inf)
-    monkeypatch.setattr(options, "MEND_SECONDS", inf)
+    monkeypatch.setattr(options, "SUGGESTION_SECONDS", inf)
     module, batch = asked(64)
     settings: dict[str, Any] = {"stages": 2, "global_batch": 64, "micro_batch": 16, "recompute": "none"}
     free = sw.plan(module, batch, sw.Cluster.load("h100-1x2"), **settings)

@@ -136,7 +136,7 @@ def test_the_page_of_stages_has_the_names_of_the_plan() -> None:
     plan = sw.plan(module, inputs, NODES, stages=2, micro_batch=4)
     assert isinstance(plan, ExplainedPlan)
     split = 0
-    for stage, known in zip(plan.stages, plan.known(), strict=True):
+    for stage, known in zip(plan.stages, plan.stage_figures(), strict=True):
         for entry in stage.operators:
             if entry.name.endswith("linear"):
                 rows = (known.why(entry.name) or {})["rows"]

@@ -268,7 +268,7 @@ def test_the_name_of_a_dtype_is_not_a_dtype() -> None:
 
 
 def test_storage_that_loses_updates_is_announced() -> None:
-    with pytest.warns(sw.PlanWarning, match=r"stored as torch\.bfloat16 and computed with as torch\.float32"):
+    with pytest.warns(sw.PlanWarning, match=r"stored as torch\.bfloat16 and used as torch\.float32"):
         plan_of("llama", 2, sw.Precision(compute=FP32, parameter=BF16), "dp")
 
 

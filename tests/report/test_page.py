@@ -53,7 +53,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
     plan.report(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
     assert isinstance(plan, Planned)
-    (known,) = plan.known()
+    (known,) = plan.stage_figures()
     assert f'id="figures">{format_figures(plan)}</p>' in text
     assert (
         f"{format_bytes_interval(plan.prediction.peak_bytes, priced_cluster(plan))} in {plan.prediction.peak_at}"
@@ -88,7 +88,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
 
 def test_memory_over_the_step_is_the_ledgers(plan: sw.Plan) -> None:
     assert isinstance(plan, Planned)
-    (known,) = plan.known()
+    (known,) = plan.stage_figures()
     most = max(known.over, key=lambda own: own.num_bytes)
     assert most.num_bytes == known.step.peak_bytes
     assert most.parts == known.step.peak.parts
@@ -185,7 +185,7 @@ def test_two_plans_stand_side_by_side(plan: sw.Plan, tmp_path: Path) -> None:
         assert name + own + second in words.replace("\n", "")
     assert text.count('id="other-timeline"') == 1
     plan.report(tmp_path / "same.html", other=plan)
-    assert "The plans do the same." in text_of(tmp_path / "same.html")
+    assert "The plans are equal." in text_of(tmp_path / "same.html")
 
 
 def test_a_profile_is_laid_over_the_prediction(plan: sw.Plan, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_stages_have_types_seconds_and_memory_of_their_own_passes(tmp_path: Path
     assert own.pipeline is not None
     own.report(tmp_path / "plan.html")
     text = text_of(tmp_path / "plan.html")
-    known = own.known()
+    known = own.stage_figures()
     assert len(known) == stages
     types = 0
     for number, (stage, expected, told) in enumerate(zip(own.stages, own.pipeline.stages, known, strict=True)):
@@ -343,9 +343,9 @@ def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: s
     assert '3 ms</td><td class="number">1 ms</td><td class="number">0.33</td><td>matmul_efficiency</td>' in text
     for chart in ("measured-0", "measured-1"):
         assert text.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box') == 2
-    with pytest.raises(sw.PlanError, match=r"the profile is of 2 stages, the plan has 1\b"):
+    with pytest.raises(sw.PlanError, match=r"the profile has 2 stages, the plan has 1\b"):
         plan.report(tmp_path / "wrong.html", profile=profile)
-    with pytest.raises(sw.PlanError, match="the profile is of 1 stages, the plan has 2"):
+    with pytest.raises(sw.PlanError, match="the profile has 1 stages, the plan has 2"):
         own.report(tmp_path / "wrong.html", profile=of_stage)
     assert not (tmp_path / "wrong.html").exists()
 
@@ -358,5 +358,5 @@ def test_a_pipeline_of_a_file_without_seconds_has_no_chart(tmp_path: Path) -> No
     del body["pipeline"]["memory_bytes"]
     write_page(tmp_path / "plan.html", sw.Plan.from_json(json.dumps(body), edited=True))
     text = text_of(tmp_path / "plan.html")
-    assert "plan again for the schedule as a chart" in text
+    assert "plan again for a chart of the schedule" in text
     assert "Schedule of a step" not in text

@@ -52,7 +52,7 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
             (chosen,) = (own for own in found.explanation.alternatives if own.chosen)
             assert chosen.choice == (entry.strategy or "whole")
             alike.add((number, bool(found.alike)))
-            assert (f"in stage {number}, planned as an equal one" in str(found)) == bool(found.alike)
+            assert (f"in stage {number}, planned as an equal stage" in str(found)) == bool(found.alike)
             explained += 1
     assert explained == 8
     assert any(entry.strategy for stage in plan.stages for entry in stage.operators), "something is split"
@@ -169,7 +169,7 @@ def test_what_no_price_chose_has_no_best(plan: sw.Plan) -> None:
     propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
     with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
         propagated.top()
-    with pytest.raises(sw.PlanError, match="the best 0 plans are asked for"):
+    with pytest.raises(sw.PlanError, match="k is 0"):
         plan.top(0)
     with pytest.raises(sw.PlanError, match=r"none over all of them(.|\n)*top\(k\) for the best pipelines near it"):
         pickle.loads(pickle.dumps(plan)).top()

@@ -1,4 +1,4 @@
-"""A plan together with the settings that it was chosen among: what ``sw.plan(..., stages="auto")`` returns."""
+"""The plan that ``sw.plan(..., stages="auto")`` returns: it also holds the settings that were compared."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shardwise.report.planned import (
 
 @dataclass(frozen=True, eq=False)
 class AutoStagesPlan(ExplainedPlan):
-    """A plan of a joint search. ``joint``: the settings, which are no part of the plan: not of its file, not of
-    comparisons, and a copy for another process is the plan alone. ``found``: the plan of the setting that was taken."""
+    """The plan of a joint search over stages, schedule and micro-batch. ``joint``: the settings that were compared;
+    ``found``: the plan of the setting that was taken. Neither is saved, compared or copied to other processes."""
 
     joint: AutoStagesReport = field(kw_only=True, repr=False)
     found: Plan = field(kw_only=True, repr=False)
@@ -35,38 +35,45 @@ class AutoStagesPlan(ExplainedPlan):
         return AutoStagesPlan(**entries(found), joint=joint, found=found)
 
     def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches | StageExplanation:
-        """``"stages"``: what was considered and why this setting was taken; other names: as the plan of that setting
-        explains them. Raises PlanError for an unknown name."""
+        """Explain one choice of the plan.
+
+        Args:
+            name: ``"stages"`` for the settings that were considered and why this one was taken; or a name that
+                ``Planned.explain`` or ``StagedPlan.explain`` takes.
+
+        Raises:
+            PlanError: The name is unknown.
+        """
         if name == "stages":
             return self.joint
         assert isinstance(self.found, (Planned, StagedPlan)), "it was chosen by price"
         return self.found.explain(name)
 
     def what_if(self, name: str, choice: str) -> WhatIf | StageWhatIf:
-        """As the plan of the setting that was taken says it."""
+        """Return the best plan with one choice changed, as ``Planned.what_if`` or ``StagedPlan.what_if`` does."""
         answer: WhatIf | StageWhatIf = self.found.what_if(name, choice)
         return answer
 
     def top(self, k: int = 5) -> PlanRanking | PipelineRanking:
-        """The best ``k`` plans of the setting that was taken; under stages the best pipelines, among them those of the
-        other settings (``StagedPlan.top``)."""
+        """Return the best ``k`` plans of the setting that was taken. With stages, return the best pipelines, those of
+        the other settings included (``StagedPlan.top``)."""
         if isinstance(self.found, StagedPlan):
             return self.found.top(k, joint=self.joint)
         ranking: PlanRanking = self.found.top(k)
         return ranking
 
     def cost_graph(self, path: str | Path) -> None:
-        """As the plan of the setting that was taken writes it."""
+        """Write the cost graph of the setting that was taken (``Planned.cost_graph``)."""
         self.found.cost_graph(path)
 
     def trace(self, path: str | Path) -> None:
-        """As the plan of the setting that was taken writes it."""
+        """Write a trace of the setting that was taken (``Planned.trace``, ``StagedPlan.trace``)."""
         self.found.trace(path)
 
-    def known(self) -> tuple[StageFigures, ...]:
-        """What is known of the plan of the setting that was taken."""
+    def stage_figures(self) -> tuple[StageFigures, ...]:
+        """Return the figures of every stage of the setting that was taken."""
         assert isinstance(self.found, ExplainedPlan), "it was chosen by price"
-        return self.found.known()
+        return self.found.stage_figures()
 
 
 __all__ = ["AutoStagesPlan"]

@@ -1,6 +1,6 @@
-"""Other settings for a model that does not fit, or that could run at a lower price, each planned like the asked one.
+"""Alternative settings for a model that does not fit, or that could run at a lower price, each planned in full.
 
-``sw.fits`` asks for them, and a refusal of ``sw.plan`` names those that mend it, where planning them takes seconds.
+``sw.fits`` lists them. An error of ``sw.plan`` that nothing fits lists those that fit, if planning takes only seconds.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from shardwise.plans.schedule import schedule_of
 from shardwise.search.mesh_shapes import candidate_meshes
 
 NUM_SHOWN = 3
-_MOST_NODES = 8  # times as many
+_MOST_NODES = 8  # the largest factor by which nodes are multiplied
 _MOST_MESHES = 4
-_PLACES = (2, 4)  # of a pipeline, where none was asked for
+_PLACES = (2, 4)  # numbers of pipeline ranks that are tried if no pipeline was requested
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-# Of CPU time: what a refused plan may have taken for its mends to be planned as well, and what these may take.
-CHEAP_SECONDS, MEND_SECONDS = 2.0, 8.0
+# CPU time: suggestions are planned if the plan that does not fit took at most the first; they may take the second.
+CHEAP_SECONDS, SUGGESTION_SECONDS = 2.0, 8.0
 
-_alone: ContextVar[bool] = ContextVar("_alone", default=False)  # refusals come without mends
+_alone: ContextVar[bool] = ContextVar("_alone", default=False)  # errors come without suggestions
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings (``what``, in words) with their plan, or why there is none. ``samples``: of a step."""
+    """A change of settings (``what``, in words) with its plan, or the error of planning (``refused``). ``samples``: per
+    step."""
 
     what: str
     samples: int | None
@@ -57,12 +58,12 @@ class Option:
 
     @property
     def is_priced(self) -> bool:
-        """Whether it fits at a known price; stages have none under a mode."""
+        """Return whether it fits and has a price; pipelines that are planned by a mode have none."""
         return self.step_seconds > 0
 
     @property
     def step_seconds(self) -> float:
-        """0 where the plan was not priced."""
+        """Return the predicted seconds of a step; 0 if the plan was not priced."""
         return self._figures[0]
 
     @property
@@ -76,13 +77,13 @@ class Option:
 
     @property
     def price(self) -> float:
-        """Device-seconds of a sample."""
+        """Return the device-seconds per sample."""
         return self.step_seconds * self.cluster.num_devices / (self.samples or 1)
 
 
 @dataclass
 class Question:
-    """What was asked, and how a variant of it is planned. ``find``: ``sw.plan``; ``settings``: of it."""
+    """The arguments of a call of ``sw.plan``, of which variants are planned. ``find``: ``sw.plan`` itself."""
 
     find: Callable[..., Plan]
     module: nn.Module
@@ -108,8 +109,8 @@ class Question:
         return Question(find, module, args, named, cluster, {k: v for k, v in settings.items() if v is not None})
 
     def planned(self, what: str, cluster: Cluster | None = None, samples: int | None = None, **changes: Any) -> Option:
-        """The option of some changes. ``samples``: of the inputs. A plan that does not fit is an answer; other errors
-        are raised. Nothing is planned where all devices together do not hold what stays from step to step."""
+        """Plan with some changes. ``samples``: the samples of the inputs. A plan that does not fit is returned as a
+        refused option; other errors are raised. Skips planning if parameters and states exceed the devices' memory."""
         devices = cluster or self.cluster
         args, kwargs = self.args, dict(self.kwargs)
         step = self.samples if samples is None else samples
@@ -128,17 +129,17 @@ class Question:
                 plan = self.find(self.module, args, devices, kwargs=kwargs, **settings)
         except PlanError as error:
             if not (what or isinstance(error, NothingFits)):
-                raise  # what was asked for is no question of memory
+                raise  # the requested plan fails for another reason than memory
             return Option(what, step, devices, refused=str(error))
         limit, needed = limit_of(devices, settings), 0.0 if plan.predicted is None else plan.predicted.peak_bytes
-        if needed > limit:  # a plan that was not searched is not refused for that
+        if needed > limit:  # sw.plan checks the memory only of searched plans
             refused = f"the peak is {format_bytes(needed)} a device, {format_bytes(limit)} are allowed"
             return Option(what, step, devices, refused=refused)
         return Option(what, step, devices, plan)
 
 
 def _stays(module: nn.Module, settings: Mapping[str, Any]) -> int:
-    """Bytes of parameters and optimizer's states that all devices together keep from step to step, at least."""
+    """Return a lower bound on the bytes of parameters and optimizer states over all devices between steps."""
     optimizer = settings.get("optimizer", "adamw")
     dtype = (settings.get("precision") or Precision()).parameter
     states = 0 if is_on_host(optimizer) else states_of(optimizer)
@@ -150,7 +151,7 @@ def _stays(module: nn.Module, settings: Mapping[str, Any]) -> int:
 
 
 def limit_of(cluster: Cluster, settings: Mapping[str, Any]) -> float:
-    """Bytes that a device may take."""
+    """Return the memory limit of a device in bytes."""
     limit: float | None = settings.get("memory_bytes")
     return cluster.device.usable_bytes if limit is None else limit
 
@@ -160,7 +161,7 @@ Variant = tuple[str, Callable[[], Option]]
 
 @contextmanager
 def without_suggestions() -> Iterator[None]:
-    """In here a plan that does not fit is refused at once."""
+    """Raise NothingFits without planning suggestions inside this context."""
     token = _alone.set(True)
     try:
         yield
@@ -170,8 +171,8 @@ def without_suggestions() -> Iterator[None]:
 
 @contextmanager
 def with_suggestions(find: Callable[..., Plan], arguments: dict[str, Any]) -> Iterator[None]:
-    """In here a refusal of what does not fit names mends, each planned, where that takes seconds; else why they were
-    not. ``find``: ``sw.plan``; ``arguments``: of it."""
+    """Add suggestions, each planned in full, to a NothingFits error inside this context. If the plan took too long, add
+    the reason for their absence. ``find``: ``sw.plan``; ``arguments``: its arguments."""
     start = time.process_time()
     try:
         yield
@@ -187,7 +188,7 @@ def with_suggestions(find: Callable[..., Plan], arguments: dict[str, Any]) -> It
 
 
 def _suggestions_of(find: Callable[..., Plan], arguments: dict[str, Any]) -> tuple[list[str], str]:
-    """What would make a plan fit, a line each, and what to say where nothing would. ``arguments``: those of
+    """Return a line for each change that makes a plan fit, and the text to print if none does. ``arguments``: those of
     ``sw.plan``."""
     module, inputs, cluster = (arguments.pop(name) for name in ("module", "example_inputs", "cluster"))
     question = Question.of(find, module, inputs, arguments.pop("kwargs", None), Cluster.of(cluster), arguments)
@@ -195,37 +196,37 @@ def _suggestions_of(find: Callable[..., Plan], arguments: dict[str, Any]) -> tup
     def enough(planned: Sequence[Option]) -> bool:
         return sum(option.fits for option in planned) >= NUM_SHOWN
 
-    options, untried = plan_options(suggest_fixes(question), MEND_SECONDS, enough, clock=time.process_time)
+    options, untried = plan_options(suggest_fixes(question), SUGGESTION_SECONDS, enough, clock=time.process_time)
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
-    left = f"; not planned, for want of time: {'; '.join(untried)}" if untried else ""
-    return [suggestion_line(option) for option in best], f"none of {len(options)} that were looked at fits{left}"
+    left = f"; not planned (out of time): {'; '.join(untried)}" if untried else ""
+    return [suggestion_line(option) for option in best], f"none of the {len(options)} that were planned fits{left}"
 
 
 def suggestion_line(option: Option) -> str:
-    """What to do, and what a step then takes, where plans are priced."""
+    """Format a change with the step time and peak memory that it leads to, if its plan is priced."""
     if not option.step_seconds:
         return option.what
     return f"{option.what}: step {format_seconds(option.step_seconds)}, peak {format_bytes(option.peak_bytes)}"
 
 
 def suggest_fixes(question: Question) -> Iterator[Variant]:
-    """What may make a model fit, the least change first."""
+    """Yield changes that may make a model fit, the smallest change first."""
     samples, batch = question.samples, num_samples((question.args, dict(question.kwargs)))
     micro_batch = question.settings.get("micro_batch", 0)
     for part in (2, 4):
         if micro_batch and batch == samples and micro_batch % part == 0:
             yield _variant(
-                question, f"smaller passes (micro_batch={micro_batch // part})", micro_batch=micro_batch // part
+                question, f"smaller micro-batches (micro_batch={micro_batch // part})", micro_batch=micro_batch // part
             )
     if question.settings.get("recompute", "auto") != "auto":
-        yield _variant(question, 'what fits is made again in backward (recompute="auto")', recompute="auto")
+        yield _variant(question, 'recompute in backward as much as needed (recompute="auto")', recompute="auto")
     if question.settings.get("zero") in (1, 2):
-        yield _variant(question, "parameters in parts, gathered again in backward (zero=3)", zero=3)
+        yield _variant(question, "sharded parameters, all-gathered again in backward (zero=3)", zero=3)
     if samples and batch == samples and "micro_batch" not in question.settings:
         for parts in (2, 4, 8):
             if samples % parts == 0 and samples // parts >= 1:
                 size = samples // parts
-                what = f"the same batch in {parts} passes (global_batch={samples}, micro_batch={size})"
+                what = f"the same batch in {parts} micro-batches (global_batch={samples}, micro_batch={size})"
                 yield _variant(question, what, global_batch=samples, micro_batch=size)
     yield from _precision(question)
     yield from _states_on_host(question)
@@ -235,19 +236,19 @@ def suggest_fixes(question: Question) -> Iterator[Variant]:
 
 
 def suggest_changes(question: Question, plan: Plan) -> Iterator[Variant]:
-    """What may make a model that fits run at a lower price. Stages that were chosen stay as they are, but where they
-    are what changes."""
+    """Yield changes that may lower the price of a model that fits. Stages that ``stages="auto"`` chose are kept, except
+    by the changes of stages themselves."""
     if question.settings.get("stages") == "auto":
         chosen = {"stages": len(plan.stages), "schedule": plan.schedule} if plan.is_pipeline else {}
         free = {key: value for key, value in question.settings.items() if key not in ("stages", "schedule")}
         question = replace(question, settings={**free, **chosen})
     yield from _precision(question)
     yield from _batches(question, (2, 0.5))
-    again = any(entry.again for entry in plan.operators) or any(entry.again for entry in plan.conversions)
+    recomputes = any(entry.again for entry in plan.operators) or any(entry.again for entry in plan.conversions)
     yield (
-        _variant(question, 'nothing is made again (recompute="none")', recompute="none")
-        if again
-        else _variant(question, 'blocks are made again in backward (recompute="full")', recompute="full")
+        _variant(question, 'recompute nothing (recompute="none")', recompute="none")
+        if recomputes
+        else _variant(question, 'recompute blocks in backward (recompute="full")', recompute="full")
     )
     yield from _clusters(question, most=2)
     if "mesh" not in question.settings:
@@ -256,13 +257,13 @@ def suggest_changes(question: Question, plan: Plan) -> Iterator[Variant]:
         others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in plan.stages)]
         for mesh in others[:_MOST_MESHES]:
             axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
-            of = "another mesh of every stage" if plan.is_pipeline else "another mesh"
+            of = "another mesh for every stage" if plan.is_pipeline else "another mesh"
             yield _variant(question, f"{of}: Mesh({axes})", mesh=mesh)
     yield from _stages(question)
 
 
 def _stages(question: Question) -> Iterator[Variant]:
-    """Other numbers of stages, and none; and on as many places, other schedules."""
+    """Yield other numbers of stages, no stages, and other schedules on the same number of pipeline ranks."""
     stages, devices = question.settings.get("stages"), question.cluster.num_devices
     if question.settings.get("mesh") is not None or stages in ("marked", "auto"):
         return
@@ -286,7 +287,6 @@ def _stages(question: Question) -> Iterator[Variant]:
 
 
 def _sizes(mesh: Mesh) -> Iterator[int]:
-    """Of its axes, whatever they are called."""
     return (size for _, size in mesh.axes)
 
 
@@ -296,8 +296,8 @@ def plan_options(
     enough: Callable[[Sequence[Option]], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Option], list[str]]:
-    """Options in order, for so many seconds and until they are enough, and the names of those that were not tried. What
-    a model or cluster cannot have (a batch that does not divide, say) is left out."""
+    """Plan variants in order until ``seconds`` have passed or ``enough`` returns true. Return the options, and the
+    names of those not tried. Variants with an error (a batch that does not divide, for example) are left out."""
     start, options, left = clock(), list[Option](), list[str]()
     for what, make in variants:
         if clock() - start > seconds or enough(options):
@@ -344,7 +344,7 @@ def _batches(question: Question, factors: Sequence[float]) -> Iterator[Variant]:
 
 
 def _clusters(question: Question, most: int = _MOST_NODES) -> Iterator[Variant]:
-    """Twice the nodes, and so on: units of the outermost level."""
+    """Yield clusters with 2, 4, ... times the units of the outermost level."""
     sizes = [level.size for level in question.cluster.levels]
     if question.cluster.mixed or question.settings.get("mesh") is not None:
         return
