@@ -90,6 +90,19 @@ def _ended(block: Block, where: str) -> Iterator[list[str]]:
         assert not block.raises, f"the block at {where} does not raise {block.raises}"
 
 
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Block(1, "1 + 1", raises="ValueError"), "the block at p.md:1 does not raise ValueError"),
+        (Block(1, "int('x')"), "the block at p.md:1 fails: ValueError: invalid"),
+        (Block(1, "int('x')", raises="TypeError"), "the block at p.md:1 fails: ValueError: invalid"),
+    ],
+)
+def test_a_block_that_ends_otherwise_than_it_says_fails(block: Block, message: str) -> None:
+    with pytest.raises(AssertionError, match=message), _ended(block, "p.md:1"):
+        _execute(block, {}, "p.md:1")
+
+
 def test_pages_have_blocks_that_run() -> None:
     assert {page.name for page in PAGES} >= {"README.md", "tour.md", "adding-a-rule.md"}
     tables = {
