@@ -493,5 +493,6 @@ def _check_mesh(mesh: Mesh, cluster: Cluster) -> None:
             problem(
                 f"{mesh} needs {needed} devices, the cluster has {cluster.num_devices}",
                 fix=f"choose axes whose sizes multiply to {cluster.num_devices}",
+                section="mesh-size",
             )
         )

@@ -14,12 +14,28 @@
         ReplicaError      ranks that must hold the same bits do not
         CheckpointError   a checkpoint is incomplete or damaged, or cannot be written
 
-Every message says what is wrong, where, the arithmetic and the fix; ``problem`` builds that shape.
+Every message says what is wrong, where, the arithmetic and the fix; ``problem`` builds that shape. The errors that
+users meet most end with the section of docs/errors.md that explains them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
+
+# Sections of docs/errors.md, each with a program that raises the error and one that does not.
+Section = Literal[
+    "tensor-values",
+    "python-state",
+    "strategy-names",
+    "mesh-size",
+    "micro-batch-size",
+    "nothing-fits",
+    "initial-values",
+    "different-calls",
+    "original-parameters",
+    "saving-shards",
+]
 
 _LONGEST_LINE = 2_000  # characters of a line of a message; it may quote any file
 _AROUND = 60  # characters shown before and after a caret in a long text
@@ -33,6 +49,7 @@ class ErrorText(str):
     source: str = ""
     fix: str = ""
     facts: tuple[tuple[str, str], ...] = ()
+    section: Section | None = None
 
 
 class ShardwiseError(ValueError):
@@ -44,13 +61,14 @@ class ShardwiseError(ValueError):
         source: The line of the user's code, ``model.py:41``, or "".
         fix: The suggested change, or "".
         facts: Additional (name, text) pairs, in the order of the message.
+        section: The section of docs/errors.md that explains the error, or "".
     """
 
     def __init__(self, message: str = "") -> None:
         super().__init__("\n".join(map(_shortened, message.split("\n"))))
         parts = message if isinstance(message, ErrorText) else ErrorText(message)
         self.what, self.op, self.source = parts.what or message, parts.op, parts.source
-        self.fix, self.facts = parts.fix, parts.facts
+        self.fix, self.facts, self.section = parts.fix, parts.facts, parts.section
 
 
 class CaptureError(ShardwiseError):
@@ -118,9 +136,16 @@ def page(name: str) -> str:
 
 
 def problem(
-    what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()
+    what: str,
+    *,
+    op: str = "",
+    source: str = "",
+    fix: str = "",
+    facts: Iterable[tuple[str, str]] = (),
+    section: Section | None = None,
 ) -> ErrorText:
-    """Lay out the message of an error: what is wrong (with the arithmetic), where, further facts, and the fix.
+    """Lay out the message of an error: what is wrong (with the arithmetic), where, further facts, the fix, and the
+    section of docs/errors.md that explains it.
 
     An error that is raised with it has these parts as attributes.
 
@@ -136,8 +161,10 @@ def problem(
     lines += [f"  {name + ':':<7} {text}" for name, text in facts]
     if fix:
         lines.append(f"  fix:    {fix}")
+    if section:
+        lines.append(f"  see:    docs/errors.md#{section}")
     text = ErrorText("\n".join(lines))
-    text.what, text.op, text.source, text.fix, text.facts = what, op, source, fix, facts
+    text.what, text.op, text.source, text.fix, text.facts, text.section = what, op, source, fix, facts, section
     return text
 
 

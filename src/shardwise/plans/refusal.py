@@ -18,7 +18,7 @@ class NothingFits(PlanError):
     """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message."""
 
     def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str) -> None:
-        super().__init__(problem(what, facts=facts, fix=fix))
+        super().__init__(problem(what, facts=facts, fix=fix, section="nothing-fits"))
         self.what, self.facts, self.fix = what, tuple(facts), fix
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -61,6 +61,7 @@ def batches_of(
                     f"global_batch is {step}, the example inputs have {samples} samples: {step} / {samples} is not "
                     "whole",
                     fix="give example inputs whose number of samples divides it, or that have global_batch samples",
+                    section="micro-batch-size",
                 )
             )
     if size is None:
@@ -71,6 +72,7 @@ def batches_of(
                 f"the example inputs have {samples} samples, neither those of a micro-batch ({size}) nor those of the "
                 f"global batch ({step})",
                 fix="give the inputs of one micro-batch, or of the whole global batch",
+                section="micro-batch-size",
             )
         )
     if size > step or step % size:
@@ -80,6 +82,7 @@ def batches_of(
                 f"micro_batch is {size}, global_batch is {step}: {why}",
                 fix="choose a micro_batch that divides it (a step over fewer samples, the last of an epoch, may be of "
                 "any size)",
+                section="micro-batch-size",
             )
         )
     return MicroBatchOptions(step, (size,))

@@ -50,7 +50,8 @@ def choices_for(
             choices = {axis: Split(split[axis]) if axis in split else INVARIANT for axis in mesh.sub_axes}
         return _divide_choices(rule, divided, choices, mesh, blockers)
     except ShardwiseError as error:
-        raise type(error)(problem(str(error), op=op.name, source=op.source, fix=splittable(rule))) from error
+        text = problem(str(error), op=op.name, source=op.source, fix=splittable(rule), section="strategy-names")
+        raise type(error)(text) from error
 
 
 def splittable(rule: OpRule) -> str:
